@@ -4,10 +4,10 @@
     python benchmarks/collectives.py ROWS.json --rows            and print each of them
     python benchmarks/collectives.py ROWS.json --leave-one-out   derive the constants without each publisher in turn
     python benchmarks/collectives.py ROWS.json --markdown docs/forecast/collectives.md   and write both errors there
-    python benchmarks/collectives.py ROWS.json --derive          what stands under ``derived`` in forecast/nccl.yaml, and the catalogue's latency of a network
+    python benchmarks/collectives.py ROWS.json --derive          what stands under ``derived`` in forecast/nccl.yaml, and the catalogue's latencies of networks
 
 ROWS.json is a list of objects with ``id, source, hardware, gpus, nodes, collective, size_bytes, time_us, busbw_GBps,
-algo``; the rows of ``collectives_p5.yaml`` are added. A bandwidth without a size is taken as that of 16 GiB. Errors are
+algo``; the rows of ``collectives_nodes.yaml`` are added. A bandwidth without a size is taken as that of 16 GiB. Errors are
 forecast / measured - 1. Nothing is asserted and no time of this machine is taken: the same file gives the same table anywhere.
 """
 
@@ -28,6 +28,7 @@ from typing import Any
 import yaml
 from page import require, table, write
 
+from ahp.cluster import catalogue
 from ahp.cluster.model import NodeGroup
 from ahp.cluster.parse import resolve
 from ahp.forecast.group import Group, strided_group
@@ -79,7 +80,10 @@ CLUSTERS: tuple[tuple[str, str], ...] = (
 PCIE_GEN6_BYTES_PER_S = 121e9
 """x16 at 64 GT/s with 242 of 256 bytes of a flit for data (PCI Express 6.0); no part in the catalogue has it."""
 
-P5 = Path(__file__).with_name("collectives_p5.yaml")
+NODES = Path(__file__).with_name("collectives_nodes.yaml")
+
+FILLED_OVER = "efa"
+"""The network whose rows say how a ring and a tree over nodes fill; of the others they say the latency alone."""
 
 GUESSED = ("not stated", "Omni-Path")
 """Hardware that a row does not state, or of which its source says that figures fluctuate: priced, but counted apart."""
@@ -96,6 +100,8 @@ class Row:
     num_bytes: int
     nodes: NodeGroup
     group: Group
+    network: str | None
+    """What is between the nodes, a name of ``networks`` in the catalogue; None = the device's usual one."""
     algorithm: str | None
     """The only one allowed, where the source forbids others."""
     measured_s: float
@@ -117,29 +123,41 @@ def read(path: Path) -> tuple[list[Row], dict[str, str]]:
             skipped[raw["id"]] = reason or "hardware not in the catalogue"
             continue
         rows.append(_row(raw, short))
-    return rows + p5(), skipped
+    return rows + over_nodes(), skipped
 
 
-def p5() -> list[Row]:
-    """Collectives over 2 to 32 nodes of H100."""
-    data = yaml.safe_load(P5.read_text(encoding="utf-8"))
+def over_nodes() -> list[Row]:
+    """The rows of collectives_nodes.yaml."""
     found = []
-    for kind, by_nodes in data["gb_per_s"].items():
-        for count, rates in by_nodes.items():
-            nodes = resolve(f"{count}x{data['cluster']}").groups[0]
-            group = strided_group(nodes.num_devices, 1, nodes.devices_per_node)
-            for doublings, rate in enumerate(rates):
-                size = data["first_bytes"] << doublings
-                found.append(
-                    Row(f"p5-{count}n-{kind}-{size // MIB}MiB", data["publisher"], f"H100 x {count} nodes", kind, size,
-                        nodes, group, None, size / (rate * 1e9), guessed=False)
-                )  # fmt: skip
+    for source in yaml.safe_load(NODES.read_text(encoding="utf-8")):
+        for kind, by_nodes in source.get("us", source.get("gb_per_s")).items():
+            for count, figures in by_nodes.items():
+                nodes = _joined(f"{count}x{source['cluster']}", source["network"])
+                group = strided_group(nodes.num_devices, 1, nodes.devices_per_node)
+                for mib, figure in zip(source["mib"], figures, strict=False):
+                    size = mib * MIB
+                    algorithm = source.get("algorithm")
+                    name = "-".join(filter(None, (source["publisher"], f"{count}n", algorithm, kind, f"{mib}MiB")))
+                    found.append(
+                        Row(name, source["publisher"], f"{nodes.device.name.split('-')[0]} x {count} nodes", kind, size, nodes,
+                            group, source["network"], algorithm, figure * 1e-6 if "us" in source else size / (figure * 1e9),
+                            guessed=False)
+                    )  # fmt: skip
     return found
 
 
-def _row(raw: Mapping[str, Any], short: str) -> Row:
+def _joined(short: str, network: str | None) -> NodeGroup:
+    """The nodes of a short form with such a network between them."""
     nodes = resolve(short).groups[0]
+    if network is None or nodes.inter_node is None:
+        return nodes
+    return nodes.model_copy(update={"inter_node": catalogue.with_network(nodes.inter_node, network)})
+
+
+def _row(raw: Mapping[str, Any], short: str) -> Row:
     hardware = raw["hardware"]
+    network = "efa" if "EFA" in f"{hardware} {raw.get('interconnect')}" or "AWS" in hardware else None
+    nodes = _joined(short, network)
     if "Gen6" in hardware:
         link = nodes.intra_node.model_copy(update={"bandwidth_bytes_per_s": PCIE_GEN6_BYTES_PER_S})
         nodes = nodes.model_copy(update={"intra_node": link})
@@ -155,7 +173,7 @@ def _row(raw: Mapping[str, Any], short: str) -> Row:
         device += f" x {group.nodes} nodes"
     return Row(
         name=raw["id"], publisher=publisher, device=device, kind=raw["collective"], num_bytes=size, nodes=nodes,
-        group=group, algorithm=_forced(raw), measured_s=measured_us * 1e-6,
+        group=group, network=network, algorithm=_forced(raw), measured_s=measured_us * 1e-6,
         guessed=any(word in f"{hardware} {raw['note']}" for word in GUESSED),
     )  # fmt: skip
 
@@ -170,8 +188,8 @@ def _forced(raw: Mapping[str, Any]) -> str | None:
 
 
 def forecast_s(row: Row, data: Mapping[str, Any]) -> float:
-    """``data``: nccl.yaml's, with ``network_latency_us`` among what is derived where it is not the catalogue's."""
-    nodes, latency_us = row.nodes, data["derived"].get("network_latency_us")
+    """``data``: nccl.yaml's, with ``network_latency_us`` by network among what is derived where it is not the catalogue's."""
+    nodes, latency_us = row.nodes, data["derived"].get("network_latency_us", {}).get(row.network)
     if latency_us is not None and nodes.inter_node is not None:
         link = nodes.inter_node.model_copy(update={"latency_s": latency_us * 1e-6})
         nodes = nodes.model_copy(update={"inter_node": link})
@@ -244,15 +262,20 @@ def _derive_within(rows: Sequence[Row], data: dict[str, Any]) -> None:
 
 
 def _derive_between(rows: Sequence[Row], data: dict[str, Any]) -> None:
-    """What a hop over RDMA takes (it stands in the catalogue), and what it takes to fill a ring and a tree over nodes."""
-    names = ("network_latency_us", "network_fill_share", "network_fill_us", "tree_fill_share", "tree_fill_us")
+    """What a hop over each network takes (it stands in the catalogue), and what it takes to fill a ring and a tree over nodes."""
+    names = ("network_fill_share", "network_fill_us", "tree_fill_share", "tree_fill_us")
+    latencies = data["derived"]["network_latency_us"] = {}
 
     def fill(x: Sequence[float]) -> None:
-        data["derived"] |= {name: value * scale for name, value, scale in zip(names, x, scales, strict=True)}
+        latencies[FILLED_OVER] = x[0]
+        data["derived"] |= {name: value * scale for name, value, scale in zip(names, x[1:], scales, strict=True)}
 
-    scales = (1.0, 1.0, 1e3, 1.0, 1e3)
+    scales = (1.0, 1e3, 1.0, 1e3)
     start, low, high = [20.0, 0.3, 3.0, 0.3, 2.0], [4.0, 0.0, 0.1, 0.0, 0.1], [60.0, 2.0, 30.0, 3.0, 30.0]
-    _least_squares(rows, data, fill, start, low, high)
+    _least_squares([row for row in rows if row.network in (None, FILLED_OVER)], data, fill, start, low, high)
+    for network in sorted({row.network for row in rows if row.network} - {FILLED_OVER}):
+        own = [row for row in rows if row.network == network]
+        _least_squares(own, data, lambda x, to=network: latencies.update({to: x[0]}), [20.0], [4.0], [60.0])
 
 
 def _figure(value: float) -> float:

@@ -114,6 +114,19 @@ def test_short_form_counts(nodes: int, devices: int, name: str) -> None:
         ({"device": {"base": "H100", "memory_gb": 80}}, "memory_gb: unknown key .*memory_bytes"),
         ({"device": {"base": "H100", "memory_bytes": 0}}, "memory_bytes = 0"),
         ({"device": {"base": "H1000"}}, r"device.base = 'H1000'"),
+        (
+            {"nodes": 2, "device": "H100", "inter_node_network": "ib"},
+            "inter_node_network = 'ib'.*valid: infiniband, efa, slingshot, ethernet",
+        ),
+        ({"device": "H100", "inter_node_network": "efa"}, "inter_node_network = 'efa': a single node without"),
+        (
+            {"nodes": 2, "device": "H100", "inter_node_network": "efa", "inter_node_latency_us": 3},
+            "inter_node_network = 'efa': .*and so does inter_node_latency_us: leave one of them out",
+        ),
+        (
+            {"nodes": 2, "device": "cpu", "inter_node_gbps": 10, "inter_node_network": "efa"},
+            "gloo over TCP; leave it out",
+        ),
         ({"groups": []}, "groups"),
         ({**MIXED, "links": [{"between": ["new", "newer"], "gbps": 50}]}, "links.between = 'newer'.*valid: new, old"),
         ({**MIXED, "links": [{"between": ["new", "new"], "gbps": 50}]}, "two different groups"),
@@ -129,16 +142,37 @@ def test_refused(what: Any, words: str) -> None:
 
 def test_a_network_with_the_users_latency() -> None:
     usual = Cluster.parse("4x8xH100-SXM-80GB").groups[0].inter_node
-    quick = Cluster.from_dict({"nodes": 4, "device": "H100-SXM-80GB", "inter_node_latency_us": 4})
+    quick = Cluster.from_dict({"nodes": 4, "device": "H100-SXM-80GB", "inter_node_latency_us": 2})
     link = quick.groups[0].inter_node
     assert usual is not None
     assert link is not None
-    assert (usual.latency_s, link.latency_s) == pytest.approx((24.7e-6, 4e-6))
+    assert (usual.latency_s, link.latency_s) == pytest.approx((4e-6, 2e-6))
     assert link.bandwidth_bytes_per_s == usual.bandwidth_bytes_per_s
     assert link.source.endswith("latency: given by the user")
     assert Cluster.from_dict(quick.plain()) == quick
     with pytest.raises(BadInput, match=r"inter_node_latency_us = 4\.0: a single node without inter_node_gbps"):
         Cluster.from_dict({"device": "H100-SXM-80GB", "inter_node_latency_us": 4})
+
+
+@pytest.mark.parametrize(
+    ("description", "latency_us"),
+    [
+        ({"device": "H100"}, 4.0),  # a DGX's is InfiniBand
+        ({"device": "H100", "inter_node_network": "efa"}, 24.7),
+        ({"device": "H100", "inter_node_gbps": 100, "inter_node_network": "ethernet"}, 24.7),
+        ({"device": "MI250X"}, 13.5),  # LUMI's is Slingshot
+        ({"device": "RTX-4090-24GB", "inter_node_gbps": 100}, 24.7),  # nothing says what it is
+        ({"device": "RTX-4090-24GB", "inter_node_gbps": 100, "inter_node_network": "infiniband"}, 4.0),
+    ],
+)
+def test_the_kind_of_a_network_says_how_long_a_hop_takes(description: dict[str, Any], latency_us: float) -> None:
+    cluster = Cluster.from_dict({"nodes": 4, **description})
+    link = cluster.groups[0].inter_node
+    assert link is not None
+    assert link.latency_s * 1e6 == pytest.approx(latency_us)
+    kind = description.get("inter_node_network")
+    assert kind is None or f"latency: {kind}, " in link.source
+    assert Cluster.from_dict(cluster.plain()) == cluster
 
 
 def test_device_with_the_users_figures() -> None:

@@ -88,7 +88,7 @@ def test_units_that_one_collective_takes_do_not_pay_for_its_start():
     assert (
         reduce_s("fp16", StageParameters(10**7, 0, first=True))
         == reduce_s("fp8", StageParameters(10**7, 0, first=True))
-        == share_s(10**7)
+        == pytest.approx(share_s(10**7))
     )
     assert share_s(10**7) > 1.1 * reduce_s("fp8") > 1.1 * reduce_s("fp16")
 

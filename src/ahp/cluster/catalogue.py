@@ -18,6 +18,8 @@ BYTES_PER_S_PER_GBPS = 1.0e9 / 8
 """Networks count in 10^9 bits per second."""
 
 CPU = "cpu"
+UNNAMED_NETWORK = "ethernet"
+"""What a network is taken for where nothing says what it is."""
 _NOISE = ("nvidia", "amd", "graphics", "device")
 
 
@@ -108,9 +110,26 @@ def _nearest(name: str) -> list[str]:
     return list(dict.fromkeys(spelled[c] for c in close))[:5] or names()
 
 
+def with_network(link: Link, kind: str) -> Link:
+    """The link with the hop of such a network, a name of ``networks`` in catalogue.yaml."""
+    hop = _catalogue()["networks"][kind]
+    return with_latency(link, hop["latency_s"], f"{kind}, {hop['source']}")
+
+
+def with_latency(link: Link, latency_s: float, source: str) -> Link:
+    """The link with another hop, and where that is from."""
+    source = f"{link.source.split('; latency: ')[0]}; latency: {source}"
+    return link.model_copy(update={"latency_s": latency_s, "source": source})
+
+
+@cache
+def _catalogue() -> dict[str, Any]:
+    return shipped("ahp.cluster", "catalogue.yaml")
+
+
 @cache
 def _entries() -> dict[str, Entry]:
-    data = shipped("ahp.cluster", "catalogue.yaml")
+    data = _catalogue()
     return {name: _entry(name, raw, data) for name, raw in data["devices"].items()}
 
 
@@ -131,7 +150,8 @@ def _entry(name: str, raw: dict[str, Any], data: dict[str, Any]) -> Entry:
         reserved_memory_bytes=held_by_driver_bytes + int(data["context_bytes"]),
         source="; ".join(f"{keys}: {source}" for keys, source in sources.items()),
     )
-    hop, network = data["links"][raw["link"]], data["links"]["network"]
+    kind = raw.get("network", UNNAMED_NETWORK)
+    hop, network = data["links"][raw["link"]], data["networks"][kind]
     return Entry(
         device=device,
         aliases=tuple(raw.get("aliases", ())),
@@ -145,7 +165,7 @@ def _entry(name: str, raw: dict[str, Any], data: dict[str, Any]) -> Entry:
         devices_per_nvlink_domain=raw.get("devices_per_nvlink_domain"),
         nic_gbps=raw.get("nic_gbps"),
         network_latency_s=network["latency_s"],
-        network_source=f"{_source_of('devices_per_node', sources)}; latency: {network['source']}",
+        network_source=f"{_source_of('devices_per_node', sources)}; latency: {kind}, {network['source']}",
     )
 
 

@@ -158,7 +158,6 @@ def _network(nodes: int, found: list[Gpu], count: int, host: Host, given_gbps: f
     known = catalogue.match(found[0].name, found[0].memory_bytes) if found else None
     if known is not None and given_gbps is None and (usual := known.inter_node(count)) is not None:
         return usual
-    # The latency of a network is the same whatever the devices.
     any_gpu = known or catalogue.find("A100")
     gbps, source = (
         (given_gbps, "given by the user") if given_gbps is not None else (host.network_gbps, "the node's cards")
@@ -168,7 +167,8 @@ def _network(nodes: int, found: list[Gpu], count: int, host: Host, given_gbps: f
             f"inter_node_gbps is missing: this job has {nodes} nodes, and neither the catalogue nor this node's cards say "
             "how fast their network is; give the Gb/s of one node per direction"
         )
-    return any_gpu.network(gbps, f"{source}, not measured; latency: {any_gpu.network_source.split('latency: ')[-1]}")
+    network = any_gpu.network(gbps, f"{source}, not measured; latency: {any_gpu.network_source.split('latency: ')[-1]}")
+    return network if known else catalogue.with_network(network, catalogue.UNNAMED_NETWORK)
 
 
 def _measure(

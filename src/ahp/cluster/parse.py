@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field
@@ -35,6 +35,8 @@ WIDEST_PLAIN = 8
 Watts = Annotated[float, Field(gt=0)]
 Gbps = Annotated[float, Field(ge=1e-6)]
 """Gigabits a second, a thousand bits at least."""
+NetworkKind = Literal["infiniband", "efa", "slingshot", "ethernet"]
+"""``networks`` of catalogue.yaml. ethernet: RoCE, or sockets where a node has less than 100 Gb/s; efa: AWS's."""
 FailureRate = Annotated[float, Field(gt=0)]
 
 
@@ -61,8 +63,10 @@ class GroupDescription(Record):
     """A catalogue name, a catalogue name with overrides (``base`` and figures), or all the figures of a device."""
     inter_node_gbps: Gbps | None = None
     """Gb/s of one node, per direction; None = what is usual for the device."""
+    inter_node_network: NetworkKind | None = None
+    """What the network between nodes is, which says how long a hop takes; None = what is usual for the device."""
     inter_node_latency_us: float | None = Field(default=None, ge=0)
-    """Microseconds of one hop between nodes; None = the usual latency of a network."""
+    """Microseconds of one hop between nodes, where it was measured; None = as ``inter_node_network`` has it."""
 
 
 class NodesDescription(GroupDescription):
@@ -79,7 +83,7 @@ class LinkDescription(Record):
     gbps: Gbps
     """Gb/s of one node, per direction."""
     latency_us: float | None = Field(default=None, ge=0)
-    """Microseconds; None = the usual latency of a network."""
+    """Microseconds; None = that of the usual network of the first group."""
 
 
 class MixedDescription(Record):
@@ -234,11 +238,7 @@ def _group(description: GroupDescription, where: str) -> NodeGroup:
                 f"{where}: inter_node_gbps is missing: there is no usual network for {device.name}; "
                 "give the Gb/s of one node per direction, such as inter_node_gbps: 100"
             )
-    if description.inter_node_latency_us is not None:
-        if inter_node is None:
-            rule = "a single node without inter_node_gbps has no network"
-            raise bad_input(f"{where}: inter_node_latency_us", description.inter_node_latency_us, rule)
-        inter_node = _with_latency(inter_node, description.inter_node_latency_us)
+    inter_node = _with_hop(inter_node, description, entry, where)
     domain = usual_domain(entry, description.nodes, devices_per_node)
     if description.devices_per_nvlink_domain is not None:
         domain = given_domain(entry, description.devices_per_nvlink_domain, devices_per_node, where)
@@ -251,6 +251,26 @@ def _group(description: GroupDescription, where: str) -> NodeGroup:
         intra_node=entry.intra_node,
         inter_node=inter_node,
     )
+
+
+def _with_hop(link: Link | None, description: GroupDescription, entry: catalogue.Entry, where: str) -> Link | None:
+    """The network with the hop that the user describes."""
+    kind, latency_us = description.inter_node_network, description.inter_node_latency_us
+    for key, value in (("inter_node_network", kind), ("inter_node_latency_us", latency_us)):
+        if value is not None and link is None:
+            raise bad_input(f"{where}: {key}", value, "a single node without inter_node_gbps has no network")
+    if link is None or (kind is None and latency_us is None):
+        return link
+    if kind is None:
+        return _with_latency(link, latency_us)
+    if latency_us is not None:
+        rule = (
+            "the kind of a network says how long a hop takes, and so does inter_node_latency_us: leave one of them out"
+        )
+        raise bad_input(f"{where}: inter_node_network", kind, rule)
+    if entry.device.name == catalogue.CPU:
+        raise bad_input(f"{where}: inter_node_network", kind, "workers on a CPU use gloo over TCP; leave it out")
+    return catalogue.with_network(link, kind)
 
 
 def _device(given: str | dict[str, Any], where: str) -> tuple[catalogue.Entry, Device]:
@@ -299,8 +319,7 @@ def _given_link(link: LinkDescription, any_group: GroupDescription) -> Link:
 
 
 def _with_latency(network: Link, latency_us: float) -> Link:
-    source = f"{network.source.split('; latency: ')[0]}; latency: given by the user"
-    return network.model_copy(update={"latency_s": latency_us * 1e-6, "source": source})
+    return catalogue.with_latency(network, latency_us * 1e-6, "given by the user")
 
 
 def _usual_link(

@@ -48,7 +48,7 @@ class Nccl:
     """Times of collectives on one group of nodes; ``data`` replaces nccl.yaml.
 
     ``others``: further devices that take part, from other groups of a mixed cluster. NCCL then tunes for the oldest
-    generation, and leaves LL128 out unless all are Hopper or later (src/graph/tuning.cc, minCompCap and maxCompCap).
+    generation (src/graph/tuning.cc, minCompCap).
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class Nccl:
         name = nodes.device.name
         kinds = {_generation(data, device) for device in (name, *others)}
         self.generation: str = min(kinds, key=list(data["generations"]).index)
-        self._has_ll128 = len(kinds) == 1 or self.generation in data["ll128_among_generations"]
         self._of = data["generations"][self.generation]
         self._start_us = derived["start_us"][self.generation]
         self._fill, self._peer_share = derived, derived["peer_share"]
@@ -133,7 +132,7 @@ class Nccl:
             if protocol == LL:
                 rate = min(self._most_ll(group), tuner["ll_share_ring"] * bus)
             elif protocol == LL128:
-                rate = min(tuner["ll128_share_ring"] * bus, self._per_channel("ring_ll128", group))
+                rate = min(tuner["ll128_share_ring"] * bus, self._per_channel(self._of["ring_ll128"]))
             if several:
                 post_us = tuner["network_post_us"] * (tuner["network_post_simple"] if protocol == SIMPLE else 1.0)
                 hop_us = max(hop_us, post_us)
@@ -146,14 +145,14 @@ class Nccl:
 
     def _trees(self, num_bytes: float, group: Group) -> Iterator[Choice]:
         """Up and down a tree: a chain within each node, a binary tree over the nodes."""
-        tuner, several = self._tuner, group.nodes > 1
-        bus = min(tuner["tree_share"] * self._bus(group), self._per_channel("tree", group))
+        tuner = self._tuner
+        bus = min(tuner["tree_share"] * self._bus(group), self._per_channel(self._of["tree"][min(group.nodes, 3) - 1]))
         for protocol in self._protocols(group):
             rate = bus
             if protocol == LL:
                 rate = min(tuner["ll_share_tree"] * bus, self._most_ll(group))
             elif protocol == LL128:
-                rate = min(tuner["ll128_share_tree"][several] * bus, self._per_channel("tree_ll128", group))
+                rate = min(tuner["ll128_share_tree"] * bus, self._per_channel(self._of["tree_ll128"]))
             hops_us = (group.size // group.nodes - 1) * self._within["tree"][protocol]
             hops_us += _log2(group.nodes) * self._network_hop_us("tree", protocol, group)
             rate *= 0.5 * self._correction(protocol, num_bytes)
@@ -227,10 +226,9 @@ class Nccl:
         return self._cards * group.local / self._devices_per_node
 
     def _protocols(self, group: Group) -> tuple[int, ...]:
-        """LL128 needs stores of 128 bytes that arrive whole: NVLink within the node, and a network that answers as the
-        tuner reckons. What was measured over slower ones are the times of Simple (nccl.yaml)."""
-        slow = group.nodes > 1 and self._hop_extra_us > 0.0
-        if slow or not self._has_ll128 or (self._on_pcie and group.local > 1):
+        """LL128 needs stores of 128 bytes that arrive whole: NVLink. Between nodes NCCL may take it too, but what was measured
+        there are the times of Simple (nccl.yaml)."""
+        if group.nodes > 1 or self._on_pcie:
             return LL, SIMPLE
         return LL, LL128, SIMPLE
 
@@ -246,8 +244,9 @@ class Nccl:
             return self._of["ll_gb_per_s"] * BYTES_PER_US_PER_GB
         return self._tuner["ll_network_gb_per_s"][group.nodes > 2] * BYTES_PER_US_PER_GB
 
-    def _per_channel(self, cap: str, group: Group) -> float:
-        return self._of["channels"] * self._of[cap][min(group.nodes, 3) - 1] * BYTES_PER_US_PER_GB
+    def _per_channel(self, most_gb_per_s: float) -> float:
+        """Bytes/us of all rings of a node, each of which carries at most so much."""
+        return self._of["channels"] * most_gb_per_s * BYTES_PER_US_PER_GB
 
     def _correction(self, protocol: int, num_bytes: float) -> float:
         """NCCL's factor for trees of middle sizes. It has steps; straight between them, so that more bytes take longer."""
