@@ -47,6 +47,12 @@ ENGINES = (
 """Engine by a word of a row's framework, first match. One that AHP does not know is priced as the nearest it does:
 nanotron as torchtitan, Composer (FSDP1) as accelerate, InternEvo (ZeRO) as DeepSpeed."""
 
+NETWORKS = (
+    ("infiniband", "infiniband"), ("ndr", "infiniband"), ("efa", "efa"), ("slingshot", "slingshot"),
+    ("roce", "ethernet"), ("ethernet", "ethernet"), ("omni-path", "ethernet"),
+)  # fmt: skip
+"""Kind of network by a word of a row's interconnect, first match. AHP knows no Omni-Path: its cards leave collectives to the host, as sockets do."""
+
 OTHER_NAMES = {"V100-SXM3-32GB": "V100-SXM-32GB"}
 """Parts that the catalogue has under another form factor."""
 
@@ -160,6 +166,7 @@ def arguments(row: Mapping[str, Any]) -> dict[str, Any]:
             "devices_per_node": min(gpus, per_node),
             "device": _device(row["gpu"]),
             "inter_node_gbps": _node_gbps(row),
+            "inter_node_network": _network(row),
         },
         "job": {
             "sequence_length": row["model"]["seq"],
@@ -272,6 +279,13 @@ def _node_gbps(row: Mapping[str, Any]) -> int | None:
         return int(found[1]) * row["gpus_per_node"]
     found = re.search(r"(\d+)\s*Gb/s", words)
     return int(found[1]) if found else None
+
+
+def _network(row: Mapping[str, Any]) -> str | None:
+    """What the network between nodes is, where the row says it; None = what is usual for the device."""
+    if row["gpus"] <= row["gpus_per_node"]:
+        return None
+    return next((kind for word, kind in NETWORKS if word in _words(row, "interconnect")), None)
 
 
 def _engine(row: Mapping[str, Any]) -> str:
