@@ -261,15 +261,14 @@ def _with_hop(link: Link | None, description: GroupDescription, entry: catalogue
             raise bad_input(f"{where}: {key}", value, "a single node without inter_node_gbps has no network")
     if link is None or (kind is None and latency_us is None):
         return link
-    if kind is None:
-        return _with_latency(link, latency_us)
-    if latency_us is not None:
-        rule = (
-            "the kind of a network says how long a hop takes, and so does inter_node_latency_us: leave one of them out"
-        )
+    if latency_us is not None and kind is not None:
+        rule = "the kind of a network says how long a hop takes, and so does inter_node_latency_us: leave one of them out"
         raise bad_input(f"{where}: inter_node_network", kind, rule)
+    if latency_us is not None:
+        return _with_latency(link, latency_us)
     if entry.device.name == catalogue.CPU:
         raise bad_input(f"{where}: inter_node_network", kind, "workers on a CPU use gloo over TCP; leave it out")
+    assert kind is not None
     return catalogue.with_network(link, kind)
 
 
