@@ -81,6 +81,15 @@ def test_sinfo_when_scontrol_does_not_answer() -> None:
     assert shape(cluster) == [(4, 8, "L4-24GB")]
 
 
+def test_slurm_takes_the_kind_of_network_that_the_nodes_own_cards_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = scontrol(*["gpu:h100:8"] * 4)
+    for kind, latency_us in ((None, 4.0), ("efa", 24.7)):
+        monkeypatch.setattr(managers.sense, "network_kind", lambda kind=kind: kind)
+        (group,) = managers.slurm(JOB, programs(scontrol=text), found=[]).groups
+        assert group.inter_node is not None
+        assert group.inter_node.latency_s * 1e6 == pytest.approx(latency_us)
+
+
 def test_slurm_job_without_gpus_uses_cores_and_the_nodes_own_network(monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"}
     monkeypatch.setattr(managers.sense, "network_gbps", lambda: 25.0)

@@ -150,8 +150,14 @@ def test_probe_inside_a_job_of_several_nodes(monkeypatch: pytest.MonkeyPatch) ->
     assert (group.nodes, group.devices_per_node) == (4, 8)
     assert group.inter_node is not None
     assert group.inter_node.bandwidth_bytes_per_s == 8 * 400e9 / 8
+    assert group.inter_node.latency_s == pytest.approx(4e-6)
+    monkeypatch.setattr(measure.sense, "network_kind", lambda: "efa")
+    (group,) = run_with(monkeypatch, [h100] * 8, quick=True)[0].groups
+    assert group.inter_node is not None
+    assert group.inter_node.latency_s == pytest.approx(24.7e-6)
     (group,) = run_with(monkeypatch, [a10], quick=True, inter_node_gbps=100.0)[0].groups
     assert group.inter_node is not None
+    assert group.inter_node.latency_s == pytest.approx(24.7e-6)
     assert group.inter_node.bandwidth_bytes_per_s == 100e9 / 8
     monkeypatch.setattr(measure.sense, "network_gbps", lambda root: None)
     with pytest.raises(BadInput, match="inter_node_gbps is missing"):

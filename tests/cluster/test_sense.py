@@ -103,6 +103,31 @@ def test_network_prefers_active_infiniband(tmp_path: Path) -> None:
     assert sense.network_gbps(tree(tmp_path, ports)) == 400
 
 
+def card(name: str, layer: str, driver: str, state: str = "4: ACTIVE") -> dict[str, str]:
+    port = f"sys/class/infiniband/{name}/ports/1"
+    return {f"{port}/state": state, f"{port}/link_layer": layer, f"sys/class/infiniband/{name}/device/{driver}": ""}
+
+
+@pytest.mark.parametrize(
+    ("files", "kind"),
+    [
+        ({}, None),
+        (card("mlx5_0", "Ethernet", "x") | card("mlx5_1", "InfiniBand", "x"), "infiniband"),
+        (card("mlx5_0", "Ethernet", "x") | card("mlx5_1", "InfiniBand", "x", "1: DOWN"), "ethernet"),
+        ({"sys/class/cxi/cxi0/device/vendor": ""}, "slingshot"),
+        (card("rdmap0s6", "Unknown", "x"), None),
+    ],
+)
+def test_cards_say_what_the_network_is(tmp_path: Path, files: dict[str, str], kind: str | None) -> None:
+    assert sense.network_kind(tree(tmp_path, files)) == kind
+
+
+def test_the_driver_says_that_a_card_is_awss(tmp_path: Path) -> None:
+    root = tree(tmp_path, card("rdmap0s6", "Unknown", "x") | {"sys/bus/pci/drivers/efa/uevent": ""})
+    (root / "sys/class/infiniband/rdmap0s6/device/driver").symlink_to(root / "sys/bus/pci/drivers/efa")
+    assert sense.network_kind(root) == "efa"
+
+
 @pytest.mark.parametrize(
     ("mount", "kind"),
     [

@@ -250,6 +250,7 @@ def _describe(
         # On a node of the job its own cards can be asked where no network is usual for the device.
         usual = catalogue.find(device).nic_gbps is not None
         network = gbps or (None if usual or count == 1 or not on_a_node else sense.network_gbps())
+        kind = sense.network_kind() if count > 1 and on_a_node and device != catalogue.CPU else None
         if len(nodes) > 1 and not usual and network is None:
             raise BadInput(
                 f"cluster = {manager!r}: {len(nodes)} nodes, and neither the catalogue nor this node's cards say how fast their network is; "
@@ -262,6 +263,7 @@ def _describe(
                 "devices_per_node": node.count or cores or sense.physical_cores(),
                 "device": device,
                 "inter_node_gbps": network,
+                "inter_node_network": kind,
                 "devices_per_nvlink_domain": _domain([one for one in nodes if one == node], device),
             }
         )

@@ -156,8 +156,9 @@ def _network(nodes: int, found: list[Gpu], count: int, host: Host, given_gbps: f
     if nodes == 1:
         return None
     known = catalogue.match(found[0].name, found[0].memory_bytes) if found else None
+    kind = sense.network_kind() if found else None  # gloo goes through sockets
     if known is not None and given_gbps is None and (usual := known.inter_node(count)) is not None:
-        return usual
+        return catalogue.with_network(usual, kind) if kind else usual
     any_gpu = known or catalogue.find("A100")
     gbps, source = (
         (given_gbps, "given by the user") if given_gbps is not None else (host.network_gbps, "the node's cards")
@@ -168,7 +169,7 @@ def _network(nodes: int, found: list[Gpu], count: int, host: Host, given_gbps: f
             "how fast their network is; give the Gb/s of one node per direction"
         )
     network = any_gpu.network(gbps, f"{source}, not measured; latency: {any_gpu.network_source.split('latency: ')[-1]}")
-    return network if known else catalogue.with_network(network, catalogue.UNNAMED_NETWORK)
+    return network if known and not kind else catalogue.with_network(network, kind or catalogue.UNNAMED_NETWORK)
 
 
 def _measure(

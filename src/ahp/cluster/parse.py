@@ -262,7 +262,9 @@ def _with_hop(link: Link | None, description: GroupDescription, entry: catalogue
     if link is None or (kind is None and latency_us is None):
         return link
     if latency_us is not None and kind is not None:
-        rule = "the kind of a network says how long a hop takes, and so does inter_node_latency_us: leave one of them out"
+        rule = (
+            "the kind of a network says how long a hop takes, and so does inter_node_latency_us: leave one of them out"
+        )
         raise bad_input(f"{where}: inter_node_network", kind, rule)
     if latency_us is not None:
         return _with_latency(link, latency_us)

@@ -144,6 +144,20 @@ def network_gbps(root: Path = ROOT) -> float | None:
     return max(speeds, default=None)
 
 
+def network_kind(root: Path = ROOT) -> str | None:
+    """What this node's network is, a name of ``networks`` in catalogue.yaml: by its cards, of which one for InfiniBand decides.
+
+    None where no card for RDMA has a port that is up: then its Ethernet may be a management network.
+    Linux, Documentation/ABI/stable/sysfs-class-infiniband: link_layer. AWS's cards have a driver of their own there, Slingshot's a class.
+    """
+    found = {"slingshot"} if any((root / "sys/class/cxi").glob("cxi*")) else set()
+    for port in (root / "sys/class/infiniband").glob("*/ports/*"):
+        if "ACTIVE" in _read(port / "state"):
+            driver = (port.parents[1] / "device/driver").resolve().name
+            found.add("efa" if driver == "efa" else _read(port / "link_layer").strip().lower())
+    return next((kind for kind in ("infiniband", "efa", "slingshot", "ethernet") if kind in found), None)
+
+
 def _memory_groups(root: Path) -> list[tuple[int, int]]:
     """(limit, used) bytes of every control group level that has a limit; reclaimable page cache is not used."""
     groups = []
