@@ -144,15 +144,17 @@ def test_rules(mixture, layout, words):
     assert (reason is None) if words is None else (words in str(reason) and "valid: " in str(reason))
 
 
-def test_a_dense_model_has_no_experts_to_share(hand_graph):
-    with pytest.raises(BadInput, match="expert_parallel_degree = 2: the model has no experts"):
-        price(
-            hand_graph,
-            make_cluster(per_node=2),
-            Job(sequence_length=64, precision="bf16"),
-            Parallelism(data_parallel_replicate_degree=2, expert_parallel_degree=2),
-            MEGATRON,
-        )
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ({"data_parallel_replicate_degree": 2, "expert_parallel_degree": 2}, "expert_parallel_degree = 2"),
+        ({"tensor_parallel_degree": 2, "expert_tensor_parallel_degree": 2}, "expert_tensor_parallel_degree = 2"),
+    ],
+)
+def test_a_dense_model_has_no_experts_to_share(hand_graph, layout, words):
+    job = Job(sequence_length=64, precision="bf16")
+    with pytest.raises(BadInput, match=f"{words}: the model has no experts"):
+        price(hand_graph, make_cluster(per_node=2), job, Parallelism(**layout), MEGATRON)
 
 
 def test_all_tokens_travel_where_they_are_gathered_first(mixture):

@@ -294,6 +294,12 @@ def test_what_is_wrong_is_named(call: dict[str, Any], words: list[str]) -> None:
     assert all(word in str(caught.value) for word in words)
 
 
+def test_experts_that_torch_cannot_multiply_are_said_in_multiples() -> None:
+    odd = CONFIGS["mixtral"] | {"intermediate_size": 36}
+    with pytest.raises(BadInput, match="intermediate size must be multiples of 8 in bf16"):
+        analyze(odd, {**JOB, "precision": "bf16"})
+
+
 def test_rotary_positions_have_no_end() -> None:
     assert analyze(CONFIGS["llama"], JOB | {"sequence_length": 65}).sequence_length == 65
 

@@ -93,11 +93,16 @@ NEW_OBJECTS = 50_000
 """After which Python looks for garbage, in place of 700. [Empirical] The imports and objects of ``ahp train`` cost its launcher 5.7 s of processor
 time, 1.1 of them for garbage that was not there, those of ``ahp plan`` 0.2 of 1.9; the peak of memory is 1 % higher."""
 
+ON_ONE_CORE = ("plan", "simulate", "compare", "explain", "export", "check")
+"""Commands that start no worker. numpy's other threads have nothing to do there, and wait for it: 0.12 of 1.7 s of processor time. [Empirical]"""
+
 
 def program() -> NoReturn:
     """The ``ahp`` program. A worker that failed ends at once: a thread of its may wait for a host that is gone (a checkpoint's collective), and
     Python would wait for the thread, while the launcher waits for the worker."""
     gc.set_threshold(NEW_OBJECTS)
+    if sys.argv[1:2] and sys.argv[1] in ON_ONE_CORE:
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     code = main()
     if code and "RANK" in os.environ:
         sys.stdout.flush()

@@ -300,6 +300,9 @@ def context(graph: ModelGraph, parallelism: Parallelism, engine: EngineChoice) -
 def experts(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
     """Whether the experts and the ranks that share them divide."""
     degree, experts = parallelism.expert_parallel_degree, graph.config.get("num_experts")
+    divided = parallelism.expert_tensor_parallel_degree
+    if not isinstance(experts, int) and divided not in (None, 1):
+        return _broken("expert_tensor_parallel_degree", divided, "the model has no experts", ["null", 1])
     if degree == 1:
         return None
     if not isinstance(experts, int):

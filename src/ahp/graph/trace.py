@@ -26,6 +26,8 @@ from ahp.graph.record import Recorded
 from ahp.job import Job
 from ahp.plan import validated
 
+UNALIGNED = "multiple of 16 bytes"
+"""What torch's grouped product says of matrices whose rows do not fill so many."""
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """fp8 recipes keep activations in bf16 and cast the operands of matrix products inside the product."""
 
@@ -128,6 +130,9 @@ class _Tracer:
                 error = caught
         assert error is not None
         says = str(error).partition("\n")[0]  # torch puts its C++ frames behind
+        if UNALIGNED in says:
+            elements = 16 // self._dtype.itemsize
+            says += f" (experts: hidden size and intermediate size must be multiples of {elements} in {self._job.precision})"
         raise BadInput(
             f"model = {self._name!r}: cannot be traced without data: {type(error).__name__}: {says}"
         ) from error
