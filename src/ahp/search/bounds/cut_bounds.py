@@ -203,7 +203,7 @@ class AnyCut:
         hold = self.ranks.hold.sum(axis=-1)[:, None, None]  # [C, 1, 1]
         left = self.num_layers - weighed.smallest * hold  # layers of average kind
         room = [piece.layers * weighed.largest for piece in pieces]
-        if room[0].shape[-1] > 1:
+        if room[0].shape[-1] == self.block.p:
             room[0] = room[0] + self.ranks.hold[:, None] * (weighed.largest - weighed.smallest)
         each_s, room_of = (
             np.concatenate(np.broadcast_arrays(*part), axis=-1) for part in ([piece.each_s for piece in pieces], room)
