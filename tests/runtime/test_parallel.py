@@ -86,12 +86,17 @@ def test_a_module_without_blocks_trains_under_zero_only(pool: Pool) -> None:
     assert losses[2] < losses[0]
 
 
-def with_a_scalar(rank: int, world: int, layout: dict[str, Any], precision: str) -> str:
+def of_a_shape_for_itself(rank: int, world: int, kind: str, layout: dict[str, Any], precision: str) -> str:
     from ahp.errors import BadInput
     from ahp.runtime.parallel import parallelize
 
-    module = MODELS["custom"]()
-    module.temperature = nn.Parameter(torch.ones(()))
+    module: Any = MODELS["custom"]()
+    if kind == "scalar":
+        module.temperature = nn.Parameter(torch.ones(()))
+    elif kind == "shared":
+        module.blocks[3].out = module.blocks[1].out
+    else:
+        module.norm = module.blocks[2].norm_1
     try:
         parallelize(module, {"job": {**JOB, "precision": precision}, "parallelism": layout})
     except BadInput as error:
@@ -100,19 +105,41 @@ def with_a_scalar(rank: int, world: int, layout: dict[str, Any], precision: str)
 
 
 @pytest.mark.parametrize(
-    ("world", "layout", "precision", "words"),
+    ("kind", "world", "layout", "precision", "words"),
     [
-        (2, {"data_parallel_shard_degree": 2}, "fp32", "zero_stage = 3: FSDP2 shards no scalar, and temperature is a scalar"),
-        (1, {}, "bf16", "job.precision = 'bf16': FSDP2 casts no scalar, and temperature is a scalar"),
-        (2, {"data_parallel_replicate_degree": 2}, "fp32", ""),
+        ("scalar", 2, {"data_parallel_shard_degree": 2}, "fp32", "zero_stage = 3: temperature is a scalar"),
+        ("scalar", 1, {}, "bf16", "job.precision = 'bf16': temperature is a scalar"),
+        ("scalar", 2, {"data_parallel_replicate_degree": 2}, "fp32", ""),
+        ("shared", 2, {"data_parallel_shard_degree": 2}, "fp32", "zero_stage = 3: blocks.1.out.weight is held by more than one block"),
+        ("shared", 1, {}, "bf16", "job.precision = 'bf16': blocks.1.out.weight is held by more than one block"),
+        ("outside", 2, {"data_parallel_shard_degree": 2}, "fp32", "zero_stage = 3: blocks.2.norm_1.weight is held by more than one block, or outside"),
+        ("shared", 2, {"tensor_parallel_degree": 2}, "fp32", ""),
     ],
 )  # fmt: skip
-def test_a_scalar_is_refused_where_fsdp2_would_take_it(
-    pool: Pool, world: int, layout: dict[str, Any], precision: str, words: str
+def test_what_fsdp2_does_not_take_is_refused_where_it_would(
+    pool: Pool, kind: str, world: int, layout: dict[str, Any], precision: str, words: str
 ) -> None:
-    for message in pool.run(with_a_scalar, world, layout, precision):
+    for message in pool.run(of_a_shape_for_itself, world, kind, layout, precision):
         assert message.startswith(words)
         assert bool(message) == bool(words)
+
+
+def blocks_twice(rank: int, world: int, layout: dict[str, Any]) -> list[float]:
+    from ahp.runtime.parallel import parallelize
+
+    module: Any = MODELS["custom"]()
+    module.blocks = nn.Sequential(*[*module.blocks[:2]] * 2)
+    parallel = parallelize(module, {"job": JOB, "parallelism": layout})
+    return [parallel.step(parallel.shard(batch(step))).loss for step in range(3)]
+
+
+def test_a_block_that_stands_in_the_list_twice_is_prepared_once(pool: Pool) -> None:
+    one = pool.run(blocks_twice, 1, {})[0]
+    for layout in (
+        {"data_parallel_shard_degree": 2, "micro_batch_size": 4},
+        {"tensor_parallel_degree": 2, "micro_batch_size": 8},
+    ):
+        assert pool.run(blocks_twice, 2, layout)[0] == pytest.approx(one, rel=1e-5)
 
 
 def from_meta(rank: int, world: int, layout: dict[str, Any]) -> list[float]:

@@ -79,7 +79,7 @@ def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | N
         layers_of_stages(p, len(blocks))  # raises where they do not go round
         if reason := rules.recomputed(len(blocks), plan.job, p, plan.engine):
             raise BadInput(reason)
-    _refuse_scalars(module, plan)
+    _refuse_for_fsdp2(module, blocks, plan)
     if plan.engine.loss_chunk_tokens is not None:
         _refuse_chunks(plan.engine.loss_chunk_tokens, found)
     check_experts(module, found, p.expert_parallel_degree)
@@ -124,14 +124,32 @@ def _refuse_chunks(tokens: int, found: Outline | None) -> None:
         raise BadInput(f"engine.loss_chunk_tokens = {tokens}: {reason} (valid: null)")
 
 
-def _refuse_scalars(module: nn.Module, plan: Plan) -> None:
-    """FSDP2 takes parameters with a dim alone, and both shards and casts."""
-    scalar = next((name for name, parameter in module.named_parameters() if parameter.ndim == 0), None)
-    if scalar is None:
+def _refuse_for_fsdp2(module: nn.Module, blocks: BlockList | None, plan: Plan) -> None:
+    """FSDP2, which both shards and casts, takes parameters with a dim alone, and each of one block alone."""
+    what = _scalar(module) or _shared(module, blocks)
+    if what is None:
         return
-    way = f"{scalar} is a scalar; give it one element in one dim, as nn.Parameter(torch.ones(1)) has"
     if any(each.weight_shards > 1 for each in plan.parallelism.layouts_of_ranks):
-        rule = f"FSDP2 shards no scalar, and {way}, or use data_parallel_replicate_degree"
+        rule = f"{what}, which FSDP2 does not shard; or use data_parallel_replicate_degree"
         raise bad_input("zero_stage", plan.parallelism.zero_stage, rule, [0])
     if plan.job.precision != "fp32":
-        raise bad_input("job.precision", plan.job.precision, f"FSDP2 casts no scalar, and {way}", ["fp32"])
+        raise bad_input("job.precision", plan.job.precision, f"{what}, which FSDP2 does not cast", ["fp32"])
+
+
+def _scalar(module: nn.Module) -> str | None:
+    name = next((name for name, parameter in module.named_parameters() if parameter.ndim == 0), None)
+    return name and f"{name} is a scalar (give it one element in one dim, as nn.Parameter(torch.ones(1)) has)"
+
+
+def _shared(module: nn.Module, blocks: BlockList | None) -> str | None:
+    """A parameter that several blocks hold, or a block and what is outside of the blocks."""
+    if blocks is None:
+        return None
+    holders: dict[int, set[int | None]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        below = name.removeprefix(f"{blocks.path}.")
+        block = None if below == name else blocks.blocks.get_submodule(below.partition(".")[0])
+        holders.setdefault(id(parameter), set()).add(None if block is None else id(block))
+    shared = (name for name, p in module.named_parameters() if len(holders[id(p)]) > 1)
+    name = next(shared, None)
+    return name and f"{name} is held by more than one block, or outside of them too"

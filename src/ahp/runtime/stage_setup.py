@@ -105,12 +105,14 @@ class StageSetup:
             allocate_on(stage, self.mesh.device)
 
     def _layers(self, index: int, stage: Stage) -> dict[int, nn.Module]:
-        """The blocks that are on a stage, by their number in the whole model."""
+        """The blocks that are on a stage, by their number in the whole model; one that stands in the list twice by its first."""
         if self.blocks_path is None:
             return {}
         blocks = stage.model.get_submodule(self.blocks_path)
         layers = layer_ranges(layers_of_stages(self.plan.parallelism, self.num_layers))[index]
-        return {number: blocks.get_submodule(str(number)) for number in layers}
+        found = {number: blocks.get_submodule(str(number)) for number in layers}
+        first = {id(block): number for number, block in reversed(found.items())}
+        return {number: block for number, block in found.items() if first[id(block)] == number}
 
     def _slice(self, stage: Stage, layers: dict[int, nn.Module], fp8: Fp8 | None) -> dict[str, Split]:
         if self.sliced is None:
