@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ from ahp.runtime import device_limits
 from ahp.runtime.ranks import device
 from ahp.runtime.run import generate as generation
 from ahp.runtime.run import texts, trainer
+from ahp.runtime.run.checkpoint_store import CheckpointStore
 from ahp.runtime.run.folder import EXPORT_MARK, RunFolder
 from ahp.runtime.run.generate import generate as from_checkpoint
 from ahp.runtime.run.texts import prepare_texts
+from tests.runtime.run.test_checkpoint_store import save
 from tests.search.small import cpu_workers
 
 STEPS = 3
@@ -81,6 +84,22 @@ def test_plan_is_run_as_it_is_and_told(plan_file: Path, capsys: pytest.CaptureFi
     run = plan_file.parent / "run"
     assert (run / "report.html").is_file()
     assert (run / "sample.txt").read_text() == "def seed0():\n  pass\n"
+
+
+def test_checkpoints_that_the_folder_has_lost_come_from_the_store(
+    plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, plan = RunFolder(plan_file.parent / "run"), Plan.load(plan_file)
+    run.create()
+    saved = save(run, 2, job=plan.job.model_dump(mode="json"), model=plan.model)
+    run.write_status(Status("interrupted", 2, "stopped by SIGTERM", 143))
+    url = f"file://{plan_file.parent}/bucket"
+    CheckpointStore.open(url).put(saved)
+    shutil.rmtree(run.checkpoints_folder)
+    assert main.main(args(plan_file)) == 2
+    assert "no checkpoint of the run is whole" in capsys.readouterr().err
+    assert main.main(args(plan_file, "--run.checkpoint-store", url)) == 0
+    assert [checkpoint.step for checkpoint in run.checkpoints()] == [2]
 
 
 @pytest.mark.parametrize(("high_s", "off"), [(0.6, False), (0.3, True)])

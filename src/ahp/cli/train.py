@@ -202,6 +202,11 @@ def make_plan(request: Request, arguments: Arguments, folder: RunFolder, workers
     from ahp.runtime.run.given import with_kept_model
     from ahp.runtime.run.same_job import check_same_job
 
+    if request.run.checkpoint_store is not None and not folder.checkpoints():  # before their loss is refused
+        from ahp.runtime.run.checkpoint_store import CheckpointStore
+        from ahp.runtime.run.stored_checkpoints import StoredCheckpoints
+
+        StoredCheckpoints(CheckpointStore.open(request.run.checkpoint_store), folder, request.run.keep).fetch()
     config = request.config
     wanted = request.plan or train_plan.without_layout(config or Config())
     if request.run.profile is not None:
