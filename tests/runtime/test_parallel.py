@@ -124,22 +124,28 @@ def test_what_fsdp2_does_not_take_is_refused_where_it_would(
         assert bool(message) == bool(words)
 
 
-def blocks_twice(rank: int, world: int, layout: dict[str, Any]) -> list[float]:
+def modules_twice(rank: int, world: int, which: str, layout: dict[str, Any]) -> list[float]:
     from ahp.runtime.parallel import parallelize
 
     module: Any = MODELS["custom"]()
-    module.blocks = nn.Sequential(*[*module.blocks[:2]] * 2)
+    if which == "block":
+        module.blocks = nn.Sequential(*[*module.blocks[:2]] * 2)
+    else:
+        for block in module.blocks:
+            block.norm_2 = block.norm_1
     parallel = parallelize(module, {"job": JOB, "parallelism": layout})
     return [parallel.step(parallel.shard(batch(step))).loss for step in range(3)]
 
 
-def test_a_block_that_stands_in_the_list_twice_is_prepared_once(pool: Pool) -> None:
-    one = pool.run(blocks_twice, 1, {})[0]
+@pytest.mark.parametrize("which", ["block", "norm"])
+def test_a_module_that_stands_in_two_places_is_prepared_once(pool: Pool, which: str) -> None:
+    """A block in the list of blocks, or a norm within a block."""
+    one = pool.run(modules_twice, 1, which, {})[0]
     for layout in (
         {"data_parallel_shard_degree": 2, "micro_batch_size": 4},
         {"tensor_parallel_degree": 2, "micro_batch_size": 8},
     ):
-        assert pool.run(blocks_twice, 2, layout)[0] == pytest.approx(one, rel=1e-5)
+        assert pool.run(modules_twice, 2, which, layout)[0] == pytest.approx(one, rel=1e-5)
 
 
 def from_meta(rank: int, world: int, layout: dict[str, Any]) -> list[float]:

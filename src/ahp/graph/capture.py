@@ -71,9 +71,14 @@ class Capture:
 
 
 def weights_of(block: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, shared ones under each of their names."""
-    found: dict[str, torch.Tensor] = dict(block.named_parameters(remove_duplicate=False))
-    found.update(block.named_buffers(remove_duplicate=False))
+    """Parameters and buffers by name, shared ones under each of their names; those of a module that stands in several places under its
+    first, because each has one place in memory to be put into."""
+    found: dict[str, torch.Tensor] = {}
+    modules = list(block.named_modules())
+    for path, module in modules:
+        found.update(module.named_parameters(path, recurse=False, remove_duplicate=False))
+    for path, module in modules:
+        found.update(module.named_buffers(path, recurse=False, remove_duplicate=False))
     return found
 
 
