@@ -34,6 +34,11 @@ _SIZES = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }  # fmt: skip
+TRAINED = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+"""Layers of a size that is trained, those of Llama 3 8B."""
 MODELS: dict[str, dict[str, Any]] = {
     "llama": _SIZES | {"model_type": "llama", "num_hidden_layers": 4},
     "tied gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 5, "n_head": 4, "vocab_size": 512, "n_positions": 128},

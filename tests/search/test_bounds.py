@@ -24,7 +24,7 @@ from ahp.search.problem import Problem, problem
 from ahp.search.space import Space, build
 from tests.examples import many
 
-from .small import MODELS, cpu_workers, problems, small
+from .small import MODELS, TRAINED, cpu_workers, problems, small
 
 ROUNDING = 1 + 1e-9
 
@@ -290,15 +290,8 @@ gradients of the embedding and the head, and the first not what products of weig
 @pytest.mark.slow
 def test_each_level_of_bounds_is_worth_something() -> None:
     """Layers of a size that is trained: those of the other tests wait for their launches, which no bound of a block counts."""
-    sizes = {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 4096,
-    }
     job = Job(sequence_length=4096, global_batch_size=64, precision="bf16")
-    model = analyze({"model_type": "llama", "num_hidden_layers": 8, "vocab_size": 32000, **sizes}, job)
+    model = analyze({"model_type": "llama", "num_hidden_layers": 8, "vocab_size": 32000, **TRAINED}, job)
     asked = problem(model, Cluster.parse("2x8xH100-SXM-80GB"), job, None, "torchtitan")
     space = build(asked)
     bounds = Bounds(asked, space)

@@ -25,6 +25,7 @@ from ahp.search.mixed.replicas import NEVER, longest_s, mixes, most
 from ahp.search.mixed.space import MixedSpace
 from ahp.search.problem import problem
 
+from .small import TRAINED
 from .test_mixed import A100, H100, ROUNDING, cluster_of, sums
 
 LEVELS = {"work": 0.745, "replicas": 0.77, "placement": 0.815}
@@ -34,15 +35,8 @@ LEVELS = {"work": 0.745, "replicas": 0.77, "placement": 0.815}
 @pytest.mark.slow
 def test_each_level_of_floors_is_worth_something() -> None:
     """Layers of a size that is trained, on devices that hold few of them."""
-    sizes = {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 4096,
-    }
     job = Job(sequence_length=4096, global_batch_size=64, precision="bf16")
-    model = analyze({"model_type": "llama", "num_hidden_layers": 16, "vocab_size": 32000, **sizes}, job)
+    model = analyze({"model_type": "llama", "num_hidden_layers": 16, "vocab_size": 32000, **TRAINED}, job)
     asked = problem(model, cluster_of((H100, 1, 8), (A100, 1, 8), gbps=100), job, None, {"compile": False})
     finder = Finder(asked, MixedSpace(asked), Budget(), float("inf"))
     floors, shares = finder.floors, []

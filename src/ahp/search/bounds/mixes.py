@@ -1,7 +1,7 @@
 """Ways through a pipeline whose stages may hold any number of layers, mixed so that the cut matters least.
 
-Each way takes so many passes of each stage's layers, and the step takes no less than the longest. So it takes no less than a weighted mean of them, a mix:
-a sum over the stages of what a layer there weighs. A cut puts its layers where they weigh the least. Weights with which all stages weigh about the same
+The step takes at least as long as the longest way, and so at least as long as any weighted mean of the ways (a mix). Such a mean is a sum over the
+stages: of what one layer there weighs, times its layers. A cut puts its layers where they weigh the least. Weights with which all stages weigh about the same
 come from a game of the cut against the ways, whose value is the longest way of the best cut.
 
 Dims: M = mixes, S = stages, p = pipeline ranks, T = what a layer takes: ``PARTS``.
@@ -27,10 +27,12 @@ USUAL = np.array([1.0, 2.0, 1.0, 0.0, 0.0, 0.0])
 """[T] What a layer takes where weights are chosen; any weights give a bound."""
 
 ROUNDS, STEP = 40, 4.0
-"""Of the game, and the size of its steps. [Empirical] With these the mix is within 5 % of the best one, mostly within 2 %."""
+"""Of the game, and the size of its steps. [Empirical] Of 2,900 drawn pipelines with up to 32 ranks the mix is 2 % below the best one in the median, and 10 %
+below it or more in one of 20."""
 
 MOST_VIRTUAL = 2
-"""With more stages per rank the mix of all ranks alike is within 4 % of the best one."""
+"""With more stages per rank no game is played, to save time. [Empirical] The other two mixes are 1 % below the best one in the median of 2,700 drawn pipelines,
+and far below it where there are fewer micro-batches than ranks."""
 
 
 @dataclass(frozen=True)

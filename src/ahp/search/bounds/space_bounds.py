@@ -37,8 +37,8 @@ from ahp.search.problem import Problem
 from ahp.search.space import Space
 
 MANY_BLOCKS = 20_000
-"""With more of them, blocks that the search has not priced are not priced for the bounds of any cut: 405 B on 16,384 devices has 54,000, and would be
-planned in 12 s in place of 8 for a bound that is 28 % below the best plan in place of 37 %."""
+"""In larger spaces only blocks that the search has priced already get a closer bound of any cut. [Empirical] 405 B on 16,384 devices has 54,000 blocks:
+to price them too would take 4 s beside the 8 of the search, and raise the bound from 0.63 to 0.72 of the best plan."""
 
 FIRST_TOGETHER = 8
 """Where the lowest of all is wanted: so few at first, then twice as many, as often the first of them settle it."""
