@@ -1,4 +1,4 @@
-"""Private PyTorch that the floors below the runtime need too; the rest is in ``ahp.runtime.torch_compat``. Written for 2.11 to 2.13."""
+"""Private PyTorch that the floors below the runtime need too; the rest is in ``ahp.runtime.torch_compat``. Written for 2.11 to 2.15."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All use of private PyTorch, so that a new release breaks one file. Written for 2.11 to 2.13.
+"""All use of private PyTorch, so that a new release breaks one file. Written for 2.11 to 2.15.
 
 The floors below have ``ahp.graph.torch_compat``. Operators (``torch.ops``, ``torch._ops.OpOverload``) are taken where they are needed."""
 
@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 from torch.fx import Graph, GraphModule
 from torch.nn.attention import SDPBackend
@@ -119,13 +120,13 @@ def _with_every_gradient(group: Any, own: Callable[..., None], given: set[int], 
         # Once a backward: the root asks again at its end.
         if group.reduce_grads and group._training_state.name != "POST_BACKWARD":
             held = [p for p in group.fsdp_params if getattr(p, "_unsharded_param", None) is not None]
-            accumulated = any(p.unsharded_accumulated_grad is not None for p in held)
+            accumulated = not AUTOGRAD_ADDS_UP and any(p.unsharded_accumulated_grad is not None for p in held)
             for p in held:
                 if p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None:
                     given.add(id(p.sharded_param))
                 elif p._unsharded_param.requires_grad:
                     zeros.add(id(p.sharded_param))
-                    p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
+                    p._unsharded_param.grad = torch.zeros_like(p._unsharded_param, dtype=p._unsharded_param.grad_dtype)
                 if accumulated:  # all in one dtype
                     _accumulate(p)
         own(*unused)
@@ -153,8 +154,14 @@ def _outside(run: Callable[..., Any]) -> Callable[..., Any]:
     return outside
 
 
+AUTOGRAD_ADDS_UP = isinstance(getattr(FSDPParam, "unsharded_accumulated_grad", None), property)
+"""From torch 2.15 on: a weight's own gradient gets the dtype of the reduction as a second one is added, and is kept nowhere else."""
+
+
 def accumulate_in_reduce_dtype(root: nn.Module) -> None:
     """Add gradients that came outside of a backward of FSDP2's to those that it keeps for the reduction, in fp32."""
+    if AUTOGRAD_ADDS_UP:
+        return
     for module in root.modules():
         for group in _parameter_groups(module) if isinstance(module, FSDPModule) else ():
             for parameter in group.fsdp_params:

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.optim import _muon
 
 from ahp.errors import BadInput
 from ahp.job import Job, Optimizer
@@ -50,12 +51,22 @@ WIDE = [
 """Parts of larger products: ``ORDERED`` has ZeRO-3 and tensor parallelism on the same model."""
 
 
+class TorchInFp32:
+    """torch, but what it calls bf16 is fp32."""
+
+    bfloat16 = torch.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 @contextmanager
 def in_fp32() -> Iterator[None]:
     """Within, Muon orthogonalises in fp32. In bf16, as it always does, another order of a sum in fp32 may round an element the
     other way, by 0.4 %: then only one order of sums could be compared to the last digits."""
     with (
         mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone),
+        mock.patch.object(_muon, "torch", TorchInFp32()),  # 2.15 says ``to(torch.bfloat16)``
         mock.patch.object(muon, "HELD_ELEMENTS", 5000),  # so that there are several rounds
     ):
         yield

@@ -82,7 +82,7 @@ class SplitGraph:
                 last.meta = {"example_value": like.meta["example_value"]}
                 of_each.append(last)
             with copied.inserting_before(node):
-                product = copied.call_function(_Product.apply, (x, weight, bias, transposed, *of_each))
+                product = copied.call_function(_product, (x, weight, bias, transposed, *of_each))
             product.meta = dict(node.meta)
             node.replace_all_uses_with(product)
             copied.erase_node(node)
@@ -128,6 +128,11 @@ class _Product(torch.autograd.Function):
         of_x = gradient.matmul(weight if ctx.transposed else weight.t()) if ctx.needs_input_grad[0] else None
         of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
         return of_x, None, of_bias, None, gradient, x
+
+
+def _product(*operands: Any) -> torch.Tensor:
+    """``_Product.apply`` by a name of its own: torch 2.15 writes a graph's functions by theirs, and that one's stands in no module."""
+    return _Product.apply(*operands)
 
 
 class _Probes(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""All use of private PyTorch by pipelines: torch's pipeline runtime, and FSDP2 under it. Written for 2.11 to 2.13."""
+"""All use of private PyTorch by pipelines: torch's pipeline runtime, and FSDP2 under it. Written for 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -56,15 +56,18 @@ def pipeline_of_steps(stages: list[Any], ranks: list[list[str]], **settings: Any
     """torch's pipeline runtime under an order of our own: each rank's computations, sends and receives, as torch writes them (``0F0``,
     ``0SEND_F0``). When weights are gathered and gradients reduced torch adds itself, by the rules of its other schedules.
     """
-    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+    from torch.distributed.pipelining import schedules
 
-    steps: dict[int, list[Any]] = {rank: [_Action.from_str(step) for step in steps] for rank, steps in enumerate(ranks)}
+    read = schedules._Action.from_str
+    steps: dict[int, list[Any]] = {rank: [read(step) for step in steps] for rank, steps in enumerate(ranks)}
     computed = {rank: [step for step in steps if step.is_compute_op] for rank, steps in steps.items()}
-    schedule = _PipelineScheduleRuntime(stages, **settings)
+    schedule = schedules._PipelineScheduleRuntime(stages, **settings)
     schedule.pipeline_order = computed
     schedule._prepare_schedule_with_comms({rank: list(actions) for rank, actions in computed.items()})
     for rank, lowered in schedule.pipeline_order_with_comms.items():
         schedule.pipeline_order_with_comms[rank] = _with_messages_of(steps[rank], lowered)
+    if hasattr(schedules, "_add_wait_send"):  # from 2.15 on an order says when the ranks wait for what they have sent
+        schedule.pipeline_order_with_comms = schedules._add_wait_send(schedule.pipeline_order_with_comms)
     return schedule
 
 
@@ -90,7 +93,7 @@ def _with_messages_of(steps: list[Any], lowered: list[Any]) -> list[Any]:
 def greet_others_alone(stage: Any) -> None:
     """Let torch's PipelineStage send its first message to other ranks alone. Before 2.13 torch has each stage greet both neighbours, where
     one is on the same rank too, and gloo has no connection of a rank with itself."""
-    greetings = stage._get_init_p2p_neighbors_ops
+    greetings = getattr(stage, "_get_init_p2p_neighbors_ops", list)  # 2.15 has none
     stage._get_init_p2p_neighbors_ops = lambda: [one for one in greetings() if one.group_peer != stage.group_rank]
 
 
@@ -110,6 +113,10 @@ def reduce_beside(stage: Any, waits: list[Callable[[], None]]) -> None:
     torch waits at once, so that a rank's other stages compute nothing meanwhile (2.13, ``perform_reduce_grad``).
     """
     if not isinstance(stage.submod, FSDPModule):
+        return
+    if hasattr(stage, "wait_for_gradient_reduction"):  # 2.15 begins and waits in two calls, one after the other
+        finish = stage.wait_for_gradient_reduction
+        stage.wait_for_gradient_reduction = lambda scale: waits.append(lambda: finish(scale))
         return
     state: Any = stage.submod._get_fsdp_state()
     reduce, wait = stage.perform_reduce_grad, state._root_post_backward_final_callback
