@@ -9,7 +9,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 # A person sees pip's progress; a log needs only what went wrong.
-PIP_INSTALL := $(BIN)/python -m pip install $(if $(CI),--quiet,) --disable-pip-version-check
+PIP_INSTALL := $(BIN)/python -m pip install $(if $(CI),--quiet,) --disable-pip-version-check --constraint .ci/constraints.txt
 CODE := $(wildcard src tests benchmarks .ci)
 
 # Tests start a hundred processes: without bytecode each of them would compile all of AHP again, half a second of processor time.
@@ -35,7 +35,7 @@ dev: $(VENV)/.installed-dev
 
 # A stamp older than pyproject.toml means that the dependencies may have changed. The package is installed editable:
 # a change in src needs no new installation.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml .ci/constraints.txt
 	@command -v $(PYTHON) >/dev/null || \
 		{ echo "PYTHON = $(PYTHON): no such program; AHP needs Python 3.11 or newer (make PYTHON=python3.11)" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -70,7 +70,7 @@ smoke:
 # which torch for GPUs brings and torch for processor cores does not.
 $(VENV)-exports/.installed: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)-exports
-	$(VENV)-exports/bin/python -m pip install --disable-pip-version-check --editable . accelerate==1.15.0 deepspeed==0.19.8 torchtitan==0.2.2 ninja "triton; sys_platform == 'linux'"
+	$(VENV)-exports/bin/python -m pip install --disable-pip-version-check --constraint .ci/constraints.txt --editable . accelerate==1.15.0 deepspeed==0.19.8 torchtitan==0.2.2 ninja "triton; sys_platform == 'linux'"
 	@touch $@
 
 # DeepSpeed compiles its AdamW for processor cores with the ninja of that environment.

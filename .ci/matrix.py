@@ -1,7 +1,7 @@
 """Tests on several releases of torch and Python, each pair in an environment of its own: ``make test-matrix``.
 
     python .ci/matrix.py                                              the oldest and the newest torch that pyproject.toml allows
-    python .ci/matrix.py --torch 2.12.1 2.14.1 --python python3.11 python3.13
+    python .ci/matrix.py --torch 2.12.1 2.13.0 --python python3.11 python3.13
     python .ci/matrix.py --tests tests/search -m "not slow"           other tests; what stands behind --tests goes to pytest
 
 A release outside pyproject.toml's range is installed all the same, to find out whether the range can grow. stdout: a line for each pair;
@@ -59,7 +59,7 @@ class Failed(Exception):
 
 
 def ends_of_range(dependencies: list[str]) -> list[str]:
-    """The oldest release of torch that is allowed, and the newest series: ``>=2.11,<2.14`` is 2.11.0 and 2.13.*."""
+    """The oldest release of torch that is allowed, and the newest series: ``>=2.11,<2.16`` is 2.11.0 and 2.15.*."""
     [found] = [match for one in dependencies if (match := re.fullmatch(r"torch>=(\d+\.\d+),<(\d+)\.(\d+)", one))]
     oldest, major, after = found.groups()
     return [f"{oldest}.0", f"{major}.{int(after) - 1}.*"]
