@@ -57,8 +57,7 @@ class Work(NamedTuple):
     head_s: Floats
     """Both passes of the head."""
     forward_share: Floats
-    """The largest share that forward passes have of that, of a layer or of the head; and the smallest."""
-    least_forward_share: Floats
+    """The largest share that forward passes have of that, of a layer or of the head."""
     weight_share: Floats
     """The largest share that weight gradients have."""
     again_s_per_byte: Floats
@@ -335,7 +334,7 @@ class _Segments:
         )  # fmt: skip
         return np.array([
             (both / share).min(initial=np.inf), self._head_s,
-            max(forward, default=1.0), min(forward, default=1.0), max(weights, default=1.0),
+            max(forward, default=1.0), max(weights, default=1.0),
             per_byte if may_choose and np.isfinite(per_byte) else 0.0,
             (kept / share).min(initial=np.inf), (again.dropped / share).max(initial=0.0) if may_choose else 0.0,
             *np.concatenate([none + of for of in places]),

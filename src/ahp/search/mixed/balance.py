@@ -15,53 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from ahp.arrays import Floats, Ints, Mask
+from ahp.search.mixed.tables import LayoutTables
 
 Kind = tuple[int, ...]
 """The number of the group of each stage."""
 
 ROUNDS = 4
 """Layers and micro-batches are balanced in turn so many times at most; a second round already changes little."""
-
-
-class Costs(Protocol):
-    """Of stages, for one micro-batch."""
-
-    @property
-    def whole(self) -> Floats:
-        """Seconds of both passes."""
-        ...
-
-    @property
-    def forward(self) -> Floats:
-        """Those of the forward one."""
-        ...
-
-    @property
-    def fits(self) -> Mask:
-        """Whether the device has the memory."""
-        ...
-
-
-class StageTables(Protocol):
-    """What a stage costs on each group: G groups, S stages, L layers."""
-
-    @property
-    def layer_s(self) -> Floats:
-        """[G] Seconds of both passes of a layer."""
-        ...
-
-    def by_layers(self, micro_batches: int) -> Costs:
-        """[G, S, L] By number of layers from 1 on, infinite where the device has not the memory. Where layers differ, of the mean one."""
-        ...
-
-    def stages(self, kinds: Ints, layers: tuple[int, ...], micro_batches: Ints) -> Costs:
-        """[..., S] Of replicas with these groups along their stages, [..., S], and so many micro-batches, [...]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -148,7 +112,7 @@ def share(counts: Sequence[int], total: int, least: int, times_s: Sequence[Float
 def balance(
     kinds: Sequence[Kind],
     counts: Sequence[int],
-    tables: StageTables,
+    tables: LayoutTables,
     num_layers: int,
     total: int,
     allowed: Mask,
@@ -194,7 +158,7 @@ def balance(
 
 
 def _bounded(
-    kinds: Ints, tables: StageTables, layers: tuple[int, ...], shared: list[list[int]], *, splits: bool
+    kinds: Ints, tables: LayoutTables, layers: tuple[int, ...], shared: list[list[int]], *, splits: bool
 ) -> tuple[bool, Balanced]:
     """Whether it fits, and the balance with what it takes at least."""
     most = np.array([each[0] for each in shared])
@@ -203,13 +167,13 @@ def _bounded(
     return bool(costs.fits.all()), Balanced(layers, tuple(map(tuple, shared)), float(ends.max()))
 
 
-def _by_speed(kinds: Sequence[Kind], tables: StageTables, numbers: Ints) -> list[Floats]:
+def _by_speed(kinds: Sequence[Kind], tables: LayoutTables, numbers: Ints) -> list[Floats]:
     """Seconds of each kind by micro-batches, as if the layers of a replica were spread over its cells by their speed."""
     return [numbers / float((1.0 / tables.layer_s[list(kind)]).sum()) for kind in kinds]
 
 
 def _cut(
-    kinds: Ints, tables: StageTables, num_layers: int, most: Ints, ways_s: Floats, *, splits: bool
+    kinds: Ints, tables: LayoutTables, num_layers: int, most: Ints, ways_s: Floats, *, splits: bool
 ) -> tuple[int, ...] | None:
     """The cut with the earliest end by the formula, the ways through the replicas as they were in the last round.
 

@@ -146,7 +146,6 @@ class MixedOutcome:
     fitting: list[Pair] = field(default_factory=list)
     """Of each shape the fastest that fits, fastest first."""
     misfits: list[Pair] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
     rules: tuple[Rule, ...] = ()
     broken: int = 0
     """Shapes that break one of them."""
@@ -342,8 +341,6 @@ class Finder:
 
     def _note(self, solved: Solved) -> None:
         self.outcome.forecasts += solved.forecasts
-        if solved.refused is not None:
-            self.outcome.refused.append(solved.refused)
         if solved.misfit is not None:
             self.outcome.misfits.append(solved.misfit)
         if solved.best is not None:

@@ -113,7 +113,6 @@ class Solved:
     misfit: tuple[Parallelism, Forecast] | None = None
     """Of those priced that do not fit the one with the lowest bound."""
     forecasts: int = 0
-    refused: str | None = None
     proven: bool = False
     """Whether no other placement is below the time that was to be beaten."""
 
@@ -205,8 +204,7 @@ class Task:
     def _price(self, price: Price, layout: Parallelism, solved: Solved) -> None:
         try:
             forecast = price(layout)
-        except (BadInput, NotExpressible) as refusal:
-            solved.refused = str(refusal)
+        except (BadInput, NotExpressible):
             return
         solved.forecasts += 1
         if not forecast.fits:
