@@ -53,7 +53,7 @@ class LayerColumns:
     ) -> None:
         """``data``: of any split of these blocks; ``some_layers``: not all are recomputed: they keep as much as if all were, and
         take as long as if none was."""
-        self.units, self.recompute, self._any, self._some_layers = units, recompute, data, some_layers
+        self.units, self.recompute, self.data, self._some_layers = units, recompute, data, some_layers
         none: Recompute = "none"
         self._timed: list[Recompute] = [none if some_layers else kind for kind in recompute]
 
@@ -74,7 +74,7 @@ class LayerColumns:
     @cached_property
     def work_backward(self) -> Floats:
         """[R, K]"""
-        return self._kinds_recomputed(lambda u, kind: window_backward_s(u, kind, self._any), self._timed)
+        return self._kinds_recomputed(lambda u, kind: window_backward_s(u, kind, self.data), self._timed)
 
     @cached_property
     def parameters(self) -> Floats:
@@ -103,34 +103,17 @@ class LayerColumns:
         return np.minimum(kept, kept_of_kinds(self.units, "none")) if self._some_layers else kept
 
     @cached_property
-    def least_kept(self) -> Floats:
-        """[R] Of the layer that keeps the least."""
-        return self.kept.min(axis=-1)
-
-    @cached_property
     def least_needs(self) -> Floats:
         """[R] Bytes at the peak of a layer's backward pass, beyond what is kept, of the layer that needs the least."""
         return np.array([needs_of_kinds(self.units, kind).min(initial=np.iinfo(np.int64).max) for kind in self._timed])
 
     @property
-    def embedding_kept(self) -> int:
-        """Bytes that the embedding keeps of one micro-batch."""
-        return self.units.embedding.memory.saved
-
-    @property
-    def head_kept(self) -> int:
-        """The same of the head."""
-        return self.units.head.memory.saved
-
-    @property
-    def hidden_kept(self) -> int:
-        """The same of the output of a stage without the head."""
-        return self.units.hidden_bytes
-
-    @property
-    def head_needs(self) -> int:
-        """Bytes at the peak of the head, beyond what is kept."""
-        return max(self.units.head.memory.forward_extra, self.units.head.memory.backward_extra)
+    def beside_layers(self) -> tuple[int, int, int, int]:
+        """Bytes of one micro-batch that the embedding keeps, the head, and the output of a stage without the head; and at the peak of the head,
+        beyond what is kept."""
+        head = self.units.head.memory
+        kept = self.units.embedding.memory.saved, head.saved, self.units.hidden_bytes
+        return *kept, max(head.forward_extra, head.backward_extra)
 
     @cached_property
     def ends_weights(self) -> RankWeights:
@@ -138,26 +121,10 @@ class LayerColumns:
         stages = StageTable.of((), len(self.units.blocks), [(0, 0, *ends) for ends in ENDS])
         return self.weights_of(stages).of_ranks(np.arange(len(ENDS))[:, None])
 
-    @cached_property
-    def least_experts(self) -> float:
-        return float(self.experts.min())
-
-    @cached_property
-    def least_dense(self) -> float:
-        return float(self.dense.min())
-
     @property
     def overlap(self) -> float:
         """1 where collectives can run beside computation, else 0."""
-        return self._any.overlap
-
-    @property
-    def operator_s(self) -> float:
-        return self._any.operator_s
-
-    @property
-    def host_is_device(self) -> bool:
-        return self._any.host_is_device
+        return self.data.overlap
 
     @cached_property
     def forward_of_kinds(self) -> Floats:
@@ -168,11 +135,11 @@ class LayerColumns:
     def backward_of_kinds(self) -> Floats:
         """[R, K] The same of a backward pass."""
         return self._kinds_recomputed(
-            lambda u, kind: self._backward_s(u) + segment_again_s(u, kind, self._any), self._timed
+            lambda u, kind: self._backward_s(u) + segment_again_s(u, kind, self.data), self._timed
         )
 
     def _backward_s(self, u: Unit) -> float:
-        return segment_backward_s(u, self._any.tensor_overlap)
+        return segment_backward_s(u, self.data.tensor_overlap)
 
     @cached_property
     def first_backward_of_kinds(self) -> Floats:

@@ -9,7 +9,7 @@ Dims: N = ways to share states, of one or several sets of layers; R = kinds of r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,7 @@ from ahp.forecast.overlap import least_of_one_ahead_s, shown_behind_s
 from ahp.forecast.states import last_copy_bytes
 
 
-@dataclass(frozen=True)
-class LayerCosts:
+class LayerCosts(NamedTuple):
     """Seconds that a layer adds to its stage: in the passes of a micro-batch and once per step, each [N, R, K]; or [N, R] of one layer."""
 
     forward: Floats
@@ -36,12 +35,7 @@ class LayerCosts:
     last_backward: Floats
 
     def part(self, rows: slice) -> LayerCosts:
-        return LayerCosts(*(part[rows] for part in self._parts))
-
-    @property
-    def _parts(self) -> tuple[Floats, ...]:
-        first = self.first_forward, self.first_gather
-        return self.forward, self.backward, self.input_gradient, *first, self.last_backward
+        return LayerCosts(*(part[rows] for part in self))
 
 
 def layer_costs(
@@ -64,7 +58,7 @@ def layer_costs(
         is_whole: whether a rank holds the whole model, so that no other stage hides gradients, [N, 1, 1].
         bytes_per_s: of memory.
     """
-    traits, any_layers = ways.traits, layers[0]
+    traits, data = ways.traits, layers[0].data
 
     def each(name: str) -> Floats:
         return np.array([getattr(one, name) for one in layers])[of]
@@ -76,7 +70,7 @@ def layer_costs(
     casts, copies = (part[..., None] / bytes_per_s * parameters for part in ways.moved_bytes(micro_batches))
     gather, reduce, replicas = (part[:, None] for part in (sent.gather, sent.reduce, sent.replicas))
 
-    overlap = any_layers.overlap * traits.gather.overlap[..., None]
+    overlap = data.overlap * traits.gather.overlap[..., None]
     shown = least_of_one_ahead_s(gather, window_forward_s.max(axis=-1, keepdims=True), overlap)
     gathered = traits.gather.is_waited_for[..., None] * shown
     in_each = traits.gather.in_each_forward[..., None]
@@ -85,7 +79,7 @@ def layer_costs(
     shown = least_of_one_ahead_s(gather, windows_s.max(axis=-1, keepdims=True), overlap)
     again = traits.gather.in_each_backward[..., None] * (shown + casts)
 
-    overlap = any_layers.overlap * traits.reduce.overlap[..., None]
+    overlap = data.overlap * traits.reduce.overlap[..., None]
 
     def behind(reduces: Floats) -> Floats:
         longer = np.maximum((reduces - windows_s).min(axis=-1, keepdims=True), 0.0)
@@ -95,8 +89,8 @@ def layer_costs(
     backward = backward_s + again + copies + in_each * behind(reduce)
     last_bytes = np.asarray(last_copy_bytes(traits, micro_batches))[..., None]
     last = behind(replicas + (1.0 - in_each) * reduce) + last_bytes / bytes_per_s * parameters
-    if any_layers.host_is_device:
-        own_s = traits.host.operators_per_unit[..., None] / 2 * any_layers.operator_s
+    if data.host_is_device:
+        own_s = traits.host.operators_per_unit[..., None] / 2 * data.operator_s
         forward, backward = forward + own_s, backward + own_s
     parts = forward, backward, backward - each("weight_gradient_of_kinds")[:, None], *first, last
     return LayerCosts(*(np.broadcast_to(part, backward.shape) for part in parts))

@@ -7,7 +7,6 @@ the rank there has the memory: so no cut takes less. Dims as in ``layer_bounds``
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -77,14 +76,14 @@ class CutBounds(LayerBounds):
 
     def layers(self, rows: Ints, kinds: list[int] | slice, again_s: Floats | float = 0.0) -> LayerCosts:
         """[n, R, K] What layers take with some kinds of recompute; ``again_s``: what is not counted of the backward pass."""
-        found = LayerCosts(*(getattr(self._costs, field.name)[rows][:, kinds] for field in fields(LayerCosts)))
+        found = LayerCosts(*(part[rows][:, kinds] for part in self._costs))
         backward, inputs = found.backward - again_s, found.input_gradient - again_s
-        return replace(found, backward=backward, input_gradient=inputs)
+        return found._replace(backward=backward, input_gradient=inputs)
 
     def weighed(self, rows: Ints, mix: Mixes, layer: LayerCosts) -> Weighed:
         """Layers that take ``layer`` [n, R, K] with some ways to share states, in mixes [C, M]."""
         of = self._of[rows]
-        dense, experts = (self._column(name)[of] for name in ("least_dense", "least_experts"))
+        dense, experts = (self._kinds_of(name).min(axis=1, keepdims=True)[of] for name in ("dense", "experts"))
         once_s = layer.first_forward + (1.0 - self._ahead[rows, :, None]) * layer.first_gather
         last_s = (1.0 - self._beside[rows, :, None]) * layer.last_backward
         update_s = np.broadcast_to(self._updates_s(rows, dense, experts, 1)[..., None], once_s.shape)
@@ -95,10 +94,8 @@ class CutBounds(LayerBounds):
         of_kind_s = kinds_s.mean(axis=-1, keepdims=True)
         average_s = np.tensordot(of_kind_s, self._shares, (2, 0))
         relative = of_kind_s / average_s[:, :, None]
-        ends_s = (
-            self.figure(rows, "embedding_s")[..., None] * mix.embedding
-            + self.figure(rows, "head_s")[..., None] * mix.head
-        )
+        embedding_s, head_s = (self._column(name)[of][..., None] for name in ("embedding_s", "head_s"))
+        ends_s = embedding_s * mix.embedding + head_s * mix.head
         ranks_s = (kinds_s / of_kind_s).min(axis=2) * average_s
         return Weighed(ranks_s, base_s + ends_s[:, None, ..., None], relative.min(axis=2), relative.max(axis=2))
 
@@ -119,19 +116,11 @@ class CutBounds(LayerBounds):
 
     def _states_of(self, block: PricedBlock) -> tuple[Floats, Floats]:
         columns, stages = block.splits.columns, block.stages
-        states, gradients = columns.states_of_layer(stages.least_dense, stages.least_experts, block.m)
+        states, gradients = columns.states_of_layer(stages.dense.min(), stages.experts.min(), block.m)
         return states, np.broadcast_to(gradients, states.shape)
 
-    def most_bytes(self, rows: Ints, device_bytes: float) -> Floats:
-        """[n, 1] In tensors of a device."""
-        return self.ways.part(rows).most_allocated(device_bytes)
-
-    def figure(self, rows: Ints, name: str) -> Floats:
-        """[n, 1] A figure of layers or ends."""
-        return self._column(name)[self._of[rows]]
-
-    def of_recompute(self, rows: Ints, name: str) -> Floats:
-        """[n, R, ...] A figure of layers with each kind of recompute."""
+    def of_stages(self, rows: Ints, name: str) -> Floats:
+        """[n, ...] Figures of layers or of the ends."""
         return self._of_stages(name)[rows]
 
     def received(self, rows: Ints) -> Floats:
@@ -176,7 +165,7 @@ class AnyCut:
         Collectives hide as if behind layers that are all recomputed.
         """
         none = [self.block.rows.recompute.index("none")]
-        again_s = self.of.of_recompute(rows, "again_of_kinds")[:, kinds]
+        again_s = self.of.of_stages(rows, "again_of_kinds")[:, kinds]
         weighed = self.of.weighed(rows, self.mix, self.of.layers(rows, kinds, again_s))
         most, light = self._room(rows, none, kinds, most_bytes)
         all_again, heavy = self._room(rows, kinds, kinds, most_bytes)
@@ -226,18 +215,16 @@ class AnyCut:
         of, ranks = self.of, self.ranks
         states, gradients = (part[rows][:, ranks.ends] for part in of.ends_bytes)  # [n, C, p]
         layer, gradient = (part[rows][..., None, None] for part in of.layer_bytes)  # [n, 1, 1, 1]
-        kept, needs = (of.of_recompute(rows, name)[..., None, None] for name in ("least_kept", "least_needs"))
+        least = of.of_stages(rows, "kept").min(axis=-1), of.of_stages(rows, "least_needs")
+        kept, needs = (part[..., None, None] for part in least)
         kept, needs, kept_of_base = kept[:, kinds], needs[:, kinds], kept[:, of_base]
-        embedding, head, hidden, at_head = (
-            of.figure(rows, name)[..., None] for name in ("embedding_kept", "head_kept", "hidden_kept", "head_needs")
-        )
+        embedding, head, hidden, at_head = of.of_stages(rows, "beside_layers").T[..., None, None]  # [n, 1, 1] each
         peak = np.where(
             ranks.has_head, np.maximum(needs - head[:, None], at_head[:, None]), np.where(ranks.hold > 0, needs, 0.0)
         )
         held = embedding * ranks.embeddings + head * ranks.heads + hidden * ranks.others
-        free = (of.most_bytes(rows, most_bytes)[..., None] - states - of.received(rows)[..., None] * ranks.received)[
-            :, None
-        ] - peak
+        most = of.ways.part(rows).most_allocated(most_bytes)[..., None]
+        free = (most - states - of.received(rows)[..., None] * ranks.received)[:, None] - peak
         each = np.maximum(layer - gradient + kept * ranks.fewest, 1.0)
         of_them = ranks.hold * (layer - gradient) + kept_of_base * ranks.held
         more = (free + (gradients - held)[:, None] - of_them) / each
