@@ -62,14 +62,9 @@ class AccelerateEngine(Engine):
         ddp = not sharded and parallelism.weight_replicas > 1
         return Traits(
             states=StateTraits(
-                master_weight_bytes=4,
-                optimizer_bytes=8,
-                compute_weight_bytes=2 if half else 4 if sharded else 0,
+                master_weight_bytes=4, optimizer_bytes=8, compute_weight_bytes=2 if half else 4 if sharded else 0
             ),
-            gradients=GradientTraits(
-                element_bytes=4,
-                whole=zero < 2,
-            ),
+            gradients=GradientTraits(element_bytes=4, whole=zero < 2),
             gather=GatherTraits(
                 overlap=1.0,
                 forward="never" if zero == 0 else "per_micro_batch",
@@ -91,9 +86,6 @@ class AccelerateEngine(Engine):
                 attention=None if choice.compile else "flash1",
                 fused_loss=True,
             ),
-            host=HostTraits(
-                operators_per_unit=0,
-                launches_per_operator=host.value("eager_launches"),
-            ),
+            host=HostTraits(operators_per_unit=0, launches_per_operator=host.value("eager_launches")),
             source="accelerate 16cb6eb: utils/dataclasses.py FullyShardedDataParallelPlugin; FSDP and DistributedDataParallel of torch",
         )

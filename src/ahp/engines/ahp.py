@@ -122,10 +122,7 @@ class AhpEngine(Engine):
                 compute_weight_bytes=2 if job.precision != "fp32" else 4 if sharded else 0,
                 trained_share=job.trained_share,
             ),
-            gradients=GradientTraits(
-                element_bytes=4,
-                whole=not every,
-            ),
+            gradients=GradientTraits(element_bytes=4, whole=not every),
             # Embedding and head are units of their own: runtime/shard/ends.py.
             gather=fsdp2.gathers(zero, pipelined=pipelined)._replace(beside_stages=True),
             reduce=ReduceTraits(
@@ -149,9 +146,7 @@ class AhpEngine(Engine):
                 ways=_context_ways(parallelism, choice),
                 sums_bytes=4,  # runtime/sequence/ring.py
             ),
-            pipeline=PipelineTraits(
-                in_torch=True,
-            ),
+            pipeline=PipelineTraits(in_torch=True),
             recompute=RecomputeTraits(
                 stops_at_last_read=_runs_again_what_is_read(job, parallelism, choice),
                 selective="beside_products",
@@ -168,10 +163,7 @@ class AhpEngine(Engine):
                 loss_chunk_tokens=choice.loss_chunk_tokens,
                 recent_cudnn=True,  # torch 2.11, the oldest that the runtime takes, brings cuDNN 9.19
             ),
-            host=HostTraits(
-                operators_per_unit=host_operators,
-                launches_per_operator=host.value("eager_launches"),
-            ),
+            host=HostTraits(operators_per_unit=host_operators, launches_per_operator=host.value("eager_launches")),
             fp8=FUSED_TORCHAO_FP8 if choice.compile else EAGER_TORCHAO_FP8,
             source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",
         )

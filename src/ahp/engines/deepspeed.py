@@ -127,9 +127,6 @@ class DeepSpeedEngine(Engine):
                 fusion="fused",
                 fused_loss=False,  # Megatron's, whose logits are copied to fp32 first
             ),
-            host=HostTraits(
-                operators_per_unit=0,
-                launches_per_operator=steps.value("host_launches"),
-            ),
+            host=HostTraits(operators_per_unit=0, launches_per_operator=steps.value("host_launches")),
             source="DeepSpeed edaa722: runtime/engine.py, runtime/zero, runtime/pipe",
         )

@@ -79,14 +79,9 @@ class TorchtitanEngine(Engine):
 
         return Traits(
             states=StateTraits(
-                master_weight_bytes=4,
-                optimizer_bytes=8,
-                compute_weight_bytes=2 if half else 4 if sharded else 0,
+                master_weight_bytes=4, optimizer_bytes=8, compute_weight_bytes=2 if half else 4 if sharded else 0
             ),
-            gradients=GradientTraits(
-                element_bytes=4,
-                whole=not every,
-            ),
+            gradients=GradientTraits(element_bytes=4, whole=not every),
             # distributed/fsdp.py, apply_fsdp_to_decoder; tied weights are one unit
             gather=fsdp2.gathers(zero, pipelined=pipelined)._replace(ends_apart=has("ends_apart")),
             reduce=ReduceTraits(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import yaml
 
-from ahp.errors import BadInput, NotExpressible
+from ahp.errors import NotExpressible
 from ahp.export.engine_target import EngineTarget, Format, commented
 from ahp.export.table import (
     NOTICE,
@@ -17,15 +17,13 @@ from ahp.export.table import (
     Settings,
     Subject,
     Unreadable,
-    flat,
-    mapping,
+    from_yaml,
     nested,
     refuse_what_has_no_key,
     whole,
 )
 from ahp.export.target import Shape
 from ahp.plan import Parallelism
-from ahp.yaml_text import parse_yaml
 
 P = "parallelism."
 SIZES = {
@@ -181,10 +179,7 @@ def _render(settings: Settings, subject: Subject, shape: Shape, head: list[str])
 
 
 def _parse(text: str) -> Settings:
-    try:
-        return flat(mapping(parse_yaml(text), "accelerate's YAML"))
-    except yaml.YAMLError as error:
-        raise BadInput(f"not YAML: {error}") from None
+    return from_yaml(text, "accelerate's YAML")
 
 
 def _next(shape: Shape) -> tuple[str, ...]:

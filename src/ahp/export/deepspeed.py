@@ -12,6 +12,7 @@ from ahp.errors import BadInput
 from ahp.export.engine_target import EngineTarget, Format
 from ahp.export.table import (
     NOTICE,
+    STATES,
     Dialect,
     Fields,
     Rule,
@@ -21,6 +22,7 @@ from ahp.export.table import (
     flat,
     mapping,
     nested,
+    one_kind_of_replicas,
     refuse_what_has_no_key,
     same,
     whole,
@@ -49,14 +51,7 @@ def _read_data(settings: Settings) -> Fields:
     ranks = batch // (micro * number)
     if ranks * micro * number != batch:
         raise Unreadable(f"{BATCH} = {batch}: not {MICRO} {micro} x {ACCUMULATION} {number} x data-parallel ranks")
-    one, other = ("shard", "replicate") if stage else ("replicate", "shard")
-    return {
-        P + f"data_parallel_{one}_degree": ranks,
-        P + f"data_parallel_{other}_degree": 1,
-        P + "zero_stage": stage,
-        P + "micro_batch_size": micro,
-        "job.global_batch_size": batch,
-    }
+    return one_kind_of_replicas(ranks, stage, micro, batch)
 
 
 def with_batch(settings: Settings, devices: int) -> Settings:
@@ -83,19 +78,7 @@ def with_batch(settings: Settings, devices: int) -> Settings:
 
 DATA = Rule(
     (BATCH, MICRO, ACCUMULATION, STAGE),
-    (
-        *tuple(
-            P + f
-            for f in (
-                "data_parallel_replicate_degree",
-                "data_parallel_shard_degree",
-                "zero_stage",
-                "micro_batch_size",
-                "pipeline_parallel_degree",
-            )
-        ),
-        "job.global_batch_size",
-    ),
+    (*STATES, P + "micro_batch_size", P + "pipeline_parallel_degree", "job.global_batch_size"),
     _write_data,
     _read_data,
 )

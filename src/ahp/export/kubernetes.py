@@ -147,10 +147,7 @@ def _runtime(source: Source, options: Options, shape: Shape, name: str) -> dict[
     }
     replicated = {
         "name": NODE,
-        "template": {
-            "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
-            "spec": job,
-        },
+        "template": {"metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}, "spec": job},
     }
     return {
         "apiVersion": API,

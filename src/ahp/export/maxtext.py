@@ -10,25 +10,10 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from ahp.errors import BadInput, NotExpressible
-from ahp.export.table import (
-    Dialect,
-    Fields,
-    Rule,
-    Settings,
-    Subject,
-    Unreadable,
-    flat,
-    mapping,
-    same,
-    understood,
-    whole,
-)
+from ahp.errors import NotExpressible
+from ahp.export.table import Dialect, Fields, Rule, Settings, Subject, Unreadable, from_yaml, same, understood, whole
 from ahp.export.target import shape_of_plan
 from ahp.graph.catalogue import CATALOGUE
-from ahp.yaml_text import parse_yaml
 
 P, J, ADAM = "parallelism.", "job.", "job.optimizer."
 SHARDED = ("fsdp", "fsdp_transpose")
@@ -268,10 +253,7 @@ DIALECT = Dialect(
 
 def parse(text: str) -> Settings:
     """Raises BadInput for what is no YAML mapping."""
-    try:
-        found = flat(mapping(parse_yaml(text), "MaxText's YAML"))
-    except yaml.YAMLError as error:
-        raise BadInput(f"not YAML: {error}") from None
+    found = from_yaml(text, "MaxText's YAML")
     return {key: value for key, value in found.items() if value not in (None, "None", "")}
 
 

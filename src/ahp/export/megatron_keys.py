@@ -13,6 +13,7 @@ from ahp.errors import NotExpressible
 from ahp.export.megatron_job import RULES as OPTIMIZER_RULES
 from ahp.export.megatron_model import LAYERS
 from ahp.export.table import (
+    STATES,
     Dialect,
     Fields,
     Rule,
@@ -22,6 +23,7 @@ from ahp.export.table import (
     cut_of,
     refuse_what_has_no_key,
     same,
+    size,
     whole,
 )
 from ahp.plan import DEGREE
@@ -48,12 +50,6 @@ SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
 
 def number(settings: Settings, key: str, default: int = 1) -> int:
     return whole(settings.get(key, default), key)
-
-
-def _size(key: str, name: str) -> Rule:
-    return Rule(
-        (key,), (P + name,), lambda s: {key: getattr(s.p, name)}, lambda settings: {P + name: number(settings, key)}
-    )
 
 
 def _write_data(s: Subject) -> Settings:
@@ -118,7 +114,7 @@ DATA = Rule(
         "--ckpt-format",
         "--init-model-with-meta-device",
     ),
-    tuple(P + name for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree", "zero_stage")),
+    STATES,
     _write_data,
     _read_data,
 )
@@ -325,9 +321,9 @@ DIALECT = Dialect(
     launcher=(NODES, EACH),
     rules=(
         DATA,
-        _size(TENSOR, "tensor_parallel_degree"),
-        _size(PIPE, "pipeline_parallel_degree"),
-        _size(CONTEXT, "context_parallel_degree"),
+        size(TENSOR, "tensor_parallel_degree"),
+        size(PIPE, "pipeline_parallel_degree"),
+        size(CONTEXT, "context_parallel_degree"),
         _flag("--sequence-parallel", "enable_sequence_parallel"),
         STAGES,
         EXPERTS,

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
-
-from ahp.errors import BadInput, NotExpressible
+from ahp.errors import NotExpressible
 from ahp.export.table import (
+    STATES,
     Dialect,
     Fields,
     Rule,
     Settings,
     Subject,
     Unreadable,
-    flat,
-    mapping,
+    from_yaml,
+    one_kind_of_replicas,
     same,
+    size,
     understood,
     whole,
 )
-from ahp.yaml_text import parse_yaml
 
 P, J, ADAM = "parallelism.", "job.", "job.optimizer."
 DATA, PIPE, TENSOR = (f"parallelism.{name}" for name in ("dp", "pp", "tp"))
@@ -66,29 +65,7 @@ def _read_data(settings: Settings) -> Fields:
     stage = stage if ranks > 1 else 0
     if stage and whole(settings.get(CONTEXT, 1), CONTEXT) > 1:
         raise Unreadable(f"{STAGE} = {stage}, {CONTEXT} = {settings[CONTEXT]}: {BESIDE_CONTEXT}")
-    one, other = ("shard", "replicate") if stage else ("replicate", "shard")
-    return {
-        P + f"data_parallel_{one}_degree": ranks,
-        P + f"data_parallel_{other}_degree": 1,
-        P + "zero_stage": stage,
-        P + "micro_batch_size": micro,
-        J + "global_batch_size": ranks * micro * number,
-    }
-
-
-DATA_FIELDS = tuple(
-    P + name
-    for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree", "zero_stage", "micro_batch_size")
-)
-
-
-def _size(key: str, name: str) -> Rule:
-    return Rule(
-        (key,),
-        (P + name,),
-        lambda s: {key: getattr(s.p, name)},
-        lambda found: {P + name: whole(found.get(key, 1), key)},
-    )
+    return one_kind_of_replicas(ranks, stage, micro, ranks * micro * number)
 
 
 def _write_mode(s: Subject) -> Settings:
@@ -170,10 +147,10 @@ DIALECT = Dialect(
     version="0.5",
     source="nanotron 2411b022, config/config.py",
     rules=(
-        Rule((DATA, STAGE, MICRO, ACCUMULATION), (*DATA_FIELDS, J + "global_batch_size"), _write_data, _read_data),
-        _size(TENSOR, "tensor_parallel_degree"),
-        _size(PIPE, "pipeline_parallel_degree"),
-        _size(CONTEXT, "context_parallel_degree"),
+        Rule((DATA, STAGE, MICRO, ACCUMULATION), (*STATES, P + "micro_batch_size", J + "global_batch_size"), _write_data, _read_data),
+        size(TENSOR, "tensor_parallel_degree"),
+        size(PIPE, "pipeline_parallel_degree"),
+        size(CONTEXT, "context_parallel_degree"),
         Rule((MODE,), (P + "enable_sequence_parallel",), _write_mode, _read_mode),
         Rule((ORDER,), (P + "pipeline_parallel_schedule",), _write_order, _read_order),
         Rule((EXPERT,), (P + "expert_parallel_degree",), lambda s: {EXPERT: s.p.expert_parallel_degree}, _read_experts),
@@ -204,10 +181,7 @@ DIALECT = Dialect(
 
 def parse(text: str) -> Settings:
     """Keys with a value: null is as good as missing. Raises BadInput for what is no YAML mapping."""
-    try:
-        found = flat(mapping(parse_yaml(text), "nanotron's YAML"))
-    except yaml.YAMLError as error:
-        raise BadInput(f"not YAML: {error}") from None
+    found = from_yaml(text, "nanotron's YAML")
     return {key: value for key, value in found.items() if value is not None and value != {} and value != []}
 
 

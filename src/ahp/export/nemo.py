@@ -10,12 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import yaml
-
-from ahp.errors import BadInput, NotExpressible
+from ahp.errors import NotExpressible
 from ahp.export import megatron_keys as m
-from ahp.export.table import NOTICE, Dialect, Fields, Rule, Settings, Subject, flat, mapping, understood
-from ahp.yaml_text import parse_yaml
+from ahp.export.table import NOTICE, Dialect, Fields, Rule, Settings, Subject, from_yaml, understood
 
 AMP, EIGHT, OPTIMIZER = "trainer.precision", "model.fp8", "model.optim.name"
 BETAS = "model.optim.betas"
@@ -168,10 +165,7 @@ BRIDGE_DIALECT = BRIDGE_NAMES.dialect(
 
 def parse(text: str) -> Settings:
     """Keys with a value, with ``${a.b}`` and ``${.b}`` put in where the file says them. Raises BadInput for what is no YAML mapping."""
-    try:
-        found = flat(mapping(parse_yaml(text), "the YAML"))
-    except yaml.YAMLError as error:
-        raise BadInput(f"not YAML: {error}") from None
+    found = from_yaml(text, "the YAML")
 
     def said(key: str, value: Any) -> Any:
         named = re.fullmatch(r"\$\{(\.?)([\w.]+)\}", value) if isinstance(value, str) else None

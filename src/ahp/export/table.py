@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
+
 from ahp.engines import registry
 from ahp.errors import BadInput, NotExpressible
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism, Plan, validated
 from ahp.schedule.stages import Ends, layers_of_stages
+from ahp.yaml_text import parse_yaml
 
 Settings = dict[str, Any]
 """Keys of an engine's file, dotted where they are nested, with plain values."""
@@ -190,6 +193,30 @@ def same(key: str, name: str, default: Any = None, *, skip: Any = ...) -> Rule:
     return Rule((key,), (name,), write, read)
 
 
+def size(key: str, name: str, least: int = 1) -> Rule:
+    """A key that says a degree; where it is missing, ``least``."""
+    field = f"parallelism.{name}"
+    return Rule(
+        (key,), (field,), lambda s: {key: getattr(s.p, name)}, lambda t: {field: whole(t.get(key, least), key, least)}
+    )
+
+
+STATES = tuple(f"parallelism.{name}" for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree", "zero_stage"))  # fmt: skip
+"""The fields of how replicas share states."""
+
+
+def one_kind_of_replicas(ranks: int, stage: int, micro_batch: int, batch: int) -> Fields:
+    """Data-parallel ranks of a program that shards states over all of them or over none."""
+    one, other = ("shard", "replicate") if stage else ("replicate", "shard")
+    return {
+        f"parallelism.data_parallel_{one}_degree": ranks,
+        f"parallelism.data_parallel_{other}_degree": 1,
+        "parallelism.zero_stage": stage,
+        "parallelism.micro_batch_size": micro_batch,
+        "job.global_batch_size": batch,
+    }
+
+
 def whole(value: Any, key: str, least: int = 1) -> int:
     """A whole number of a file, which may have it as text. Raises Unreadable for anything else."""
     text = str(value)
@@ -245,6 +272,14 @@ def mapping(data: Any, what: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise BadInput(f"{what}: a mapping of keys was expected, not a {type(data).__name__}")
     return data
+
+
+def from_yaml(text: str, what: str) -> Settings:
+    """A YAML mapping as dotted keys. Raises BadInput for what is none."""
+    try:
+        return flat(mapping(parse_yaml(text), what))
+    except yaml.YAMLError as error:
+        raise BadInput(f"not YAML: {error}") from None
 
 
 def understood(*keys: str) -> Rule:

@@ -21,6 +21,7 @@ from ahp.export.table import (
     cut_of,
     refuse_what_has_no_key,
     same,
+    size,
     understood,
     whole,
 )
@@ -39,8 +40,11 @@ SCHEDULE, PER_STAGE = "parallelism.pipeline_parallel_schedule", "parallelism.pip
 
 def degree(settings: Settings, name: str) -> int:
     """A degree of a file; of the shard degree -1 = the ranks that are left."""
-    least = -1 if name == "data_parallel_shard_degree" else 1
-    return whole(settings.get(P + name, least), P + name, least)
+    return whole(settings.get(P + name, _least(name)), P + name, _least(name))
+
+
+def _least(name: str) -> int:
+    return -1 if name == "data_parallel_shard_degree" else 1
 
 
 def with_rest(settings: Settings, devices: int) -> Settings:
@@ -52,18 +56,6 @@ def with_rest(settings: Settings, devices: int) -> Settings:
     if devices % others:
         raise Unreadable(f"{key} = -1: the other degrees make {others}, which does not divide {devices} devices")
     return {**settings, key: devices // others}
-
-
-def _degrees() -> list[Rule]:
-    def rule(name: str) -> Rule:
-        return Rule(
-            (P + name,),
-            (P + name,),
-            lambda s: {P + name: getattr(s.p, name)},
-            lambda settings: {P + name: degree(settings, name)},
-        )
-
-    return [rule(name) for name in DEGREES]
 
 
 def _write_sharding(s: Subject) -> Settings:
@@ -243,7 +235,7 @@ def _async(key: str) -> Rule:
 
 
 COMMON: tuple[Rule, ...] = (
-    *_degrees(),
+    *(size(P + name, name, _least(name)) for name in DEGREES),
     SHARDING,
     *OPTIMIZER,
     COMPILE,

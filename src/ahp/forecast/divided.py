@@ -162,12 +162,7 @@ class SegmentPricer:
         held = {name: -(-count // experts) if name in stacked else count for name, count in held.items()}
         one = {p.name: held[p.name] // max(1, p.shape[0] // experts) for p in segment.parameters if p.name in stacked}
         times = run.launched.times(
-            division,
-            self.rates,
-            causal=self._causal,
-            fp8=fp8,
-            kernel=how.attention,
-            accumulates=how.accumulates,
+            division, self.rates, causal=self._causal, fp8=fp8, kernel=how.attention, accumulates=how.accumulates
         )
         if stacked:
             times = times.launching(*how.expert_operators)

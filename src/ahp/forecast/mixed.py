@@ -43,12 +43,7 @@ from ahp.forecast.groups import replica_members
 from ahp.forecast.mixed_network import MixedNetwork
 from ahp.forecast.place_memory import PlaceMemory
 from ahp.forecast.priced import Priced, Replica, faster_method, lightest_that_fits
-from ahp.forecast.pricer import (
-    LOSS_AND_NORM_BYTES,
-    TIED_BYTES,
-    Pricer,
-    legal_traits,
-)
+from ahp.forecast.pricer import LOSS_AND_NORM_BYTES, TIED_BYTES, Pricer, legal_traits
 from ahp.forecast.reduced import Reductions, reduces_beside
 from ahp.forecast.stage import StageCost
 from ahp.forecast.stage_memory import StageMemory
@@ -400,11 +395,7 @@ class MixedPricer:
             memory.activation_room(needs, self._capacity(cell.group))[rank]
             for replica in priced.replicas
             for rank, (cell, needs) in enumerate(
-                zip(
-                    replica.cells,
-                    self._ranks_memory(layout, replica.cells, replica.span, replica.memory),
-                    strict=True,
-                )
+                zip(replica.cells, self._ranks_memory(layout, replica.cells, replica.span, replica.memory), strict=True)
             )
         ]
         return np.array(rooms).reshape(len(priced.replicas), -1)

@@ -81,12 +81,7 @@ def left_beside_ahead_s(collectives: Floats, work: Floats, overlap: float) -> Fl
 
 
 def exposed_behind_s(
-    collectives: ArrayLike,
-    work: ArrayLike,
-    overlap: float,
-    *,
-    pieces: ArrayLike = 1,
-    later_s: Figures = 0.0,
+    collectives: ArrayLike, work: ArrayLike, overlap: float, *, pieces: ArrayLike = 1, later_s: Figures = 0.0
 ) -> Floats:
     """Gradients reduced behind the backward pass: ``collectives[..., i]`` is sent once ``work[..., i]`` is done, one after another.
 
