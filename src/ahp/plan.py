@@ -98,15 +98,12 @@ class Parallelism(Record):
         data = dict(data)
         if data.get("zero_stage") is None:
             data["zero_stage"] = 3 if any(isinstance(shard, int) and shard > 1 for shard in given_shards(data)) else 0
+        virtual, order = data.get("virtual_stages_per_rank", 1), data.get("mesh_order")
         if data.get("pipeline_parallel_schedule") is None:
-            virtual = data.get("virtual_stages_per_rank", 1)
-            data["pipeline_parallel_schedule"] = (
-                "Interleaved1F1B" if isinstance(virtual, int) and virtual > 1 else "1F1B"
-            )
-        order = data.get("mesh_order")
-        if isinstance(order, (list, tuple)) and list(order) == [
-            axis for axis in AXES if data.get(DEGREE[axis], 1) != 1
-        ]:
+            several = isinstance(virtual, int) and virtual > 1
+            data["pipeline_parallel_schedule"] = "Interleaved1F1B" if several else "1F1B"
+        usual = [axis for axis in AXES if data.get(DEGREE[axis], 1) != 1]
+        if isinstance(order, (list, tuple)) and list(order) == usual:
             data["mesh_order"] = None
         return data
 
@@ -122,17 +119,15 @@ class Parallelism(Record):
                 f"context_parallel_method = {self.context_parallel_method!r}: needs a context_parallel_degree above 1 (valid: null)"
             )
         self._check_pipeline_order()
-        if self.layers_per_stage is not None:
-            if len(self.layers_per_stage) != self.num_stages:
+        if (layers := self.layers_per_stage) is not None:
+            if len(layers) != self.num_stages:
                 raise ValueError(
-                    f"layers_per_stage = {list(self.layers_per_stage)}: needs {self.num_stages} entries, one for each of "
+                    f"layers_per_stage = {list(layers)}: needs {self.num_stages} entries, one for each of "
                     f"pipeline_parallel_degree {self.pipeline_parallel_degree} x virtual_stages_per_rank "
                     f"{self.virtual_stages_per_rank} stages"
                 )
-            if min(self.layers_per_stage) < 1:
-                raise ValueError(
-                    f"layers_per_stage = {list(self.layers_per_stage)}: every stage needs at least one layer"
-                )
+            if min(layers) < 1:
+                raise ValueError(f"layers_per_stage = {list(layers)}: every stage needs at least one layer")
         self._check_stages()
         self._check_micro_batches()
         self._check_recomputed()
@@ -451,6 +446,12 @@ class Plan(Record):
     current: Rejected | None = None
     """What the user ran when this was searched (``ahp plan --current``)."""
     versions: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def priced(self) -> Forecast:
+        """The forecast of a plan of a search, which always has one."""
+        assert self.forecast is not None, "plans of a search have one"
+        return self.forecast
 
     def save(self, path: str | Path) -> None:
         """Write plan.yaml: aside first, then renamed, so that a reader never sees half of it."""

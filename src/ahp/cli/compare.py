@@ -50,8 +50,7 @@ class Side:
 
     @property
     def forecast(self) -> Forecast:
-        assert self.plan.forecast is not None, "_side forecasts each"
-        return self.plan.forecast
+        return self.plan.priced
 
     @property
     def tokens_per_s(self) -> float:

@@ -110,29 +110,21 @@ def why_not(subject: Problem, plan: Plan, alternatives: list[Constraints]) -> Al
     if not found:
         misses = [keys for keys, no in zip(alternatives, refusals, strict=True) if isinstance(no, NothingFits)]
         return _nearest(subject, misses) if misses else f"not possible: {refusals[0]}"
-    best = min(found, key=lambda one: _step_s(one))
-    assert best.forecast is not None, "plans of a search have one"
+    best = min(found, key=lambda one: one.priced.step_time_s)
     used, there = best.parallelism.world_size, subject.cluster.num_devices
     fewer = "" if used == there else f", on {used} of {there} devices"
-    return Alternative(best.parallelism, best.forecast, _verdict(best, plan) + fewer)
-
-
-def _step_s(plan: Plan) -> float:
-    assert plan.forecast is not None, "plans of a search have one"
-    return plan.forecast.step_time_s
+    return Alternative(best.parallelism, best.priced, _verdict(best, plan) + fewer)
 
 
 def _verdict(other: Plan, plan: Plan) -> str:
     """Why the plan is better; or that it is not."""
     from ahp.search.reasons import slower_because
 
-    assert other.forecast is not None, "plans of a search have one"
-    assert plan.forecast is not None, "it was priced before"
     if other.parallelism == plan.parallelism:
         return "it is the plan: no layout with these keys is faster"
-    if _step_s(other) >= _step_s(plan):
-        return slower_because(other.forecast, plan.forecast)
-    gain = percent(1 - _step_s(other) / _step_s(plan))
+    if other.priced.step_time_s >= plan.priced.step_time_s:
+        return slower_because(other.priced, plan.priced)
+    gain = percent(1 - other.priced.step_time_s / plan.priced.step_time_s)
     fixed = f", which was searched with {', '.join(plan.fixed)} fixed" if plan.fixed else ", by today's forecast"
     return f"it is {gain} faster than the plan{fixed}"
 
@@ -150,9 +142,9 @@ def _nearest(subject: Problem, misses: list[Constraints]) -> Alternative:
 def _binds(subject: Problem, plan: Plan) -> tuple[str, str]:
     """The part that binds, and how, in words."""
     from ahp.report.binding import binding
-    from ahp.report.tables import capacity_bytes, forecast_of
+    from ahp.report.tables import capacity_bytes
 
-    found = binding(plan.parallelism, forecast_of(plan), capacity_bytes(plan), subject.price)
+    found = binding(plan.parallelism, plan.priced, capacity_bytes(plan), subject.price)
     return found.part, found.sentence
 
 
@@ -167,7 +159,7 @@ def _show(
     from ahp.report import tables
     from ahp.search.slicing.explain import told_of
 
-    console, forecast = tables.console(), tables.forecast_of(plan)
+    console, forecast = tables.console(), plan.priced
 
     def told(title: str, lines: Iterable[str]) -> None:
         console.print(f"\n{title}", style="bold", markup=False)
@@ -214,7 +206,7 @@ def _following(plan: Plan, path: str) -> list[str]:
 def _show_alternative(other: Alternative | str, plan: Plan) -> None:
     from ahp.report import tables
 
-    console, forecast = tables.console(), tables.forecast_of(plan)
+    console, forecast = tables.console(), plan.priced
     if isinstance(other, str):
         console.print(f"Why not: {other}", markup=False)
         return
@@ -234,7 +226,7 @@ def _as_json(
     from ahp.report import tables
     from ahp.search.slicing.explain import told_of
 
-    forecast = tables.forecast_of(plan)
+    forecast = plan.priced
     told: Any = other
     if isinstance(other, Alternative):
         told = {

@@ -38,11 +38,7 @@ def by_measurement(ranking: Ranking, results: Sequence[Measured], used: Problem)
     plans = (first.model_copy(update=update), *slower, *rest)
     worth = dict(zip((plan.parallelism for plan in ranking.plans), ranking.worth, strict=True))
     return replace(
-        ranking,
-        plans=plans,
-        worth=tuple(worth[plan.parallelism] for plan in plans),
-        families=(),
-        current=today,
+        ranking, plans=plans, worth=tuple(worth[plan.parallelism] for plan in plans), families=(), current=today
     )
 
 
@@ -57,29 +53,24 @@ def _today(ranking: Ranking, results: Sequence[Measured], used: Problem) -> Curr
     for one in results:
         if used.decided(one.plan.parallelism) in alike:
             return replace(today, against_best="it is the best" if one is best else one.words(against=best))
-    assert best.plan.forecast is not None, "plans of a search have one"
-    by_forecast = compared(today, (best.plan.parallelism, best.plan.forecast), used).against_best
+    by_forecast = compared(today, (best.plan.parallelism, best.plan.priced), used).against_best
     return replace(today, against_best=f"not measured; {by_forecast}")
 
 
 def _unmeasured(plan: Plan, first: Plan) -> Plan:
     from ahp.search.reasons import slower_because
 
-    assert plan.forecast is not None, "plans of a search have one"
-    assert first.forecast is not None, "plans of a search have one"
-    return plan.model_copy(update={"why": (f"not measured; {slower_because(plan.forecast, first.forecast)}",)})
+    return plan.model_copy(update={"why": (f"not measured; {slower_because(plan.priced, first.priced)}",)})
 
 
 def _beside(loser: Rejected, first: Plan) -> Rejected:
     """A layout that is no plan of the ranking; its reason was about the forecast's first plan. One that does not fit keeps it."""
-    assert first.forecast is not None, "plans of a search have one"
     if loser.step_time_s is None or not loser.fits:
         return loser
-    share = loser.step_time_s / first.forecast.step_time_s - 1
+    share = loser.step_time_s / first.priced.step_time_s - 1
     words = f"{percent(abs(share))} {'slower' if share >= 0 else 'faster'} by the forecast"
     return loser.model_copy(update={"reason": f"not measured; {words}"})
 
 
 def _lost(plan: Plan) -> Rejected:
-    assert plan.forecast is not None, "plans of a search have one"
-    return Rejected.of(plan.parallelism, plan.forecast, plan.why[0])
+    return Rejected.of(plan.parallelism, plan.priced, plan.why[0])

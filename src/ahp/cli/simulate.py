@@ -176,7 +176,7 @@ def _show(plan: Plan, found: Binding, trace: str | None, following: list[str]) -
     """Bars for people, on stdout."""
     from ahp.report import tables
 
-    console, forecast = tables.console(least_width=NARROWEST), tables.forecast_of(plan)
+    console, forecast = tables.console(least_width=NARROWEST), plan.priced
 
     def tell(*lines: str) -> None:
         for line in lines:
@@ -199,11 +199,10 @@ def _show(plan: Plan, found: Binding, trace: str | None, following: list[str]) -
 
 def _heading(plan: Plan) -> list[tuple[str, str]]:
     """What was priced, and how fast it is."""
-    from ahp.report.tables import forecast_of
     from ahp.words import percent
 
     assert plan.cluster is not None, "_subject refuses a plan without one"
-    groups, forecast, job = plan.cluster["groups"], forecast_of(plan), plan.job
+    groups, forecast, job = plan.cluster["groups"], plan.priced, plan.job
     devices = " + ".join(f"{g['nodes'] * g['devices_per_node']} x {g['device']['name']}" for g in groups)
     idle = sum(g["nodes"] * g["devices_per_node"] for g in groups) - plan.parallelism.world_size
     left = f", {idle} of them left idle by this layout" if idle else ""

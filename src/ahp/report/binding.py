@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast, Parallelism, Plan, validated
-from ahp.report.tables import LEAST_SHARE, capacity_bytes, capacity_of, forecast_of
+from ahp.report.tables import LEAST_SHARE, capacity_bytes, capacity_of
 from ahp.schedule.orders import under_pattern
 from ahp.words import gib, of_gib, part_words, percent, seconds
 
@@ -101,7 +101,7 @@ def binding_of(graph: ModelGraph, cluster: Cluster, plan: Plan) -> Binding:
     def capacity(layout: Parallelism, found: Forecast) -> int:
         return capacity_of(plan, layout, found)
 
-    return binding(plan.parallelism, forecast_of(plan), capacity_bytes(plan), price, capacity)
+    return binding(plan.parallelism, plan.priced, capacity_bytes(plan), price, capacity)
 
 
 def binding(

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from ahp.plan import Parallelism, Plan
-from ahp.report.tables import band, capacity_bytes, forecast_of, lines_of
+from ahp.report.tables import band, capacity_bytes, lines_of
 from ahp.words import GIB, count, percent, seconds
 
 Columns = dict[str, list[str]]
@@ -68,7 +68,7 @@ class Ranked:
     def _columns(self, *, narrow: bool) -> Columns:
         """Title -> cells; empty columns are left out."""
         layouts = [plan.parallelism for plan in self.plans]
-        forecasts = [forecast_of(plan) for plan in self.plans]
+        forecasts = [plan.priced for plan in self.plans]
         speeds = [f.tokens_per_s_per_device * layout.world_size for f, layout in zip(forecasts, layouts, strict=True)]
         columns = {"#": [str(rank + 1) for rank in range(len(self.plans))]}
         if len({layout.world_size for layout in layouts}) > 1:
@@ -97,7 +97,7 @@ class Ranked:
 
     def _memory(self) -> Columns:
         """What the fullest rank needs; of how much stands in the title where all devices have the same."""
-        needs = [sum(forecast_of(plan).memory.values()) for plan in self.plans]
+        needs = [sum(plan.priced.memory.values()) for plan in self.plans]
         of = [capacity_bytes(plan) for plan in self.plans]
         digits = 1 if min(of) >= 10 * GIB else 2
         if len(set(of)) == 1:
@@ -107,7 +107,7 @@ class Ranked:
 
     def _caption(self) -> str:
         said = "dp = replicate x shard degree, mb = micro-batch; memory of the fullest rank"
-        return f"{said}; MFU against {forecast_of(self.plans[0]).mfu_peak}"
+        return f"{said}; MFU against {self.plans[0].priced.mfu_peak}"
 
 
 def _wrapped(words: str, options: ConsoleOptions) -> Iterator[Text]:

@@ -206,7 +206,7 @@ def band(forecast: Forecast) -> str:
 
 def capacity_bytes(plan: Plan) -> int:
     """Memory of the device that holds the fullest rank."""
-    return capacity_of(plan, plan.parallelism, forecast_of(plan))
+    return capacity_of(plan, plan.parallelism, plan.priced)
 
 
 def capacity_of(plan: Plan, layout: Parallelism, forecast: Forecast) -> int:
@@ -217,9 +217,3 @@ def capacity_of(plan: Plan, layout: Parallelism, forecast: Forecast) -> int:
         return groups[0]["device"]["memory_bytes"]
     name = place(Cluster.resolve(plan.cluster), layout).group_of(forecast.fullest_rank)
     return next(group["device"]["memory_bytes"] for group in groups if group["name"] == name)
-
-
-def forecast_of(plan: Plan) -> Forecast:
-    """The forecast that a plan of the search always has."""
-    assert plan.forecast is not None, "a plan of the search has a forecast"
-    return plan.forecast

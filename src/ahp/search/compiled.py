@@ -51,12 +51,11 @@ def ways(asked: Problem) -> Ways:
 
 def why_compiled(best: Plan, asked: Problem) -> str:
     """Why blocks of the best plan are compiled: what the same layout would cost without."""
-    assert best.forecast is not None, "plans of a search have one"
     assert best.cluster is not None, "plans of a search have one"
     used = asked if best.cluster == asked.cluster.plain() else asked.on(Cluster.resolve(best.cluster))
     eager = replace(used, engine=best.engine.model_copy(update={"compile": False}))
     other = eager.priced(best.parallelism).forecast
-    gain = _gain(1 - best.forecast.step_time_s / other.step_time_s)
+    gain = _gain(1 - best.priced.step_time_s / other.step_time_s)
     against = f"{gain} the same layout with eager ones, {seconds(other.step_time_s)} a step"
     if not other.fits:
         against += f", which {reasons.does_not_fit(other, eager.capacity_bytes)}"
@@ -71,7 +70,5 @@ def _gain(share: float) -> str:
 
 def why_eager(best: Plan, compiled: Plan) -> str:
     """Why they are not, where the best layout with compiled blocks is slower."""
-    assert best.forecast is not None, "plans of a search have one"
-    assert compiled.forecast is not None, "plans of a search have one"
-    slower = reasons.slower_because(compiled.forecast, best.forecast)
+    slower = reasons.slower_because(compiled.priced, best.priced)
     return f"eager blocks: the best with compiled ones, {compiled.parallelism.short()}, is {slower}"

@@ -52,8 +52,7 @@ def one_lost(asked: Problem, best: Plan) -> Lost:
 
     ``asked``: all that there is, with what the user has fixed. What is fixed and cannot be kept any more is freed.
     """
-    assumed = best.forecast
-    assert assumed is not None, "a plan of the search has a forecast"
+    assumed = best.priced
     what, cluster = _without_one(asked.cluster)
     if cluster is None:
         return Lost(what, 0, None, None, "nothing is left to run on")

@@ -162,14 +162,12 @@ def _today(
     used = asked.on(of_size(scale.asked.cluster, everything.parallelism.world_size) or asked.cluster)
     today, best = today_of(used, everything.parallelism), ranking.best
     assert today is not None, "a layout is given"
-    assert best.forecast is not None, "plans of a search have one"
     worth = None if today.forecast is None else scale.worth(used.cluster, today.forecast.step_time_s)
     if worth is None or worth.devices == first.devices or not (today.forecast and today.forecast.fits):
-        return compared(today, (best.parallelism, best.forecast), used)
+        return compared(today, (best.parallelism, best.priced), used)
     return replace(today, against_best=f"{worth.devices} devices: {scale.compared(worth, first)}")
 
 
 def _worth(scale: Scale, plan: Plan) -> Worth:
-    assert plan.forecast is not None, "plans of a search have one"
     assert plan.cluster is not None, "plans of a search have one"
-    return scale.worth(Cluster.resolve(plan.cluster), plan.forecast.step_time_s)
+    return scale.worth(Cluster.resolve(plan.cluster), plan.priced.step_time_s)

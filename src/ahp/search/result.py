@@ -89,8 +89,7 @@ class Ranking:
         """The plans as a table, and what is proven of the first."""
         rows = [("#", "layout", "step", "tokens/s/device", "GiB", "why not #1")]
         for number, plan in enumerate(self.plans, 1):
-            forecast = plan.forecast
-            assert forecast is not None, "a plan of the search has a forecast"
+            forecast = plan.priced
             used, speed = f"{forecast.memory_reserved_bytes / 2**30:.1f}", f"{forecast.tokens_per_s_per_device:,.0f}"
             reason = "chosen" if number == 1 else plan.why[0]
             rows.append((str(number), plan.parallelism.short(), seconds(forecast.step_time_s), speed, used, reason))

@@ -140,9 +140,8 @@ def of_alone(name: str, ranking: Ranking | None, refusal: str, best: Forecast) -
     if ranking is None:
         return f"{name} alone: {refusal.splitlines()[0]}"
     plan = ranking.best
-    assert plan.forecast is not None, "plans of a search have one"
-    lost = reasons.slower_because(plan.forecast, best)
-    return f"{name} alone: {seconds(plan.forecast.step_time_s)} a step, {lost} ({plan.parallelism.short()})"
+    lost = reasons.slower_because(plan.priced, best)
+    return f"{name} alone: {seconds(plan.priced.step_time_s)} a step, {lost} ({plan.parallelism.short()})"
 
 
 def against_spread(used: Problem, ranked: list[Pair], best: Forecast) -> Iterator[str]:

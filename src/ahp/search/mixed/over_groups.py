@@ -122,7 +122,7 @@ def mixed_ranking(
         raise bad_input("method", by.name, "a cluster of several groups is searched by its own method", ["exact"])
     alone = _each_alone(asked, plain)
     found = [one.ranking.best for one in alone if one.ranking is not None]
-    best_s = min((plan.forecast.step_time_s for plan in found if plan.forecast is not None), default=float("inf"))
+    best_s = min((plan.priced.step_time_s for plan in found), default=float("inf"))
     seeds = [shape_of(plan.parallelism) for plan in found]
     over, refusal = _over_groups(asked, seeds, best_s, keep, Budget())
     if over is None and all(one.ranking is None for one in alone):
@@ -138,16 +138,13 @@ def mixed_ranking(
     if not plans:
         raise nothing_fits_anywhere(asked, over, [(one.name, one.refusal) for one in alone], remedies=remedies)
     best = plans[0]
-    assert best.forecast is not None, "plans of a search have one"
-    of_alike = next((p for p in plans if not p.parallelism.has_unlike_widths), best).forecast or best.forecast
-    certificate = replace(
-        _certificate(asked, over, alone, of_alike.step_time_s, perf_counter() - start), unlike=unlike.forecasts
-    )
+    best_alike_s = next((p for p in plans if not p.parallelism.has_unlike_widths), best).priced.step_time_s
+    certificate = _certificate(asked, over, alone, best_alike_s, perf_counter() - start)
+    certificate = replace(certificate, unlike=unlike.forecasts)
     notes = (*mixed_explain.idle(asked, best.parallelism, best_of[0].cluster), *_not_spread(over, refusal))
     lost = tuple(
-        Rejected.of(plan.parallelism, plan.forecast, reasons.slower_because(plan.forecast, best.forecast))
+        Rejected.of(plan.parallelism, plan.priced, reasons.slower_because(plan.priced, best.priced))
         for plan in plans[1:]
-        if plan.forecast is not None
     )
     why = _why(asked, best, best_of[0], ranked, alone)
     first = best.model_copy(update={"why": (*why, *notes), "rejected": lost[: keep - 1]})
@@ -158,7 +155,7 @@ def mixed_ranking(
     told = None
     if today is not None:
         of_best = mixed_explain.on_fullest(asked, (today.parallelism, today.forecast)) if today.forecast else asked
-        told = compared(today, (best.parallelism, best.forecast), of_best)
+        told = compared(today, (best.parallelism, best.priced), of_best)
     return Ranking((first, *others), certificate, (), lost[keep - 1 :], notes, told)
 
 
@@ -237,7 +234,7 @@ def _merged(asked: Problem, ranked: list[Pair], alone: list[Alone]) -> tuple[lis
     """Plans over several groups and of each alone, fastest first, and the problem of each."""
     found = [(explain.plan(asked, pair, ()), asked) for pair in ranked if not _told_by_its_group(asked, pair, alone)]
     found += [(plan, one.problem) for one in alone if one.ranking is not None for plan in one.ranking.plans]
-    found.sort(key=lambda pair: pair[0].forecast.step_time_s if pair[0].forecast is not None else float("inf"))
+    found.sort(key=lambda pair: pair[0].priced.step_time_s)
     return [plan for plan, _ in found], [used for _, used in found]
 
 
@@ -246,8 +243,8 @@ def _told_by_its_group(asked: Problem, pair: Pair, alone: list[Alone]) -> bool:
     taken = place(asked.cluster, pair[0]).used
     for one in alone:
         best = None if one.ranking is None else one.ranking.fastest
-        if best is not None and best.forecast is not None and taken == {one.name: best.parallelism.world_size}:
-            return best.forecast.step_time_s <= pair[1].step_time_s * (1 + ROUNDING)
+        if best is not None and taken == {one.name: best.parallelism.world_size}:
+            return best.priced.step_time_s <= pair[1].step_time_s * (1 + ROUNDING)
     return False
 
 
@@ -287,8 +284,7 @@ def _not_spread(over: MixedOutcome | None, refusal: Exception | None) -> tuple[s
 
 
 def _why(asked: Problem, best: Plan, used: Problem, ranked: list[Pair], alone: list[Alone]) -> tuple[str, ...]:
-    assert best.forecast is not None, "plans of a search have one"
-    pair = best.parallelism, best.forecast
+    pair = best.parallelism, best.priced
     if used.cluster.is_mixed:
         floors = dict.fromkeys((name for name, _ in reasons.CHOICES), float("inf"))
         words = explain.why(mixed_explain.on_fullest(asked, pair), ranked, [], floors)
@@ -300,6 +296,6 @@ def _why(asked: Problem, best: Plan, used: Problem, ranked: list[Pair], alone: l
             *mixed_explain.links(asked, pair),
         )
     else:
-        yield_of = (*best.why, *mixed_explain.against_spread(used, ranked, best.forecast))
-    others = (mixed_explain.of_alone(one.name, one.ranking, one.refusal, best.forecast) for one in alone)
+        yield_of = (*best.why, *mixed_explain.against_spread(used, ranked, best.priced))
+    others = (mixed_explain.of_alone(one.name, one.ranking, one.refusal, best.priced) for one in alone)
     return (*yield_of, *(line for one, line in zip(alone, others, strict=True) if one.problem is not used))
