@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from ahp.cluster.model import AttentionSample, ElementWiseSample, MatmulSample, Measurements, MemorySample
-from ahp.forecast.compute import BACKWARD_LAUNCHES, is_causal, operator_s, segment_times
+from ahp.forecast.compute import BACKWARD_LAUNCHES, Launched, is_causal, operator_s
 from ahp.forecast.division import Division
 from ahp.forecast.efficiency import CPU_ATTENTION, Rates
 from ahp.forecast.kernels import Kernels, kernels
@@ -132,7 +132,7 @@ def test_element_wise_follows_size_dtype_and_exponentials():
 
 def times(segment, fusion="eager", rates=None, **axes):
     division = Division(split(segment, "block"), **axes)
-    return segment_times(segment, kernels(segment, fusion), division, rates or Rates(DEVICE, None, 8), causal=True)
+    return Launched(segment, kernels(segment, fusion)).times(division, rates or Rates(DEVICE, None, 8), causal=True)
 
 
 def test_tensor_parallelism_divides_products(tiny):

@@ -8,8 +8,10 @@ import pytest
 
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput, NotExpressible
-from ahp.forecast.found_order import ToOrder, found_order
+from ahp.forecast.found_order import FoundOrder, ToOrder
+from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.overlap import CONTENTION
+from ahp.forecast.pricer import Pricer
 from ahp.forecast.step import pricer
 from ahp.graph.kept import analyze
 from ahp.graph.operators import ModelGraph
@@ -51,6 +53,11 @@ def layout(name: str, v: int, **keys: object) -> Parallelism:
         virtual_stages_per_rank=v,
         **keys,
     )  # type: ignore[arg-type]
+
+
+def found_order(prices: Pricer | MixedPricer, parallelism: Parallelism) -> FoundOrder | None:
+    asked = ToOrder.of(prices, parallelism)
+    return None if asked is None else asked.found()
 
 
 @pytest.mark.parametrize("cluster", [ONE, MIXED], ids=["alike", "mixed"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ahp.engines.ahp import AhpEngine
 from ahp.engines.megatron import MegatronEngine
 from ahp.engines.registry import get
-from ahp.forecast.activations import segment_memory
+from ahp.forecast.activations import ActivationLiveness, SegmentMemory
 from ahp.forecast.assembly import num_groups
 from ahp.forecast.division import Division
 from ahp.forecast.kernels import kernels
@@ -24,8 +24,12 @@ from ahp.plan import EngineChoice, Parallelism
 from .conftest import make_cluster
 
 
+def held(segment, division, fusion="traced", **how) -> SegmentMemory:
+    return ActivationLiveness(segment, kernels(segment, fusion), division.split).on(division, **how)
+
+
 def of_rank(segment, **axes):
-    return segment_memory(segment, kernels(segment, "traced"), Division(split(segment, "block"), **axes))
+    return held(segment, Division(split(segment, "block"), **axes))
 
 
 def test_a_block_by_hand(mlp_block):
@@ -47,7 +51,7 @@ def test_a_block_by_hand(mlp_block):
 def test_what_sequence_parallelism_gathers_is_kept_whole_or_gathered_again(mlp_block):
     def kept(**how):
         division = Division(split(mlp_block, "block"), tensor=4, sequence_parallel=True)
-        return segment_memory(mlp_block, kernels(mlp_block, "traced"), division, **how)
+        return held(mlp_block, division, **how)
 
     x = 64 * 32 * 2  # the norm's output, which the column product reads
     again, whole = kept(), kept(keeps_gathered=True)
@@ -75,7 +79,7 @@ def test_policies_keep_results_of_products(mlp_block):
 def test_a_compiler_keeps_of_a_policys_results_those_that_are_asked_for(mlp_block):
     x, wide = 64 * 32 * 2, 64 * 128 * 2
     division = Division(split(mlp_block, "block"))
-    memory = segment_memory(mlp_block, kernels(mlp_block, "fused"), division)
+    memory = held(mlp_block, division, "fused")
     assert memory.beside_products.kept == wide  # up's, which relu is made of; down's goes into the residual sum alone
     assert of_rank(mlp_block).beside_products.kept == wide + x
 

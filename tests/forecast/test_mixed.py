@@ -13,14 +13,13 @@ from ahp.cluster.model import Cluster, GroupLink, Link, NodeGroup
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import margins, timeline
 from ahp.forecast.assembly import band_s
-from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.mixed_network import MixedNetwork, Spread
 from ahp.forecast.nccl import Nccl
 from ahp.forecast.priced import Priced
-from ahp.forecast.step import price, pricer, simulate
+from ahp.forecast.step import price, simulate
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
-from ahp.schedule.bounds import lower_bound_s
+from tests.lower_bounds import lower_bound_s
 
 from .conftest import make_cluster
 
@@ -144,7 +143,7 @@ def two_kinds(times: float = 2.0, *, link: Link = NETWORK, **device: Any) -> Clu
 @pytest.mark.parametrize("stages", [ACROSS, BESIDE], ids=["stages apart", "replicas apart"])
 def test_parts_add_up_and_no_bound_is_above(hand_graph, stages):
     cluster, parallelism = two_kinds(), layout(**PIPES, **stages)
-    priced, prices = price(hand_graph, cluster, JOB, parallelism), pricer(hand_graph, cluster, JOB)
+    priced = price(hand_graph, cluster, JOB, parallelism)
     found = priced.forecast
     assert sum(found.step.values()) == pytest.approx(found.step_time_s)
     assert min(found.step.values()) > 0
@@ -152,9 +151,8 @@ def test_parts_add_up_and_no_bound_is_above(hand_graph, stages):
     assert (found.step_time_low_s, found.step_time_high_s) == pytest.approx(band_s(found.step_time_s, error))
     peak = 8 * 1e14 + 8 * 2e14
     assert found.mfu == pytest.approx(3 * hand_graph.flops("forward") * 32 / (found.step_time_s * peak))
-    assert isinstance(prices, MixedPricer)
     for replica, micro_batches in enumerate(parallelism.micro_batches(JOB)):
-        times = prices.stage_times(parallelism, replica)
+        times = priced.replicas[replica].span.times
         assert lower_bound_s("1F1B", 2, 1, micro_batches, times) <= priced.span.makespan_s * (1 + 1e-12)
         assert priced.span.makespan_s >= priced.replicas[replica].span.makespan_s
 

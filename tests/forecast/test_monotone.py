@@ -22,10 +22,10 @@ from ahp.forecast.stage import StageCosts, stage_costs
 from ahp.forecast.stage_table import StageTable
 from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
-from ahp.schedule.bounds import lower_bound_s
 from ahp.schedule.makespan import makespan
 from ahp.schedule.registry import SCHEDULES as REGISTRY
 from ahp.schedule.simulate import StageTimes
+from tests.lower_bounds import lower_bound_s
 from tests.marks import cases
 
 from .test_stage import LAYOUTS, STAGES, case

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ahp.schedule.actions import Kind
-from ahp.schedule.bounds import TimeColumns, _Paths, gpipe_ends_s, least_kept, lower_bound_s, lower_bounds_s
+from ahp.schedule.bounds import TimeColumns, _Paths, gpipe_ends_s, in_flight, lower_bounds_s
 from ahp.schedule.patterns import illegal, make
-from ahp.schedule.registry import SCHEDULES
+from ahp.schedule.registry import SCHEDULES, get
 from ahp.schedule.simulate import StageTimes, peak_in_flight, simulate
+from tests.lower_bounds import lower_bound_s
 
 layouts = st.tuples(st.sampled_from(list(SCHEDULES)), st.integers(1, 6), st.integers(1, 3), st.integers(1, 18)).filter(
     lambda c: illegal(*c) is None
@@ -108,12 +109,17 @@ def test_many_layouts_at_once_are_bounded_as_one_by_one(layout, data):
     assert lower_bounds_s(name, p, v, m, together).tolist() == [lower_bound_s(name, p, v, m, times) for times in rows]
 
 
+def least_kept(name, p, v, m, kept):
+    """[p] What each rank keeps at once at least, from what a micro-batch of each stage keeps, [S]."""
+    return (in_flight(name, p, v, m) * np.array(kept)[get(name).placement.rank_stages(p, v)]).sum(axis=-1)
+
+
 @settings(max_examples=200)
 @given(layouts, st.data())
 def test_what_is_kept_is_under_the_simulation(layout, data):
     name, p, v, m = layout
     kept = [data.draw(st.integers(0, 9)) for _ in range(p * v)]
-    least = least_kept(name, p, v, m, np.array([kept], dtype=float))[0]
+    least = least_kept(name, p, v, m, kept)
     peaks = peak_in_flight(make(name, p, v, m), kept)
     assert all(np.less_equal(least, peaks))
     if name in ("GPipe", "1F1B"):
@@ -126,4 +132,4 @@ def test_what_is_kept_is_under_the_simulation(layout, data):
 @pytest.mark.parametrize("p", [2, 4])
 def test_what_is_kept_is_exact_for_equal_stages(name, v, p):
     peaks = peak_in_flight(make(name, p, v, 3 * p), [1.0] * (p * v))
-    assert least_kept(name, p, v, 3 * p, np.ones((1, p * v)))[0].tolist() == list(peaks)
+    assert least_kept(name, p, v, 3 * p, np.ones(p * v)).tolist() == list(peaks)

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ahp.errors import BadInput
-from ahp.schedule.bounds import lower_bound_s
 from ahp.schedule.makespan import _Run, makespan, peak_kept
 from ahp.schedule.patterns import illegal, make
 from ahp.schedule.registry import SCHEDULES, get
 from ahp.schedule.simulate import StageTimes, peak_in_flight, simulate
 from ahp.schedule.slots import Period
 from ahp.schedule.table import _as_simulated, _table, table
+from tests.lower_bounds import lower_bound_s
 
 layouts = st.tuples(
     st.sampled_from(list(SCHEDULES)),

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from ahp.plan import Parallelism, ScheduleName
 from ahp.schedule.actions import Action, Kind
-from ahp.schedule.bounds import in_flight, lower_bound_s
+from ahp.schedule.bounds import in_flight
 from ahp.schedule.descriptor import PipelineSchedule
 from ahp.schedule.makespan import makespan, peak_kept
 from ahp.schedule.orders import SYNTHESIZED
 from ahp.schedule.patterns import illegal, illegal_in_torch, make
 from ahp.schedule.registry import PLAIN, SCHEDULES, get, of_ranks
 from ahp.schedule.simulate import StageTimes, peak_in_flight, simulate
+from tests.lower_bounds import lower_bound_s
 
 SOURCE = Path(__file__).parents[2] / "src" / "ahp"
 

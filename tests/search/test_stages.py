@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ahp.plan import Parallelism
-from ahp.schedule.bounds import lower_bound_s
 from ahp.schedule.makespan import makespan
 from ahp.schedule.simulate import StageTimes
 from ahp.schedule.stages import layers_of_stages
 from ahp.search import stages
 from ahp.search.stages import best_cut, cuts, least_longest, num_cuts
+from tests.lower_bounds import lower_bound_s
 
 
 class Made:

@@ -55,20 +55,6 @@ class SegmentMemory:
     next is larger."""
 
 
-def segment_memory(
-    segment: Segment,
-    kernels: Kernels,
-    division: Division,
-    *,
-    in_8_bits: Kept | None = None,
-    keeps_gathered: bool = False,
-) -> SegmentMemory:
-    """What one rank of the groups that ``division`` describes holds of a segment; see ``ActivationLiveness``."""
-    return ActivationLiveness(segment, kernels, division.split, in_8_bits=in_8_bits).on(
-        division, keeps_gathered=keeps_gathered
-    )
-
-
 class ActivationLiveness:
     """A run through a segment's operators, tensor by tensor: made when its operator runs, freed after its last use.
 

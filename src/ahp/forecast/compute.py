@@ -220,22 +220,6 @@ def _sums_with(op: Operator, in_core: bool, second: bool, read: bool) -> tuple[s
     return (*passes, "attention" if fused else "products", *again)
 
 
-def segment_times(
-    segment: Segment,
-    kernels: Kernels,
-    division: Division,
-    rates: Rates,
-    *,
-    causal: bool,
-    fp8: Fp8Recipe | None = None,
-    kernel: AttentionKernel | None = None,
-    accumulates: bool = False,
-) -> SegmentTimes:
-    """``Launched.times`` of a segment."""
-    run = Launched(segment, kernels)
-    return run.times(division, rates, causal=causal, fp8=fp8, kernel=kernel, accumulates=accumulates)
-
-
 @dataclass(frozen=True, slots=True)
 class _Moves:
     """An operator that only moves data, with what it moves on one device alone."""

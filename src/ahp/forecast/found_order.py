@@ -190,14 +190,3 @@ def _beside(stage: StageTimes) -> StageTimes:
     """The stage as if its rank could go on while weights are gathered and gradients reduced."""
     reduce_s = stage.last_backward_extra_s + stage.reduce_s
     return replace(stage, first_forward_extra_s=0.0, last_backward_extra_s=0.0, reduce_s=reduce_s)
-
-
-def found_order(
-    pricer: Pricer | MixedPricer, parallelism: Parallelism, *, seed: int = 0, effort: float = 1.0
-) -> FoundOrder | None:
-    """The layout with the best schedule that is found for it; None where none is faster and fits, or there is none to find.
-
-    Raises what ``price`` raises for the layout itself.
-    """
-    asked = ToOrder.of(pricer, parallelism)
-    return None if asked is None else asked.found(seed=seed, effort=effort)

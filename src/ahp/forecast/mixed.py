@@ -132,11 +132,6 @@ class MixedPricer:
         """The model's blocks and ends, priced for one rank on a group's devices and one micro-batch."""
         return self.groups[group].units(parallelism)
 
-    def stage_times(self, parallelism: Parallelism, replica: int = 0) -> list[StageTimes]:
-        """What each stage of one replica of a legal layout takes, without the schedule and without memory."""
-        layout = self._layout(parallelism)
-        return self._timed(layout, replica)[1]
-
     def cells_fit(self, parallelism: Parallelism) -> Callable[[int, Sequence[int]], list[bool]]:
         """Of a layout, whether each cell of a replica fits where its stages recompute so many layers; without the schedule.
 

@@ -20,8 +20,6 @@ from ahp.forecast.groups import shard_ranks
 from ahp.plan import Parallelism
 
 Figures = NDArray[Any] | float
-Mask = Any
-"""Truth of each row, or of one layout: numpy's own or Python's."""
 
 
 class StateColumns(NamedTuple):

@@ -41,17 +41,10 @@ class TimeColumns:
         return cls(**{name: np.array([[getattr(t, name) for t in times] for times in layouts]) for name in names})
 
 
-def lower_bound_s(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> float:
-    """Seconds that the schedule takes at least. ``times[s]`` belongs to stage ``s``; the layout is legal.
+def lower_bounds_s(name: str, p: int, v: int, m: int, times: TimeColumns, *, turns: float = 1.0) -> Floats:
+    """[N] Seconds that the schedule takes at least, of many layouts at once, which are legal; O(N p v), with one stage per rank O(N p^2).
 
     GPipe's is exact. 1F1B's and, where m is a multiple of p, Interleaved1F1B's are exact for equal stages without sends.
-    """
-    return float(lower_bounds_s(name, p, v, m, TimeColumns.of(times))[0])
-
-
-def lower_bounds_s(name: str, p: int, v: int, m: int, times: TimeColumns, *, turns: float = 1.0) -> Floats:
-    """``lower_bound_s`` of many layouts at once, [N]; O(N p v), with one stage per rank O(N p^2).
-
     ``turns``: workers that share a core where ``times`` are those of all at once (``forecast.turns``): while some wait the
     others are faster, by so much at most, and all together not faster than with all at once.
     """
@@ -96,19 +89,10 @@ def _gpipe_s(m: int, times: TimeColumns) -> Floats:
     return start_s + ends.max(axis=-1)
 
 
-def least_kept(name: str, p: int, v: int, m: int, kept: Floats) -> Floats:
-    """What each rank keeps at once at least, [N, p]: a moment of its order that is at or near its fullest.
-
-    ``kept``: what a micro-batch of each stage keeps, [N, S]. Exact for GPipe and 1F1B, and for the others where the
-    stages keep alike.
-    """
-    counts = in_flight(name, p, v, m)
-    return (counts * kept[..., get(name).placement.rank_stages(p, v)]).sum(axis=-1)
-
-
 @lru_cache(maxsize=1 << 12)
 def in_flight(name: str, p: int, v: int, m: int) -> Ints:
-    """Micro-batches of each rank's stages, lowest stage first, that it holds at the moment of ``least_kept``: [p, v]."""
+    """[p, v] Micro-batches of each rank's stages, lowest stage first, that it holds at a moment of its order that is at or near its fullest:
+    the fullest for GPipe and 1F1B, and for the others where the stages keep alike."""
     return get(name).in_flight(p, v, m)
 
 

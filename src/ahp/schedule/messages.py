@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ahp.schedule.actions import Action, Kind, Schedule
@@ -67,62 +66,3 @@ def _message(schedule: Schedule, action: Action) -> tuple[Message, Message] | No
         Message(f"SEND_{letter}", action.stage, action.micro_batch),
         Message(f"RECV_{letter}", to, action.micro_batch),
     )
-
-
-def why_stuck(schedule: Schedule, ranks: Sequence[Sequence[Step]]) -> str | None:
-    """Where ranks that run these steps wait in a circle, or None: the harshest reading, each step one after the other.
-
-    A send ends when the other rank comes to its receive. Real ranks start both and go on, which waits no more than that.
-    """
-    places, done = [0] * len(ranks), set[tuple[str, int, int]]()
-    moved = True
-    while moved:
-        moved = False
-        for rank, steps in enumerate(ranks):
-            while places[rank] < len(steps):
-                step = steps[places[rank]]
-                if isinstance(step, Action):
-                    if not all(need in done for need in _inputs(schedule, step)):
-                        break
-                    done.add((str(step.kind), step.stage, step.micro_batch))
-                else:
-                    if step.kind.startswith("RECV"):
-                        break  # its sender takes both on
-                    receive = _other_end(step)
-                    to = schedule.stage_rank[receive.stage]
-                    if places[to] == len(ranks[to]) or ranks[to][places[to]] != receive:
-                        break
-                    done.add((receive.kind, receive.stage, receive.micro_batch))
-                    places[to] += 1
-                places[rank] += 1
-                moved = True
-    stuck = [str(steps[place]) for steps, place in zip(ranks, places, strict=True) if place < len(steps)]
-    return f"ranks wait for each other at {', '.join(stuck)}" if stuck else None
-
-
-def _other_end(send: Message) -> Message:
-    forward = send.kind == "SEND_F"
-    return Message("RECV_F" if forward else "RECV_B", send.stage + (1 if forward else -1), send.micro_batch)
-
-
-def _inputs(schedule: Schedule, action: Action) -> list[tuple[str, int, int]]:
-    """What must be done on the action's own rank before it: messages received, or actions of a neighbour that lies there too."""
-    stage, i, last = action.stage, action.micro_batch, schedule.num_stages - 1
-    holder = schedule.stage_rank
-    if action.kind is Kind.WEIGHT_GRADIENT:
-        return [("I", stage, i)]
-    if action.kind is Kind.FORWARD:
-        if stage == 0:
-            return []
-        return [("F", stage - 1, i) if holder[stage - 1] == holder[stage] else ("RECV_F", stage, i)]
-    needs: list[tuple[str, int, int]] = [("F", stage, i)]
-    if stage < last:
-        needs.append(
-            _gradient_of(schedule, stage + 1, i) if holder[stage + 1] == holder[stage] else ("RECV_B", stage, i)
-        )
-    return needs
-
-
-def _gradient_of(schedule: Schedule, stage: int, micro_batch: int) -> tuple[str, int, int]:
-    whole = Action(Kind.BACKWARD, stage, micro_batch) in schedule.ranks[schedule.stage_rank[stage]]
-    return ("B" if whole else "I", stage, micro_batch)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from ahp.forecast.activations import SegmentMemory, segment_memory
+from ahp.forecast.activations import ActivationLiveness, SegmentMemory
 from ahp.forecast.division import Division
 from ahp.forecast.kernels import Fusion, kernels
 from ahp.forecast.selective import last_read
@@ -154,8 +154,10 @@ def traced(name: str, **job: Any) -> ModelGraph:
 def memories(name: str, fusion: Fusion, tensor: int = 1, **job: Any) -> tuple[list[SegmentMemory], int]:
     """Of every layer, and bytes of what enters one."""
     graph = traced(name, **job)
+    divisions = [Division(split(block, "block"), tensor) for block in graph.blocks]
     of_kinds = [
-        segment_memory(block, kernels(block, fusion), Division(split(block, "block"), tensor)) for block in graph.blocks
+        ActivationLiveness(block, kernels(block, fusion), division.split).on(division)
+        for block, division in zip(graph.blocks, divisions, strict=True)
     ]
     assert graph.blocks[0].output is not None
     return [of_kinds[kind] for kind in graph.layers], graph.blocks[0].output.bytes
