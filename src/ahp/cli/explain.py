@@ -26,8 +26,6 @@ from ahp.plan import Forecast, Parallelism, Plan, Rejected, validated
 from ahp.words import percent, seconds
 
 if TYPE_CHECKING:
-    from ahp.forecast.mixed import MixedPricer
-    from ahp.forecast.pricer import Pricer
     from ahp.report.schedules import ComparedSchedules
     from ahp.search.problem import Problem
     from ahp.search.sensitivity import Move
@@ -66,7 +64,7 @@ def run(argv: list[str]) -> int:
     other = None if alternatives is None else why_not(subject, plan, alternatives)
     print("searching again with 10 % more of each piece of hardware ...", file=sys.stderr)
     moves = sensitivity(subject, plan.parallelism)
-    binds, schedules = _binds(subject, plan), compared_schedules(_pricer(subject), plan.parallelism)
+    binds, schedules = _binds(subject, plan), compared_schedules(subject.any_pricer, plan.parallelism)
     if arguments.json:
         told = _as_json(plan, arguments.plan, binds, moves, other)
         print(json.dumps({**told, "schedules": None if schedules is None else schedules.plain()}))
@@ -87,12 +85,6 @@ def _subject(plan: Plan) -> Problem:
     graph = analyze(plan.model, plan.job, attention=plan.engine.attention)
     fixed = validated(Constraints, plan.fixed, "fixed")
     return problem(graph, Cluster.resolve(plan.cluster), plan.job, fixed, plan.engine.decided())
-
-
-def _pricer(subject: Problem) -> Pricer | MixedPricer:
-    from ahp.forecast.step import pricer
-
-    return pricer(subject.graph, subject.cluster, subject.job, subject.engine)
 
 
 def why_not(subject: Problem, plan: Plan, alternatives: list[Constraints]) -> Alternative | str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from ahp.cluster.model import Cluster
-from ahp.engines.registry import get
 from ahp.plan import Parallelism
 from ahp.search.problem import Problem
 
 
 def checkpoint_bytes(asked: Problem) -> int:
     """A checkpoint: weights and optimizer states, each once, as the engine keeps them."""
-    traits = get(asked.engine.name).traits(asked.job, Parallelism(), asked.engine)
-    states, trained = traits.states, traits.states.trained_share
+    states = asked.traits(Parallelism()).states
+    trained = states.trained_share
     frozen_bytes = states.compute_weight_bytes or states.master_weight_bytes
     each_bytes = trained * (states.master_weight_bytes + states.optimizer_bytes) + (1 - trained) * frozen_bytes
     return round(asked.graph.num_parameters * each_bytes)

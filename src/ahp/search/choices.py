@@ -11,7 +11,6 @@ import numpy as np
 from ahp.arrays import Ints, Mask
 from ahp.cluster.domains import joined
 from ahp.divisors import divisors
-from ahp.engines.registry import get
 from ahp.engines.traits import Traits
 from ahp.errors import BadInput, bad_input
 from ahp.forecast import rules
@@ -208,7 +207,7 @@ class Choices:
             expert_parallel_degree=expert,
             expert_tensor_parallel_degree=self.given.get("expert_tensor_parallel_degree"),
         )
-        return get(self.asked.engine.name).traits(self.asked.job, layout, self.asked.engine).experts.folded
+        return self.asked.traits(layout).experts.folded
 
     def _lying(
         self, tensor: int, context: int, pipeline: int, expert: int, data: int, folded: bool
@@ -337,7 +336,7 @@ class Choices:
     def _traits(self, split: tuple[int, int, int], mesh: Shared) -> Traits:
         """How the engine shares states so."""
         layout = self._sharing(split, mesh)
-        return get(self.asked.engine.name).traits(self.asked.job, layout, self.asked.engine)
+        return self.asked.traits(layout)
 
     def _shared(self, split: tuple[int, int, int], mesh: Shared) -> Parallelism:
         """A layout that shares states so, with what else decides about it what the engine can run."""

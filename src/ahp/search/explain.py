@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ahp.about import __version__
 from ahp.cluster.domains import joined
-from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast, Parallelism, Plan, Rejected
 from ahp.search import reasons
 from ahp.search.exact import Place
@@ -64,10 +63,8 @@ def priced(used: Problem, space: Space, places: list[Place]) -> Iterator[Pair]:
     """Forecasts of rows; one that is refused after all is left out."""
     for place in places:
         layout = space.layout(*place)
-        try:
-            yield layout, used.price(layout)
-        except (BadInput, NotExpressible):
-            continue
+        if (forecast := used.price_or_none(layout)) is not None:
+            yield layout, forecast
 
 
 def headline(what: str, best: Forecast) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import memory
 from ahp.forecast.assembly import ranks_of_stages
 from ahp.plan import Parallelism
@@ -148,12 +147,9 @@ class _Fewest:
         if not any(high):
             return None  # the layout that recomputes nothing is in the table
         layout = self._with(fill(high))
-        try:
-            self.forecasts += 1
-            forecast = self.asked.price(layout)
-        except (BadInput, NotExpressible):
-            return None
-        return (layout, forecast) if forecast.fits else None
+        self.forecasts += 1
+        forecast = self.asked.price_or_none(layout)
+        return (layout, forecast) if forecast is not None and forecast.fits else None
 
     def _fitting(self, recomputed: tuple[int, ...], num_counts: int) -> list[bool]:
         """Whether each rank fits; of one count for all stages, whether all do."""

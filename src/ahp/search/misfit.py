@@ -10,7 +10,7 @@ import numpy as np
 from ahp.cluster.model import Cluster, Link, NodeGroup
 from ahp.cluster.parse import WIDEST_PLAIN
 from ahp.config import Constraints
-from ahp.errors import BadInput, NotExpressible, NothingFits
+from ahp.errors import BadInput, NothingFits
 from ahp.forecast.efficiency import is_cpu
 from ahp.plan import Forecast, Parallelism
 from ahp.search.bounds.space_bounds import Bounds
@@ -80,9 +80,7 @@ def nearest(used: Problem) -> Nearest | None:
     found: Nearest | None = None
     for place in _by_memory(used, space):
         layout = space.layout(*place)
-        try:
-            forecast = used.price(layout)
-        except (BadInput, NotExpressible):
+        if (forecast := used.price_or_none(layout)) is None:
             continue
         if found is None or needed_bytes(forecast) < needed_bytes(found.forecast):
             found = Nearest(layout, forecast)

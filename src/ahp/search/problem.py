@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ from ahp.engines.registry import get
 from ahp.engines.traits import Traits
 from ahp.errors import BadInput, NotExpressible, bad_input
 from ahp.forecast import rules
+from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.priced import Priced
 from ahp.forecast.pricer import Pricer
 from ahp.forecast.step import pricer
@@ -51,6 +52,13 @@ class Problem:
             self._forecasts[alike] = self.priced(alike).forecast
         return self._forecasts[alike]
 
+    def price_or_none(self, parallelism: Parallelism) -> Forecast | None:
+        """The same, and None when it is none."""
+        try:
+            return self.price(parallelism)
+        except (BadInput, NotExpressible):
+            return None
+
     @cached_property
     def _forecasts(self) -> dict[Parallelism, Forecast]:
         return {}
@@ -58,13 +66,12 @@ class Problem:
     def first_alike(self, layout: Parallelism) -> Parallelism:
         """The layout with the first of the ZeRO stages that the engine runs as its own: the forecast knows them by the engine's
         traits alone (two engines do the same for stages 1 and 2 under a pipeline)."""
-        engine = get(self.engine.name)
         if layout.zero_stage < 2 or self.cluster.is_mixed or self.refused(layout):
             return layout
-        own = engine.traits(self.job, layout, self.engine)
+        own = self.traits(layout)
         for stage in range(1, layout.zero_stage):
             other = layout.model_copy(update={"zero_stage": stage})
-            if self.offers(other) and engine.traits(self.job, other, self.engine) == own:
+            if self.offers(other) and self.traits(other) == own:
                 return other
         return layout
 
@@ -78,16 +85,32 @@ class Problem:
 
     def priced(self, parallelism: Parallelism) -> Priced:
         """The same with everything that it was made from, on a mixed cluster too."""
-        return pricer(self.graph, self.cluster, self.job, self.engine).price(parallelism)
+        return self.any_pricer.price(parallelism)
+
+    @property
+    def any_pricer(self) -> Pricer | MixedPricer:
+        """What prices its layouts, on whatever cluster."""
+        return pricer(self.graph, self.cluster, self.job, self.engine)
 
     @cached_property
     def pricer(self) -> Pricer:
         """What prices its layouts on a cluster of one group. Raises BadInput on a mixed one."""
-        found = pricer(self.graph, self.cluster, self.job, self.engine)
+        found = self.any_pricer
         if not isinstance(found, Pricer):
             names = [group.name for group in self.cluster.groups]
             raise BadInput(f"cluster.groups = {names}: this is asked of one group of devices alone")
         return found
+
+    @property
+    def mixed_pricer(self) -> MixedPricer:
+        """The same on a cluster of several groups."""
+        found = self.any_pricer
+        assert isinstance(found, MixedPricer), "asked of a mixed cluster"
+        return found
+
+    def traits(self, layout: Parallelism) -> Traits:
+        """How the engine behaves under a layout that it can run."""
+        return get(self.engine.name).traits(self.job, layout, self.engine)
 
     @property
     def most_stages(self) -> int:
@@ -110,19 +133,12 @@ class Problem:
 
     @cached_property
     def _pipeline_traits(self) -> Traits:
-        return get(self.engine.name).traits(self.job, Parallelism(pipeline_parallel_degree=2), self.engine)
+        return self.traits(Parallelism(pipeline_parallel_degree=2))
 
     def context_methods(self, degree: int) -> list[ContextMethod | None]:
         """How so many ranks may share a sequence, where the engine has a choice; else None alone."""
-        layout = Parallelism(context_parallel_degree=degree)
-        ways = get(self.engine.name).traits(self.job, layout, self.engine).context.ways
+        ways = self.traits(Parallelism(context_parallel_degree=degree)).context.ways
         return [way for way in ways if way != "gather"] if degree > 1 and len(ways) > 1 else [None]
-
-    def runs_alike(self, layouts: Sequence[Parallelism], others: Sequence[Parallelism]) -> bool:
-        """Whether the engine runs each of some layouts as the other in its place."""
-        engine = get(self.engine.name)
-        each = ([engine.traits(self.job, layout, self.engine) for layout in some] for some in (layouts, others))
-        return next(each) == next(each)
 
     def can_divide(self, tensor: int, context: int) -> bool:
         """Whether model and engine allow a replica to be cut so many ways."""

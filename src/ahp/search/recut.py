@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.errors import BadInput, NotExpressible
 from ahp.forecast.turns import least_share
 from ahp.forecast.unit import Unit
 from ahp.plan import Forecast, Parallelism
@@ -86,13 +85,9 @@ class LayoutCosts:
 
     def bounds_s(self, found: Sequence[Cut]) -> list[float]:
         """Of each, the longest path through the schedule that has a closed form."""
-        name, p, v = (
-            self.layout.pipeline_parallel_schedule,
-            self.layout.pipeline_parallel_degree,
-            self.layout.virtual_stages_per_rank,
-        )
-        times = TimeColumns.of(*self.pricer.stage_times(self.layout, found))
-        bounds_s = lower_bounds_s(name, p, v, self.m, times, turns=self.pricer.turns)
+        of, times = self.layout, TimeColumns.of(*self.pricer.stage_times(self.layout, found))
+        shape = of.pipeline_parallel_schedule, of.pipeline_parallel_degree, of.virtual_stages_per_rank, self.m
+        bounds_s = lower_bounds_s(*shape, times, turns=self.pricer.turns)
         return (bounds_s * self.pricer.stretch).tolist()
 
     def stage_s(self, cut: Cut) -> NDArray[np.float64]:
@@ -103,11 +98,8 @@ class LayoutCosts:
 
     def price(self, cut: Cut) -> Forecast | None:
         """The forecast; None where the cut does not fit or is refused."""
-        try:
-            forecast = self.asked.price(self._with(cut))
-        except (BadInput, NotExpressible):
-            return None
-        return forecast if forecast.fits else None
+        forecast = self.asked.price_or_none(self._with(cut))
+        return forecast if forecast is not None and forecast.fits else None
 
     def floor_s(self) -> float:
         """Seconds that no cut can go below: of its longest stage, from the layers' own computation."""

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ahp.cluster.better import better_clusters
-from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Parallelism
 from ahp.search.fastest import fastest
-from ahp.search.one_group import Pair
 from ahp.search.problem import Problem
 from ahp.search.reasons import TIE
 from ahp.words import percent, seconds
@@ -52,23 +50,13 @@ def sensitivity(asked: Problem, layout: Parallelism) -> list[Move]:
     found = []
     for change, cluster in better_clusters(asked.cluster):
         there = asked.on(cluster)
-        kept = _kept(there, layout)
+        kept = there.price_or_none(layout)
         # Of two that are as fast the one that is there already: so only what is faster by more is looked for.
-        ceiling_s = float("inf") if kept is None else kept[1].step_time_s * (1 - TIE)
-        pairs = [pair for pair in (kept, _searched(there, ceiling_s, layout)) if pair is not None]
+        ceiling_s = float("inf") if kept is None else kept.step_time_s * (1 - TIE)
+        searched = fastest(there, ceiling_s, layout)
+        pairs = [] if kept is None else [(layout, kept)]
+        pairs += [searched.best] if searched is not None and searched.best is not None else []
         best = min(pairs, key=lambda pair: pair[1].step_time_s * (1 - TIE * (pair[0] == layout)))
         gain = 1 - best[1].step_time_s / today_s
         found.append(Move(change, best[0], best[1].step_time_s, gain, best[0] == layout))
     return sorted(found, key=lambda move: move.step_time_s)
-
-
-def _searched(there: Problem, ceiling_s: float, today: Parallelism) -> Pair | None:
-    found = fastest(there, ceiling_s, today)
-    return None if found is None else found.best
-
-
-def _kept(there: Problem, layout: Parallelism) -> Pair | None:
-    try:
-        return layout, there.price(layout)
-    except (BadInput, NotExpressible):
-        return None

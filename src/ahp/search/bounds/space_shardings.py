@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ahp.engines.registry import get
 from ahp.engines.traits import Traits
 from ahp.forecast.candidates.shardings import Shardings
 from ahp.plan import Parallelism
@@ -50,7 +49,7 @@ class SpaceShardings:
         """Neither the order of ranks nor the micro-batch changes how an engine behaves."""
         asked, alike = self._problem, (*self._space.mesh(block)[:5], *way[:3])
         if alike not in self._traits:
-            found = get(asked.engine.name).traits(asked.job, layout(), asked.engine)
+            found = asked.traits(layout())
             self._traits[alike] = self._same_traits.setdefault(found, found)
         return self._traits[alike]
 

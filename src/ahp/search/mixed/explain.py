@@ -7,10 +7,7 @@ from itertools import pairwise
 
 from ahp.cluster.cells import link_between, place
 from ahp.cluster.model import Cluster
-from ahp.errors import BadInput, NotExpressible
 from ahp.forecast.assembly import ranks_of_stages
-from ahp.forecast.mixed import MixedPricer
-from ahp.forecast.step import pricer
 from ahp.plan import Forecast, Parallelism
 from ahp.search import reasons
 from ahp.search.pairs import Pair
@@ -47,8 +44,7 @@ def width(pair: Pair, ranked: list[Pair]) -> Iterator[str]:
 
 def groups(asked: Problem, pair: Pair) -> Iterator[str]:
     """What each group computes, and how fast one micro-batch passes there."""
-    layout, found = pair[0], pricer(asked.graph, asked.cluster, asked.job, asked.engine)
-    assert isinstance(found, MixedPricer), "asked of a mixed cluster"
+    layout, found = pair[0], asked.mixed_pricer
     rows, shared = place(asked.cluster, layout).cells, layout.micro_batches(asked.job)
     layers, ranks = layout.given_layers or (), ranks_of_stages(layout)
     for group in asked.cluster.groups:
@@ -89,9 +85,7 @@ def recompute(asked: Problem, pair: Pair) -> Iterator[str]:
     if stages is None or layout.recomputed_layers() is None:
         return
     every = tuple(stage.model_copy(update={"recomputed_layers": None}) for stage in stages)
-    try:
-        forecast = asked.price(layout.model_copy(update={"stages": every}))
-    except (BadInput, NotExpressible):
+    if (forecast := asked.price_or_none(layout.model_copy(update={"stages": every}))) is None:
         return
     gain = forecast.step_time_s / pair[1].step_time_s - 1
     yield f"each stage recomputes as few layers as fit: {percent(gain)} faster than with all layers recomputed"
@@ -109,8 +103,7 @@ def _runs(what: str, numbers: list[int]) -> str:
 
 def links(asked: Problem, pair: Pair) -> Iterator[str]:
     """What crosses from one group to another in a step."""
-    layout, found = pair[0], pricer(asked.graph, asked.cluster, asked.job, asked.engine)
-    assert isinstance(found, MixedPricer), "asked of a mixed cluster"
+    layout, found = pair[0], asked.mixed_pricer
     rows, shared = place(asked.cluster, layout).cells, layout.micro_batches(asked.job)
     names = list(dict.fromkeys(cell.group for row in rows for cell in row))
     if len(names) < 2:

@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from ahp.forecast.mixed import MixedPricer
-from ahp.forecast.step import pricer
 from ahp.search.choices import ScheduleChoice
 from ahp.search.mixed.floors import Kind, ShapeFloors, Shapes
 from ahp.search.mixed.nearby_shapes import NearbyShapes
@@ -171,14 +169,12 @@ class Finder:
 
     def __init__(self, asked: Problem, space: MixedSpace, budget: Budget, best_s: float) -> None:
         """``best_s``: what was found elsewhere, on one group alone."""
-        found = pricer(asked.graph, asked.cluster, asked.job, asked.engine)
-        assert isinstance(found, MixedPricer), "one group is searched as a plain cluster"
         self.asked, self.space, self.budget = asked, space, budget
         self.names = tuple(group.name for group in asked.cluster.groups)
         self.best_s = best_s
         rules = tuple(space.rules.values())
         self.outcome = MixedOutcome(rules=rules, size=space.legal, broken=space.size - space.legal, twins=space.twins)
-        self.floors = ShapeFloors(found, space)
+        self.floors = ShapeFloors(asked.mixed_pricer, space)
         self._waiting: list[tuple[float, int, Task, list[Placement]]] = []
         """Shapes with their most promising placements, not priced yet: (its bound, a number of their own, ...)."""
         self._priced: dict[Shape, float] = {}
@@ -368,9 +364,10 @@ class Finder:
         # Weight gradients fill no more than what several stages on a rank fill.
         facts = self._facts(shape)
         one = replace(shape, schedule="InterleavedZeroBubble")
+        fixed = replace(facts["fixed"], layers=None, recomputed=None)
         return SeveralTask(
             **facts,
-            one=Task(**{**facts, "shape": one, "tables": self.floors.tables(one, least), "fixed": facts["fixed"].without_stages()}),
+            one=Task(**{**facts, "shape": one, "tables": self.floors.tables(one, least), "fixed": fixed}),
             pipes=pipes,
             of_pipe=cache(of_pipe),
             legal=lambda pipe, m: self.space.legal_pipe(pipe, shape.pipeline, m),

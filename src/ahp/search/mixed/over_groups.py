@@ -14,8 +14,6 @@ from typing import Any
 
 from ahp.cluster.cells import place
 from ahp.errors import BadInput, NotExpressible, NothingFits, bad_input
-from ahp.forecast.mixed import MixedPricer
-from ahp.forecast.step import pricer
 from ahp.plan import Parallelism, Plan, Rejected
 from ahp.search import explain, reasons
 from ahp.search.certificate import Certificate, merged
@@ -141,7 +139,8 @@ def mixed_ranking(
     best_alike_s = next((p for p in plans if not p.parallelism.has_unlike_widths), best).priced.step_time_s
     certificate = _certificate(asked, over, alone, best_alike_s, perf_counter() - start)
     certificate = replace(certificate, unlike=unlike.forecasts)
-    notes = (*mixed_explain.idle(asked, best.parallelism, best_of[0].cluster), *_not_spread(over, refusal))
+    not_spread = () if over is not None else (f"no layout over several groups: {refusal}",)
+    notes = (*mixed_explain.idle(asked, best.parallelism, best_of[0].cluster), *not_spread)
     lost = tuple(
         Rejected.of(plan.parallelism, plan.priced, reasons.slower_because(plan.priced, best.priced))
         for plan in plans[1:]
@@ -182,9 +181,8 @@ def fastest_of_groups(asked: Problem, ceiling_s: float, like: Parallelism | None
 
 def _groups(asked: Problem) -> list[Problem]:
     """Each group alone, as the cluster that its pricer knows: what is priced there, the search over several groups need not price."""
-    shared = pricer(asked.graph, asked.cluster, asked.job, asked.engine)
-    assert isinstance(shared, MixedPricer), "asked of a mixed cluster"
-    return [asked.on(shared.groups[group.name].cluster) for group in asked.cluster.groups]
+    shared = asked.mixed_pricer.groups
+    return [asked.on(shared[group.name].cluster) for group in asked.cluster.groups]
 
 
 def _each_alone(asked: Problem, plain: Plain) -> list[Alone]:
@@ -277,10 +275,6 @@ def _certificate(
         shapes=over.size + over.broken + over.twins,
         placed=over.placed,
     )
-
-
-def _not_spread(over: MixedOutcome | None, refusal: Exception | None) -> tuple[str, ...]:
-    return () if over is not None else (f"no layout over several groups: {refusal}",)
 
 
 def _why(asked: Problem, best: Plan, used: Problem, ranked: list[Pair], alone: list[Alone]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ahp.arrays import Ints, Mask
 from ahp.cluster.cells import cells_of
 from ahp.divisors import divisors
+from ahp.engines.traits import Traits
 from ahp.errors import BadInput
 from ahp.forecast import rules
 from ahp.plan import ContextMethod, Parallelism, StagePlace
@@ -137,10 +138,6 @@ class Fixed:
     micro_batches: tuple[int, ...] | None = None
     recomputed: tuple[tuple[int, ...], ...] | None = None
     """Of each replica's stages."""
-
-    def without_stages(self) -> Fixed:
-        """What is given of replicas and of their ranks."""
-        return replace(self, layers=None, recomputed=None)
 
 
 @dataclass(frozen=True)
@@ -399,10 +396,10 @@ class MixedSpace:
         if alike.zero < 2 or "zero_stage" in self.given:
             return False
 
-        def layouts(zero: int) -> list[Parallelism]:
-            return [layout_of(alike._replace(zero=zero), 2, replicas) for replicas in (1, 2)]
+        def traits(zero: int) -> list[Traits]:
+            return [self.asked.traits(layout_of(alike._replace(zero=zero), 2, replicas)) for replicas in (1, 2)]
 
-        return any(self.asked.runs_alike(layouts(alike.zero), layouts(zero)) for zero in range(1, alike.zero))
+        return any(traits(alike.zero) == traits(zero) for zero in range(1, alike.zero))
 
     def _breaks(self, name: str, says: str, rows: int) -> bool:
         before = self.rules.get(name, Rule(name, says, 0))

@@ -20,9 +20,7 @@ from ahp.cluster.model import NodeGroup
 from ahp.divisors import divisors
 from ahp.errors import AhpError
 from ahp.forecast import rules
-from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.priced import Priced
-from ahp.forecast.step import pricer
 from ahp.graph.operators import ModelGraph
 from ahp.plan import Parallelism, StagePlace, validated
 from ahp.search.mixed.fewest import fewest, said_plainly
@@ -113,9 +111,7 @@ class _Finder:
     def __init__(self, asked: Problem, found: UnlikeWidths) -> None:
         self.asked, self.found = asked, found
         self.graph: ModelGraph = asked.graph
-        prices = pricer(asked.graph, asked.cluster, asked.job, asked.engine)
-        assert isinstance(prices, MixedPricer), "asked of a mixed cluster"
-        self.prices = prices
+        self.prices = asked.mixed_pricer
         self.sides = cache(self._sides)
 
     def promising(self, ranked: Sequence[Pair]) -> Iterator[Promise]:
