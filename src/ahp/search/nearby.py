@@ -72,7 +72,7 @@ class Nearby:
     def _otherwise(self, name: str, block: int) -> Mask:
         """The rows of a block that decide otherwise than the best."""
         rows = self.space.rows(block)
-        split, pipe, recompute = self._of(self.best)
+        split, pipe, recompute = self._own
         found = np.zeros(rows.shape, dtype=bool)
         if name == "data":
             found[[s[:3] != split[:3] for s in rows.splits]] = True
@@ -84,10 +84,10 @@ class Nearby:
             found[:, :, [kind != recompute for kind in rows.recompute]] = True
         return found.reshape(-1)
 
-    def _of(self, place: Place) -> tuple[ShardingChoice, ScheduleChoice, str]:
-        rows = self.space.rows(place[0])
-        split, pipe, recompute = (int(i) for i in np.unravel_index(place[1], rows.shape))
-        return rows.splits[split], rows.pipes[pipe], rows.recompute[recompute]
+    @property
+    def _own(self) -> tuple[ShardingChoice, ScheduleChoice, str]:
+        block, row = self.best
+        return self.space.rows(block).choices(row)
 
     def misfits_to_price(self) -> list[Place]:
         """Rows, known not to fit by a bound, whose forecast tells the most.
@@ -131,7 +131,7 @@ class Nearby:
     def _same_row(self, block: int) -> Place | None:
         """The row of another block with the splits, the pipe and the recompute of the best."""
         rows: Rows = self.space.rows(block)
-        split, pipe, recompute = self._of(self.best)
+        split, pipe, recompute = self._own
         if split not in rows.splits or pipe not in rows.pipes or recompute not in rows.recompute:
             return None
         at = rows.splits.index(split), rows.pipes.index(pipe), rows.recompute.index(recompute)

@@ -46,6 +46,11 @@ class Rows:
     def shape(self) -> tuple[int, int, int]:
         return len(self.splits), len(self.pipes), len(self.recompute)
 
+    def choices(self, row: int) -> tuple[ShardingChoice, ScheduleChoice, str]:
+        """What one of them has."""
+        split, pipe, recompute = np.unravel_index(row, self.shape)
+        return self.splits[split], self.pipes[pipe], self.recompute[recompute]
+
     def __len__(self) -> int:
         return len(self.splits) * len(self.pipes) * len(self.recompute)
 
@@ -159,9 +164,7 @@ class Space:
 
     def layout(self, block: int, row: int) -> Parallelism:
         """One row of one block as a layout."""
-        rows = self.rows(block)
-        split, pipe, recompute = (int(i) for i in np.unravel_index(row, rows.shape))
-        return self.layout_of(block, rows.splits[split], rows.pipes[pipe], rows.recompute[recompute])
+        return self.layout_of(block, *self.rows(block).choices(row))
 
     def layouts(
         self, block: int, splits: tuple[ShardingChoice, ...], pipe: ScheduleChoice, recompute: str
