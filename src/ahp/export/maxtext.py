@@ -94,17 +94,13 @@ def filled(settings: Settings, nodes: int, per_node: int) -> Settings:
     return found
 
 
-def _shards(settings: Settings) -> int:
-    return _axis(settings, "fsdp") * _axis(settings, "fsdp_transpose")
-
-
 def _read_layout(settings: Settings) -> Fields:
     for axis in STRANGE:
         if (size := _axis(settings, axis)) > 1:
             raise Unreadable(f"ici/dcn_{axis}_parallelism = {size}: no layout of AHP has this axis")
     found: Fields = {P + name: _axis(settings, axis) for axis, name in DEGREES.items()}
     # The expert axis has sequences of its own, as the data axes have, and weights that are no experts' are sharded over it.
-    shards = _shards(settings) * found[P + "expert_parallel_degree"]
+    shards = _axis(settings, "fsdp") * _axis(settings, "fsdp_transpose") * found[P + "expert_parallel_degree"]
     zero = 3 if shards * found[P + "context_parallel_degree"] > 1 else 0
     return found | {
         P + "data_parallel_shard_degree": shards,

@@ -297,16 +297,12 @@ MODEL_KEYS = ("model.name", "model.flavor")
 """Of the TOML. A Python file says them by the function that it starts from."""
 
 
-def _model_keys() -> Rule:
-    return Rule(MODEL_KEYS, (), lambda s: dict(zip(MODEL_KEYS, s.model.split("/"), strict=True)), lambda settings: {})
-
-
 TOML_022 = Dialect(
     engine="torchtitan",
     version="0.2.2",
     source="torchtitan v0.2.2, config/job_config.py",
     rules=(
-        _model_keys(),
+        Rule(MODEL_KEYS, (), lambda s: dict(zip(MODEL_KEYS, s.model.split("/"), strict=True)), lambda settings: {}),
         *COMMON,
         sequence(always=True),
         stages("output"),

@@ -84,17 +84,8 @@ def pipeline_span(
 def unrun(parallelism: Parallelism, micro_batches: int) -> Makespan:
     """The same schedule without its times, for what memory asks of it."""
     p, v, order = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank, given_order(parallelism)
-    return Makespan(
-        _schedule(parallelism).name if order is None else order.name,
-        p,
-        v,
-        micro_batches,
-        (),
-        0.0,
-        (0.0,) * p,
-        (0.0,) * p,
-        order,
-    )
+    name = _schedule(parallelism).name if order is None else order.name
+    return Makespan(name, p, v, micro_batches, (), 0.0, (0.0,) * p, (0.0,) * p, order)
 
 
 def message_bytes(parallelism: Parallelism, traits: Traits, units: Units) -> float:

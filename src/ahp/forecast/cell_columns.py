@@ -159,8 +159,9 @@ class _Maker:
         share, figures = np.array([share for _, share in layers])[of_layers], np.array([of for of, _ in layers])
         sharing = [_Sharing.of(*self._sharing(some), self._ends) for some in (piped, alone)]
         room, copied, one, several = (
-            _by_place(*each)
-            for each in (
+            # Who has the whole model is in no pipeline.
+            np.concatenate([of_piped[..., :WHOLE], of_whole[..., WHOLE:]], axis=-1)
+            for of_piped, of_whole in (
                 [self._rooms(some) for some in (piped, alone)],
                 [of.copied() for of in sharing],
                 *([of.states(micro_batches) for of in sharing] for micro_batches in (1, 2)),
@@ -223,11 +224,6 @@ class _Maker:
         counts = np.array([num_groups(layout, self._traits(layout).experts.folded) for layout in layouts])[:, None]
         rooms = [room_bytes(group, counts) for group in self._groups.values()]
         return np.stack(rooms, axis=1) * np.ones(len(ENDS))
-
-
-def _by_place(piped: Floats, alone: Floats) -> Floats:
-    """[..., P] Of pipelines, and of who has the whole model, which is in none."""
-    return np.concatenate([piped[..., :WHOLE], alone[..., WHOLE:]], axis=-1)
 
 
 @dataclass(frozen=True)

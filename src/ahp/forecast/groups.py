@@ -80,12 +80,8 @@ def expert_groups(parallelism: Parallelism, devices_per_node: int, folded: bool 
 def replica_members(parallelism: Parallelism, folded: bool) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of the ranks of one cell (``ahp.cluster.cells``) that hold the same weights: how many, and how far apart; for dense
     weights and for those of experts."""
-    tensor, expert, inner = (
-        parallelism.tensor_parallel_degree,
-        parallelism.expert_parallel_degree,
-        shard_ranks(parallelism),
-    )
+    tensor, inner = parallelism.tensor_parallel_degree, shard_ranks(parallelism)
     within = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
     dividing = 1 if folded else tensor
-    apart = expert * dividing * expert_shards(parallelism, folded)
+    apart = parallelism.expert_parallel_degree * dividing * expert_shards(parallelism, folded)
     return (within // inner, tensor * inner), (max(1, within * tensor // apart), apart)

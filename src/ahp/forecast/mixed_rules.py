@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import combinations
 
 from ahp.cluster.cells import cell_widths, cells_of, first_devices, link_between, named_groups
@@ -53,14 +52,10 @@ def _devices(cluster: Cluster, parallelism: Parallelism) -> str | None:
 
 def _apart(parallelism: Parallelism) -> str | None:
     """Whether all stages of a rank lie on one group."""
-    p, v, replicas = (
-        parallelism.pipeline_parallel_degree,
-        parallelism.virtual_stages_per_rank,
-        parallelism.data_parallel_replicate_degree,
-    )
-    if parallelism.stages is None or v == 1:
+    if parallelism.stages is None or parallelism.virtual_stages_per_rank == 1:
         return None
-    first = [stage.groups(replicas) for stage in parallelism.stages[:p]]
+    replicas = parallelism.data_parallel_replicate_degree
+    first = [stage.groups(replicas) for stage in parallelism.stages[: parallelism.pipeline_parallel_degree]]
     for number, rank in enumerate(ranks_of_stages(parallelism)):
         named = parallelism.stages[number].groups(replicas)
         if named != first[rank]:
@@ -154,7 +149,7 @@ def _used(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None:
     used = [group for group in cluster.groups if group.name in names]
     for group in used:
         if job.precision not in group.device.peak_flops_per_s:
-            valid = _in_all(used)
+            valid = sorted(set.intersection(*(set(group.device.peak_flops_per_s) for group in used)))
             return str(bad_input("precision", job.precision, f"{group.device.name} has no units for it", valid))
         if group.nodes > 1 and group.inter_node is None:
             return (
@@ -177,7 +172,3 @@ def _library(group: NodeGroup) -> str:
     if is_cpu(group.device):
         return "gloo"
     return "RCCL" if group.device.name.startswith("MI") else "NCCL"
-
-
-def _in_all(groups: Iterable[NodeGroup]) -> list[str]:
-    return sorted(set.intersection(*(set(group.device.peak_flops_per_s) for group in groups)))

@@ -260,11 +260,8 @@ def _cut(degree: int) -> Parallelism:
 
 def sequence(graph: ModelGraph | Job, parallelism: Parallelism) -> str | None:
     """What cuts a sequence must divide it: tensor ranks with sequence parallelism, and two parts for each context rank."""
-    length, tensor, context = (
-        graph.sequence_length,
-        parallelism.tensor_parallel_degree,
-        parallelism.context_parallel_degree,
-    )
+    length = graph.sequence_length
+    tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
     if parallelism.enable_sequence_parallel and length % tensor:
         rule = f"does not divide sequence_length {length}, which enable_sequence_parallel cuts"
         return _broken("tensor_parallel_degree", tensor, rule, divisors(length))

@@ -203,11 +203,8 @@ def _masks(segment: Segment, forward: list[Operator]) -> set[int]:
 def in_8_bits(block: Segment, num_experts: int | None, way_of_keys: KeysWay = "parts") -> list[tuple[str, int | None]]:
     """The weights of linear layers that the native engine multiplies in 8 bits, and the dim of each that tensor parallelism
     cuts (elements; None = it stays whole). A layer that gives as many numbers as there are experts is a router."""
-    shapes, parts, found = (
-        {p.name: p.shape for p in block.parameters},
-        split(block, "block", way_of_keys=way_of_keys),
-        [],
-    )
+    shapes, found = {p.name: p.shape for p in block.parameters}, []
+    parts = split(block, "block", way_of_keys=way_of_keys)
     for op in block.phase("forward"):
         name = f"{op.module}.weight"
         if not is_weight_product(op) or name not in op.parameters or len(shapes[name]) != 2:

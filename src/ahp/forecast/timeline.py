@@ -254,15 +254,10 @@ class _Drawing:
         slowest = max(range(len(timeline.ends_s)), key=lambda place: (timeline.end_s(place), timeline.busy_s[place]))
         step = self.priced.forecast.step.items()
         left = {part: seconds / self.priced.ratio for part, seconds in step if part != "bubble"}
-        for cost in (
-            cost for cost, place in zip(stages, timeline.schedule.stage_rank, strict=True) if place == slowest
-        ):
-            for parts, times in (
-                (cost.forward, m),
-                (cost.backward, m),
-                (cost.first_forward, 1),
-                (cost.last_backward, 1),
-            ):
+        own = (cost for cost, place in zip(stages, timeline.schedule.stage_rank, strict=True) if place == slowest)
+        for cost in own:
+            each = (cost.forward, m), (cost.backward, m), (cost.first_forward, 1), (cost.last_backward, 1)
+            for parts, times in each:
                 for part, seconds in parts.items():
                     left[part] = left.get(part, 0.0) - times * seconds
         if waited := self.priced.span.gathering_s:  # before the actions

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ahp.errors import BadInput, NotExpressible
-from ahp.plan import Forecast, Parallelism, Plan, validated
+from ahp.plan import DEGREE, Forecast, Parallelism, Plan, validated
 from ahp.report.tables import LEAST_SHARE, capacity_bytes, capacity_of
 from ahp.schedule.orders import under_pattern
 from ahp.words import gib, of_gib, part_words, percent, seconds
@@ -41,13 +41,7 @@ FOLLOWS = {
         "virtual_stages_per_rank",
         "micro_batch_size",
     ),
-    "mesh_order": (
-        "data_parallel_replicate_degree",
-        "data_parallel_shard_degree",
-        "tensor_parallel_degree",
-        "pipeline_parallel_degree",
-        "context_parallel_degree",
-    ),
+    "mesh_order": tuple(DEGREE.values()),
 }
 """Keys that count what others decide: where those change they are left out, which means the usual."""
 

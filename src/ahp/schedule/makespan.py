@@ -138,12 +138,8 @@ def peak_kept(
         np.zeros(stages) if freed_after_input_gradient is None else np.array(freed_after_input_gradient, dtype=float)
     )
     change = np.zeros(1 + 4 * stages)
-    for kind, of_stage in (
-        (FORWARD, kept),
-        (BACKWARD, -kept),
-        (INPUT_GRADIENT, -freed),
-        (WEIGHT_GRADIENT, freed - kept),
-    ):
+    changes = (FORWARD, kept), (BACKWARD, -kept), (INPUT_GRADIENT, -freed), (WEIGHT_GRADIENT, freed - kept)
+    for kind, of_stage in changes:
         change[1 + kind * stages : 1 + (kind + 1) * stages] = of_stage
     return tuple(np.cumsum(change[rows.code], axis=0).max(axis=0).tolist())
 

@@ -154,11 +154,8 @@ def under_pattern(parallelism: Parallelism) -> Parallelism:
     backwards; as it is where it brings none."""
     if parallelism.pipeline_parallel_order is None:
         return parallelism
-    p, v, split = (
-        parallelism.pipeline_parallel_degree,
-        parallelism.virtual_stages_per_rank,
-        splits_backward(parallelism),
-    )
+    p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
+    split = splits_backward(parallelism)
     able = [s for s in SCHEDULES.values() if not (s.all_forwards_first or s.illegal(p, v, p * v))]
     stage_rank = ranks_of_stages(parallelism)
     able.sort(key=lambda s: (s.placement.stage_ranks(p, v) != stage_rank, s.splits_backward != split))

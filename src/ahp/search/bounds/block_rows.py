@@ -98,7 +98,8 @@ class BlockRows:
                     self._time_rows(times, passes, np.asarray(fits[:, pipes].any(axis=1)), pipes, virtual)
         for index, pipe in enumerate(self.rows.pipes):
             times[:, index] += self._update_s(pipe.virtual, self._schedule(pipe).placement)
-        times = np.where(fits, (times + self._after_s) * self._slowest, np.inf)
+        after_s = self.pricer.after_s(self.any, self.units)
+        times = np.where(fits, (times + after_s) * self._slowest, np.inf)
         return RowBounds(times.reshape(-1), needs.reshape(-1))
 
     @cached_property
@@ -167,10 +168,6 @@ class BlockRows:
     @property
     def _slowest(self) -> float:
         return self.pricer.stretch
-
-    @cached_property
-    def _after_s(self) -> float:
-        return self.pricer.after_s(self.any, self.units)
 
     def _updated(self, virtual: int, placement: Placement) -> Floats:
         """[J, 1] Clipping and AdamW on the rank where they take longest; of Muon, which deals whole matrices out over a stage's ranks,

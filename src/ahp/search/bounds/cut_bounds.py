@@ -220,7 +220,9 @@ class AnyCut:
         kept, needs, kept_of_base = kept[:, kinds], needs[:, kinds], kept[:, of_base]
         embedding, head, hidden, at_head = of.of_stages(rows, "beside_layers").T[..., None, None]  # [n, 1, 1] each
         peak = np.where(
-            ranks.has_head, np.maximum(needs - head[:, None], at_head[:, None]), np.where(ranks.hold > 0, needs, 0.0)
+            np.isin(ranks.ends, (1, 2)),
+            np.maximum(needs - head[:, None], at_head[:, None]),
+            np.where(ranks.hold > 0, needs, 0.0),
         )
         held = embedding * ranks.embeddings + head * ranks.heads + hidden * ranks.others
         most = of.ways.part(rows).most_allocated(most_bytes)[..., None]

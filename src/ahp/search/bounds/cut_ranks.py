@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ahp.arrays import Floats, Ints, Mask
+from ahp.arrays import Floats, Ints
 from ahp.schedule.bounds import in_flight
 from ahp.search.bounds.mixes import least_layers, own_stages
 from ahp.search.choices import ScheduleChoice
@@ -36,10 +36,6 @@ class CutRanks:
     """Stages that its own receive from."""
     ends: Ints
     """Which of ``LayerColumns.ends_weights`` it has."""
-
-    @property
-    def has_head(self) -> Mask:
-        return np.isin(self.ends, (1, 2))
 
 
 @lru_cache(maxsize=1 << 10)

@@ -67,7 +67,9 @@ def mixes(pipes: tuple[ScheduleChoice, ...], p: int, m: int, ends_hold: bool, nu
     weights = dict(zip(played, _weights([_game(found[at], base[at], num_layers, head) for at in played]), strict=True))
     mixed = []
     for at, (pipe, ways) in enumerate(zip(pipes, found, strict=True)):
-        own = np.stack([ways.of_all_ranks, ways.of_one_micro_batch, weights.get(at, ways.of_all_ranks)])
+        number = np.arange(len(ways.head))
+        of_all_ranks, of_one_micro_batch = (number < p) / p, number == number[-1]
+        own = np.stack([of_all_ranks, of_one_micro_batch, weights.get(at, of_all_ranks)])
         stages = np.tensordot(own, ways.stages, 1)  # [M, S, T]
         ranks = stages[:, own_stages(pipe, p)].min(axis=2)
         mixed.append((ranks, base[at] @ stages, own @ ways.embedding, own @ ways.head))
@@ -97,17 +99,6 @@ class _Ways:
     """[ways] Micro-batches that pass the embedding both ways."""
     head: Floats
     """[ways] The same of the head."""
-    p: int
-
-    @property
-    def of_all_ranks(self) -> Floats:
-        """Weights: the first p have all the work of a rank."""
-        return (np.arange(len(self.head)) < self.p) / self.p
-
-    @property
-    def of_one_micro_batch(self) -> Floats:
-        """Weights: the last."""
-        return (np.arange(len(self.head)) == len(self.head) - 1) * 1.0
 
 
 def _game(ways: _Ways, base: Floats, num_layers: int, head: float) -> Floats:
@@ -172,4 +163,4 @@ def _ways(pipe: ScheduleChoice, p: int, m: int) -> _Ways:
     back = (nothing, once) if split else (once, nothing)
     found.append((once, *back, nothing, nothing, once / p, np.full(1, whole), np.full(1, whole)))
     *parts, embeddings, heads = (np.concatenate(part) for part in zip(*found, strict=True))
-    return _Ways(np.stack(parts, axis=-1), embeddings, heads, p)
+    return _Ways(np.stack(parts, axis=-1), embeddings, heads)

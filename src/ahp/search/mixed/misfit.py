@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from ahp.cluster.cells import place
 from ahp.cluster.model import Cluster
-from ahp.config import Constraints
 from ahp.errors import AhpError, NothingFits
 from ahp.search.misfit import by_how_much, freed, nearest, shorter
 from ahp.search.mixed.find import Budget, Finder, MixedOutcome
@@ -59,10 +58,11 @@ def _nearest_miss(asked: Problem, over: MixedOutcome) -> str:
 
 def that_fits(changed: Problem) -> str | None:
     """A layout that fits, in words; None where a brief look finds none."""
+    placed = changed.constraints.stages is not None or changed.constraints.micro_batches_per_replica is not None
     try:
         for group in changed.cluster.groups:
             found = nearest(changed.on(Cluster(groups=(group,), source=changed.cluster.source)))
-            if found is not None and found.forecast.fits and _for_plain(changed.constraints):
+            if found is not None and found.forecast.fits and not placed:
                 return f"{group.name} alone: {found.layout.short()}"
         if (only := given_widths(changed)) is not None:
             return only.short() if changed.price(only).fits else None
@@ -73,10 +73,6 @@ def that_fits(changed: Problem) -> str | None:
     except AhpError:
         return None
     return outcome.fitting[0][0].short() if outcome.fitting else None
-
-
-def _for_plain(constraints: Constraints) -> bool:
-    return constraints.stages is None and constraints.micro_batches_per_replica is None
 
 
 def _more_nodes(asked: Problem) -> Iterator[tuple[str, Problem]]:

@@ -262,23 +262,21 @@ class Task:
         kinds, micro_batches = np.array([kind for kind, _ in pairs]), np.array([m for _, m in pairs])
         for pipe, num_stages in self._depths:
             most = self._tables_of(pipe).most_in_stages(np.unique(micro_batches))
-            held = (cut for cut in self._cuts(num_stages) if all(map(le, cut, most)))
-            while cuts := list(islice(held, 1 + ROWS // of_ways.size)):
-                ends = self._ends(pipe, kinds[:, None], np.array(cuts), micro_batches[:, None])
+            every = cuts(self._num_layers, num_stages) if self.fixed.layers is None else [self.fixed.layers]
+            held = (cut for cut in every if all(map(le, cut, most)))
+            while some := list(islice(held, 1 + ROWS // of_ways.size)):
+                ends = self._ends(pipe, kinds[:, None], np.array(some), micro_batches[:, None])
                 fits, bounds_s = ends.fits[of_ways].all(axis=1), ends.least_s[of_ways].max(axis=1)
                 for at, way in np.argwhere(fits.T).tolist():
                     rows = [
                         Row(kind, m, self._recomputed(ends.recomputed[of, at].tolist()))
                         for (kind, m), of in zip(ways[way], of_ways[way].tolist(), strict=True)
                     ]
-                    yield self._placement(rows, cuts[at], float(bounds_s[way, at]), pipe)
+                    yield self._placement(rows, some[at], float(bounds_s[way, at]), pipe)
 
     def _tables_of(self, pipe: ScheduleChoice | None) -> LayoutTables:
         """By stage."""
         return self.tables
-
-    def _cuts(self, num_stages: int) -> Iterator[tuple[int, ...]]:
-        yield from cuts(self._num_layers, num_stages) if self.fixed.layers is None else [self.fixed.layers]
 
     def _ends(self, pipe: ScheduleChoice | None, kinds: Ints, cut: Ints, micro_batches: Ints) -> Ends:
         """Of replicas, [...], from [..., p] kinds, [..., S] cuts, and micro-batches."""
