@@ -85,6 +85,9 @@ def test_a_ranking_prints_as_its_table(capsys: pytest.CaptureFixture[str]) -> No
     assert first.split()[0] == "1"
     assert ranking.best.parallelism.short() in first
     assert first.endswith("chosen")
+    assert ranking.best.forecast is not None
+    memory = sum(ranking.best.forecast.memory.values()) / 2**30  # as the commands have it
+    assert f"  {memory:.1f}  chosen" in first
     assert len(rest) == 2 + 3
     assert first.index("chosen") == head.index("why not")
     assert tuple(rest[2:]) == ranking.proof

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -246,7 +247,7 @@ class Cluster(Record):
         return parse.from_file(Path(path))
 
     @classmethod
-    def resolve(cls, what: Cluster | dict[str, Any] | str | Path) -> Cluster:
+    def resolve(cls, what: Cluster | Mapping[str, Any] | str | Path) -> Cluster:
         """A cluster from whatever names one: a cluster, a dict, a file, a short form, local, slurm, kubernetes."""
         from ahp.cluster import parse
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from ahp.cluster.model import Cluster, NodeGroup
@@ -230,17 +231,13 @@ class Problem:
 
 def problem(
     graph: ModelGraph,
-    cluster: Cluster | Mapping[str, Any] | str,
+    cluster: Cluster | Mapping[str, Any] | str | Path,
     job: Job | Mapping[str, Any],
     constraints: Constraints | Parallelism | Mapping[str, Any] | None = None,
     engine: EngineChoice | Mapping[str, Any] | str | None = None,
 ) -> Problem:
     """Check the arguments of a search; plain dicts become records. Raises BadInput or NotExpressible."""
-    where = (
-        cluster
-        if isinstance(cluster, Cluster)
-        else Cluster.resolve(cluster if isinstance(cluster, str) else dict(cluster))
-    )
+    where = Cluster.resolve(cluster)
     contract: Job = job if isinstance(job, Job) else validated(Job, dict(job), "job")
     given: Any = EngineChoice() if engine is None else engine
     choice: EngineChoice = given if isinstance(given, EngineChoice) else validated(EngineChoice, given, "engine")

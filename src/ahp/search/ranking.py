@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ahp.cluster.model import Cluster
@@ -32,7 +33,7 @@ from ahp.search.ties import TIED
 @among_new_objects()
 def search(
     graph: ModelGraph,
-    cluster: Cluster | Mapping[str, Any] | str,
+    cluster: Cluster | Mapping[str, Any] | str | Path,
     job: Job | Mapping[str, Any],
     *,
     constraints: Constraints | Parallelism | Mapping[str, Any] | None = None,

@@ -10,6 +10,7 @@ from ahp.search.certificate import Certificate
 from ahp.search.choice import Choice
 from ahp.search.current import Current
 from ahp.search.objective import Objective, Worth
+from ahp.search.reasons import needed_bytes
 from ahp.search.ties import WORTH_TELLING
 from ahp.words import percent, seconds
 
@@ -90,7 +91,7 @@ class Ranking:
         rows = [("#", "layout", "step", "tokens/s/device", "GiB", "why not #1")]
         for number, plan in enumerate(self.plans, 1):
             forecast = plan.priced
-            used, speed = f"{forecast.memory_reserved_bytes / 2**30:.1f}", f"{forecast.tokens_per_s_per_device:,.0f}"
+            used, speed = f"{needed_bytes(forecast) / 2**30:.1f}", f"{forecast.tokens_per_s_per_device:,.0f}"
             reason = "chosen" if number == 1 else plan.why[0]
             rows.append((str(number), plan.parallelism.short(), seconds(forecast.step_time_s), speed, used, reason))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
