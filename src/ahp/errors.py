@@ -40,11 +40,12 @@ class NotExpressible(AhpError):
 
 
 def bad_input(key: str, value: Any, rule: str, valid: Iterable[Any] | None = None) -> BadInput:
-    """The one form of an input error: the user's own key, its value, the rule, the nearest valid values."""
+    """The one form of an input error: the user's own key, its value, the rule, what is valid: all of it, or the nearest of many."""
     text = f"{key} = {value!r}: {rule}"
     choices = list(valid) if valid is not None else []
     if choices:
-        text += f" (valid: {listed(nearest(value, choices))})"
+        near = nearest(value, choices)
+        text += f" ({'valid' if len(near) == len(choices) else 'nearest'}: {listed(near)})"
     return BadInput(text)
 
 

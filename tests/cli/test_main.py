@@ -65,7 +65,7 @@ def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "command = 'trian'" in captured.err
-    assert "valid: train" in captured.err
+    assert "nearest: train" in captured.err
 
 
 @pytest.fixture
@@ -191,13 +191,17 @@ def test_usage_error_of_a_command_passes(command) -> None:
     assert stopped.value.code == 2
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
-    code = (
-        "import sys; from ahp.cli import main as frame; frame._help = lambda: 'line\\n' * 100_000; "
-        "sys.exit(frame.main([]))"
-    )
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from ahp.cli import main as frame; frame._help = lambda: 'line\\n' * 100_000; sys.exit(frame.main([]))",
+        "from ahp.cli import main as frame, models; from ahp.report.tables import console; models.run = lambda words: [console().print('line') for _ in range(100_000)] and 0; sys.exit(frame.main(['models']))",
+    ],
+    ids=["print", "rich"],
+)
+def test_a_reader_that_leaves_is_no_error(code: str) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", f"import sys; {code}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None

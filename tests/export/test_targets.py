@@ -111,7 +111,7 @@ def test_plans_that_no_job_of_equal_nodes_runs(target: str, tmp_path: Path) -> N
 
 
 def test_an_unknown_target_or_file(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"target = 'slrm': .*\(valid: slurm\)"):
+    with pytest.raises(BadInput, match=r"target = 'slrm': .*\(nearest: slurm\)"):
         run(["slrm", "plan.yaml"])
     with pytest.raises(BadInput, match="no such file; write one with: ahp plan MODEL CLUSTER"):
         run(["slurm", str(tmp_path / "none.yaml")])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from ahp.cli.probe import require_writable
+from ahp.cli.writable import require_writable
 from ahp.errors import BadInput
 from ahp.plan import Forecast, Plan
 

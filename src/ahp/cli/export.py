@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from ahp.cli.following import next_words
+from ahp.cli.writable import require_writable
 from ahp.errors import BadInput
 from ahp.optional import OptionalText
 from ahp.report.tables import console
@@ -68,6 +69,8 @@ def run(argv: list[str]) -> int:
             print(next_words(following, console(sys.stderr).width), file=sys.stderr)
         return 0
     path = Path(arguments.out) if arguments.out else _beside(Path(arguments.plan), exported.suffix or target.suffix)
+    require_writable(path, "--out")
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(exported.text, encoding="utf-8")
     following = [command.replace("{file}", shlex.quote(str(path))) for command in exported.next]
     if arguments.json:

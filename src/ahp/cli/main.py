@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import shlex
 import sys
 import threading
 import traceback
@@ -85,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
             return _fail(message, type(error).__name__, INTERNAL, as_json="--json" in words)
         message = f"internal error{_place(error)}: {type(error).__name__}: {error}"
         if not trace:
-            message += f"\nthe whole trace: ahp --traceback {' '.join(words)}"
+            message += f"\nthe whole trace: ahp --traceback {shlex.join(words)}"
         return _fail(message, type(error).__name__, INTERNAL, as_json="--json" in words)
 
 

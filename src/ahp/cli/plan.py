@@ -31,6 +31,7 @@ from ahp.cli.overrides import split_overrides
 from ahp.cli.plan_measured import by_measurement
 from ahp.cli.planning_job import given_job, precision_for, with_batch, with_sequence
 from ahp.cli.waiting import waiting
+from ahp.cli.writable import require_writable
 from ahp.cluster.model import Cluster, NodeGroup
 from ahp.cluster.parse import width_words
 from ahp.config import Constraints, set_dotted
@@ -103,6 +104,7 @@ def run(argv: list[str]) -> int:
     if "objective" in overrides:  # the option itself, not one of its keys
         rest += ["--objective", str(overrides.pop("objective"))]
     arguments = tyro.cli(Arguments, args=rest, prog="ahp plan", description=__doc__)
+    require_writable(arguments.out, "--out")  # before the search, which may take a while
     if arguments.top < 1:
         raise bad_input("--top", arguments.top, "must be 1 or more")
     if arguments.measure < 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import tempfile
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ahp.cli.writable import require_writable
 from ahp.cluster.catalogue import CPU
 from ahp.cluster.model import Cluster, Device, Measurements, NodeGroup
-from ahp.errors import bad_input
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -69,23 +69,8 @@ def run(argv: list[str]) -> int:
         return 0
     print("\n".join(lines(cluster)))
     print(f"\nWrote {arguments.output}")
-    print(f"Next: ahp plan tiny {arguments.output}")
+    print(f"Next: ahp plan tiny {shlex.quote(str(arguments.output))}")
     return 0
-
-
-def require_writable(path: Path) -> None:
-    """Asked before a minute is spent on what goes there: a file without a name is made where it would lie.
-
-    Raises BadInput when the path is a folder, or that cannot be done.
-    """
-    if path.is_dir():
-        raise bad_input("-o", str(path), "is a folder; give a file in it, such as " + str(path / "cluster.yaml"))
-    folder = next(parent for parent in path.absolute().parents if parent.exists())  # "/" is always there
-    try:
-        with tempfile.TemporaryFile(dir=folder, prefix=".ahp-probe-"):
-            pass
-    except OSError as error:
-        raise bad_input("-o", str(path), f"cannot be written: {folder}: {error.strerror}") from error
 
 
 def lines(cluster: Cluster) -> list[str]:

@@ -7,7 +7,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from ahp.cli import nodes
-from ahp.cli.probe import machine, progress_bar, require_writable
+from ahp.cli.probe import machine, progress_bar
+from ahp.cli.writable import require_writable
 from ahp.errors import bad_input
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ Of a plan.yaml: the candidates, the plan and its forecast, in plan.html beside i
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Annotated
 import tyro
 
 from ahp.cli.following import RUNS, after, next_words
+from ahp.cli.writable import require_writable
 from ahp.errors import bad_input
 from ahp.plan import Plan
 from ahp.report.tables import console
@@ -51,7 +53,7 @@ def run(argv: list[str]) -> int:
         _follow(source)
     page = write(source)
     status = judge_status(source / "status.json") if source.is_dir() else None
-    following = f"ahp generate {source}" if source.is_dir() else _next(source)
+    following = _next(source) if status is None else f"ahp generate {shlex.quote(str(source))}"
     if arguments.json:
         told = {"state": status.state, "step": status.step, "cause": status.cause} if status is not None else {}
         noticed = read_noticed(source / "status.json") if source.is_dir() else {}
@@ -79,8 +81,9 @@ def _beside(sources: list[Path], arguments: Arguments) -> int:
         raise bad_input("run", plans[0], "a plan has no curves to draw beside others'; give the folders of runs")
     if arguments.follow:
         raise bad_input("follow", True, "one run can be followed", [False])
+    require_writable(arguments.out, "--out")
     page = write_compared(sources, Path(arguments.out))
-    following = f"ahp report {sources[0]}"
+    following = f"ahp report {shlex.quote(str(sources[0]))}"
     if arguments.json:
         print(json.dumps({"wrote": str(page), "next": [following]}))
     else:
@@ -121,4 +124,6 @@ def _noticed(status_file: Path) -> list[str]:
 def _next(plan: Path) -> str:
     """What runs a plan, or tells more of it where its engine is another one."""
     engine = Plan.load(plan).engine.name
-    return after(str(plan), engine)[0] if engine == RUNS else f"ahp simulate {plan} --trace trace.json"
+    return (
+        after(str(plan), engine)[0] if engine == RUNS else f"ahp simulate {shlex.quote(str(plan))} --trace trace.json"
+    )

@@ -17,6 +17,7 @@ import tyro
 
 from ahp.cli.following import after, show_next
 from ahp.cli.overrides import split_overrides
+from ahp.cli.writable import require_writable
 from ahp.config import set_dotted
 from ahp.errors import BadInput, NotExpressible, bad_input
 from ahp.optional import OptionalText
@@ -60,6 +61,8 @@ def run(argv: list[str]) -> int:
     arguments = tyro.cli(Arguments, args=rest, prog="ahp simulate", description=__doc__)
     if arguments.all_ranks and arguments.trace is None:
         raise bad_input("--all-ranks", True, "is about the timeline; say where it goes: --trace FILE", [False])
+    if arguments.trace is not None:
+        require_writable(arguments.trace, "--trace")
     plan = changed(Plan.load(arguments.plan), overrides)
     graph, cluster = _subject(plan)
     priced = _price(graph, cluster, plan)

@@ -36,11 +36,17 @@ TITLES: Titles = ("the plan", "the other", "difference")
 """Of two forecasts beside each other."""
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """The reader has gone (``ahp plan ... | head``): a matter for the command line, where rich's own would end the program with 1."""
+        raise BrokenPipeError
+
+
 def console(file: IO[str] | None = None, *, least_width: int = LEAST_WIDTH) -> Console:
     """A console on stdout (or ``file``) that does not wrap what goes into a file or a pipe."""
-    found = Console(file=file, highlight=False)
+    found = _Console(file=file, highlight=False)
     has_edge = found.is_terminal or os.environ.get("COLUMNS", "").isdigit()
-    return Console(file=file, highlight=False, width=max(found.width, least_width) if has_edge else PLAIN_WIDTH)
+    return _Console(file=file, highlight=False, width=max(found.width, least_width) if has_edge else PLAIN_WIDTH)
 
 
 _CLAUSE = re.compile(r"(?<=[,;:.]) +")

@@ -1,0 +1,21 @@
+"""Whether a file can be written, asked before time is spent on what goes into it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from ahp.errors import bad_input
+
+
+def require_writable(path: str | Path, option: str = "-o") -> None:
+    """A file without a name is made where the file would lie. Raises BadInput when the path is a folder, or that cannot be done."""
+    file = Path(path)
+    if file.is_dir():
+        raise bad_input(option, str(path), "is a folder; give a file in it")
+    folder = next(parent for parent in file.absolute().parents if parent.exists())  # "/" is always there
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix=".ahp-"):
+            pass
+    except OSError as error:
+        raise bad_input(option, str(path), f"cannot be written: {folder}: {error.strerror}") from error
