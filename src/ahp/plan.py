@@ -466,6 +466,8 @@ class Plan(Record):
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read plan.yaml, or the one in a run's folder. Raises BadInput when it is missing or is not a plan."""
+        if not str(path):  # an empty word of a command line, which Path takes for the folder that it is in
+            raise BadInput("plan = '': must be a plan.yaml, or a run's folder")
         path = Path(path)
         file = path / "plan.yaml" if path.is_dir() else path
         if not file.is_file():

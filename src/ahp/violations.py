@@ -13,10 +13,13 @@ from pydantic_core import ErrorDetails
 
 from ahp.errors import nearest
 from ahp.job import Record
+from ahp.words import SHORT_NAMES
 
 MOST_SHOWN = 80
 """Characters of a value that is repeated in an error; a longer one is cut."""
 
+MOST_MEANT = 3
+"""Keys that are offered for a wrong one."""
 MOST_TOLD = 10
 """Violations of one file that are told; a list of a wrong type has one for each of its values."""
 LONGEST = 600
@@ -29,8 +32,7 @@ def broken_rules(error: ValidationError, kind: type[Record], where: str) -> Iter
         key = ".".join(place.keys) or where
         match item["type"]:
             case "extra_forbidden":
-                near = nearest(place.keys[-1][:MOST_SHOWN], list(place.record.model_fields), 3)
-                yield f"{key}: unknown key (did you mean: {', '.join(near)}?)"
+                yield f"{key}: unknown key ({_meant(place.keys[-1], list(place.record.model_fields))})"
             case "missing":
                 yield f"{key}: missing, and it has no default"
             case "model_type" | "model_attributes_type":
@@ -42,6 +44,16 @@ def broken_rules(error: ValidationError, kind: type[Record], where: str) -> Iter
                 yield " ".join(str(item.get("ctx", {}).get("error", item["msg"])).split())
             case _:
                 yield f"{key} = {shortened(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}"
+
+
+def _meant(key: str, names: list[str]) -> str:
+    """The keys that a wrong one stands for: by its short name, by its spelling, or some of those that there are."""
+    if SHORT_NAMES.get(key) in names:
+        return f"did you mean: {SHORT_NAMES[key]}?"
+    near = nearest(key[:MOST_SHOWN], names, MOST_MEANT)
+    if near == names[:MOST_MEANT] and len(names) > MOST_MEANT:  # none is spelt like it
+        return f"valid: {', '.join(names[:MOST_TOLD])}{', ...' if len(names) > MOST_TOLD else ''}"
+    return f"did you mean: {', '.join(near)}?"
 
 
 def taken_for_numbers(given: Any, found: Any, key: str = "") -> Iterator[str]:

@@ -7,6 +7,26 @@ from itertools import groupby
 
 GIB = 2**30
 
+SHORT_NAMES: dict[str, str] = {
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "zero": "zero_stage",
+    "tp": "tensor_parallel_degree",
+    "sp": "enable_sequence_parallel",
+    "pp": "pipeline_parallel_degree",
+    "schedule": "pipeline_parallel_schedule",
+    "virtual": "virtual_stages_per_rank",
+    "layers": "layers_per_stage",
+    "cp": "context_parallel_degree",
+    "cp_method": "context_parallel_method",
+    "ep": "expert_parallel_degree",
+    "etp": "expert_tensor_parallel_degree",
+    "mb": "micro_batch_size",
+    "recompute": "activation_checkpoint",
+    "order": "mesh_order",
+}
+"""Keys of a layout as people say them."""
+
 PARTS: dict[str, str] = {
     "bubble": "pipeline bubble",
     "tensor_parallel": "tensor-parallel collectives",

@@ -94,6 +94,7 @@ def test_a_plan_beside_itself_is_tied_and_differs_in_nothing(
     assert found["verdict"] == [f"The forecast cannot tell them apart (less than {100 * TIED:.0f} %)."]
     assert found["settings"] == {}
     assert set(found["difference"]["step"].values()) == {0.0}
+    assert found["next"] == [f"ahp explain {two[0]}"]
     assert run([two[0], two[0]]) == 0
     assert "nothing: model, cluster, job, layout and engine are the same" in capsys.readouterr().out
 
@@ -156,6 +157,7 @@ def test_runs_stand_beside_their_forecasts(tmp_path: Path, capsys: pytest.Captur
     [
         ("nowhere", r"B = 'nowhere': neither a plan, nor a run's folder, nor a layout in words"),
         ("nowhere.yaml", r"plan = 'nowhere.yaml': "),
+        ("", r"plan = '': must be a plan.yaml, or a run's folder"),
         ("tp=three", r"tensor_parallel_degree"),
         ("tp=5", r"tp=5: parallelism: its degrees multiply to 5"),
     ],

@@ -146,7 +146,13 @@ def test_another_objective_chooses_the_number_of_devices(
     [
         (["--parallelism.tensor-parallel-degree", "3"], 2, "tensor_parallel_degree = 3"),
         (["--parallelism.tensor_paralel_degree", "2"], 2, "unknown key"),
-        (["--jobs.steps", "2"], 2, "--jobs.steps"),
+        (
+            ["--jobs.steps", "2"],
+            2,
+            "--jobs.steps: unknown key; it must begin with one of job, parallelism, engine, objective",
+        ),
+        (["--out", "."], 2, "--out = '.': is a folder; give a file in it"),
+        (["--current", ""], 2, "plan = '': must be a plan.yaml, or a run's folder"),
         (["--engine.name", "megatron", "--engine.compile", "true"], 5, "megatron"),
         (["--job.global-batch-size", "0"], 2, "global_batch_size = 0"),
         (["--top", "0"], 2, "--top = 0"),

@@ -24,10 +24,17 @@ def test_a_file_then_overrides(tmp_path: Path) -> None:
     assert overrides == {"parallelism.zero_stage": 3}
 
 
-def test_a_whole_config_holds_a_job_too(tmp_path: Path) -> None:
+def test_a_whole_config_holds_a_job_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("model: tiny\njob: {steps: 7}\n")
     assert given_job({"job": str(file)}) == {"steps": 7}
+    told = f"note: of {file} only job is read, not model, parallelism\n"
+    file.write_text("model: tiny\njob: {steps: 7}\nparallelism: {tensor_parallel_degree: 2}\nrun: {folder: a}\n")
+    assert given_job({"job": str(file)}) == {"steps": 7}
+    assert capsys.readouterr().err.endswith(told)
+    file.write_text("model: tiny\njobs: {steps: 7}\n")
+    with pytest.raises(BadInput, match=r"config.yaml: jobs: unknown key \(did you mean: job"):
+        given_job({"job": str(file)})
 
 
 def test_what_is_no_job_is_refused(tmp_path: Path) -> None:

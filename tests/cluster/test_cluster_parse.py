@@ -75,6 +75,19 @@ def test_devices_that_are_no_whole_nodes_are_refused_with_the_nearest() -> None:
         Cluster.parse("20xA100")
 
 
+def test_several_kinds_in_a_short_form_and_files_that_are_no_clusters(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"several are the groups of a cluster.yaml"):
+        Cluster.parse("4x8xH100+8x4xA100")
+    with pytest.raises(BadInput, match=r"cluster = 8: must be a text"):
+        Cluster.parse(8)  # pyright: ignore[reportArgumentType]
+    file = tmp_path / "plan.yaml"
+    file.write_text("job: {}\ncluster: {device: H100}\n")
+    with pytest.raises(BadInput, match=r"plan.yaml': a plan or a config, not a cluster"):
+        Cluster.resolve(file)
+    with pytest.raises(BadInput, match=r"device = 'tpu': not in the catalogue; .* \(nearest: "):
+        Cluster.parse("8xtpu")
+
+
 def test_this_machine_is_timed_once() -> None:
     first, second = (Cluster.parse("2xcpu").groups[0].device.memory_bandwidth_bytes_per_s for _ in range(2))
     assert first == second, "no two timings are alike to the last digit"

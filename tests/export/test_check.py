@@ -163,6 +163,23 @@ def test_a_python_file_that_starts_from_two_models_says_neither(tmp_path: Path) 
     assert read_foreign(str(file), None, None, 8, 8).model is None
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "schema_version: 1\nmodel: gpt2\nparallelism: {zero_stage: 1}\n",
+            "no key of a program whose YAML AHP reads is in it",
+        ),
+        ("", "a mapping of keys was expected, and the file is empty"),
+    ],
+)
+def test_a_yaml_of_no_program_is_refused(text: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(text)
+    with pytest.raises(BadInput, match=says):
+        run([str(file), "--cluster", "8xH100", "--model", "gpt2"])
+
+
 def test_what_cannot_be_judged_is_refused(tmp_path: Path) -> None:
     files = {"a.txt": "x", "b.toml": "= =", "c.json": "[1]", "d.sh": "echo hi", "e.yaml": "- 1", "f.py": "def ("}
     for name, text in files.items():

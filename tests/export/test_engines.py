@@ -230,10 +230,23 @@ def test_what_a_file_cannot_say_is_refused(
     assert [file.name for file in tmp_path.iterdir()] == ["plan.yaml"]
 
 
+def test_a_refused_plan_of_another_engine_says_how_to_plan_again(tmp_path: Path) -> None:
+    path = a_plan(
+        tmp_path,
+        "ahp",
+        parallelism={"data_parallel_shard_degree": 16, "activation_checkpoint": "selective"},
+        job={"global_batch_size": 64},
+    )
+    again = r"; the plan was made for ahp: plan again with --engine.name deepspeed$"
+    with pytest.raises(NotExpressible, match=again):
+        run(["deepspeed", path])
+
+
 def test_releases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = a_plan(tmp_path, "torchtitan", engine={"version": "0.2.2"}, job={"global_batch_size": 64})
     with pytest.raises(
-        BadInput, match=r"--target-version = '0.1.0': no keys of such a torchtitan .*\(valid: 0.3.0, 0.2.2, main\)"
+        BadInput,
+        match=r"--target-version = '0.1.0': AHP knows no keys of this release of torchtitan .*\(valid: 0.3.0, 0.2.2, main\)",
     ):
         run(["torchtitan", path, "--target-version", "0.1.0"])
     with pytest.raises(

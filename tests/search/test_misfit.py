@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -64,6 +65,18 @@ def test_where_the_shortest_sequence_does_not_fit_no_other_is_tried(monkeypatch:
     [line] = told(asked("llama3-70b"))
     assert set(lengths) == {128}
     assert line.endswith("8 devices instead of 1; job.sequence_length 128 instead of 1024")
+
+
+@pytest.mark.slow
+def test_nobody_is_warned_of_lengths_that_he_did_not_ask_for() -> None:
+    config = {"model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "max_position_embeddings": 128}  # fmt: skip
+    with pytest.warns(UserWarning, match="the model takes 128 positions"):
+        of = problem(analyze(config, JOB), ONE, JOB)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        words, _ = next(misfit.shorter(of, lambda _: True))
+    assert words == "job.sequence_length 512 instead of 1024"
 
 
 @pytest.mark.parametrize(

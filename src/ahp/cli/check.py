@@ -158,10 +158,15 @@ def _plan(foreign: Foreign, model: str | None, cluster: Cluster, overrides: dict
         if not set(names) & set(overrides)
     ]
     if unknown := {why: names for why, names in unread if names}:
-        flags = dict.fromkeys(f"--{name.replace('_', '-')}" for names in unknown.values() for name in names)
+        flags = dict.fromkeys(_flag(name) for names in unknown.values() for name in names)
         raise BadInput(f"the layout cannot be read: {'; '.join(unknown)}; give what it is: {', '.join(flags)}")
     fields.update(overrides)
     return plan_of(foreign.form.dialect, fields, named, cluster.plain())
+
+
+def _flag(key: str) -> str:
+    """The option that gives a key beside the file."""
+    return f"--{key.replace('_', '-')}"
 
 
 def _best(
@@ -263,9 +268,8 @@ def _show(found: Checked) -> None:
         print(f"Forecast as {dialect.engine}: {dialect.why_priced}")
     print(f"Job      {job.global_batch_size} sequences of {job.sequence_length}, {job.precision}")
     if found.assumed:
-        print(
-            f"Assumed  {', '.join(found.assumed)}: the file does not say it; give it as --{found.assumed[0].replace('_', '-')}"
-        )
+        them, flags = "it" if len(found.assumed) == 1 else "them", [_flag(name) for name in found.assumed]
+        print(f"Assumed  {', '.join(found.assumed)}: the file does not say {them}; give {them} as {', '.join(flags)}")
     print(f"Layout   {found.plan.parallelism.short()}")
     if today is None:
         print(f"Cost     {'' if found.current is None else found.current.against_best}")

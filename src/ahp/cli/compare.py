@@ -109,11 +109,11 @@ def _side(said: str, other: Plan | None = None) -> Side:
     from ahp.report.run_sections import RunFiles
 
     path, run = Path(said), None
-    if path.is_dir() and (path / "plan.yaml").is_file():
+    if said and path.is_dir() and (path / "plan.yaml").is_file():
         run = RunFiles.read(path)
         plan = run.plan
     elif path.exists() or other is None or said.endswith((".yaml", ".yml")):
-        plan = Plan.load(path)
+        plan = Plan.load(said)
     else:
         plan = other.model_copy(update={"parallelism": _layout(said)})
     try:
@@ -256,5 +256,5 @@ def _following(first: Side, second: Side) -> list[str]:
     if first.run is not None and second.run is not None:
         return [f"ahp report {shlex.quote(first.said)} {shlex.quote(second.said)}"]
     if Path(second.said).exists():
-        return [f"ahp explain {shlex.quote(side.said)}" for side in (first, second)]
+        return [f"ahp explain {shlex.quote(said)}" for said in dict.fromkeys((first.said, second.said))]
     return [f"ahp explain {shlex.quote(first.said)} --why-not {shlex.quote(second.said)}"]

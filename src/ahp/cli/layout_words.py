@@ -11,26 +11,8 @@ from ahp.config import Constraints
 from ahp.errors import bad_input
 from ahp.plan import Parallelism, validated
 from ahp.violations import MOST_SHOWN
+from ahp.words import SHORT_NAMES
 from ahp.yaml_text import parse_yaml
-
-SHORT_NAMES = {
-    "dp_replicate": "data_parallel_replicate_degree",
-    "dp_shard": "data_parallel_shard_degree",
-    "zero": "zero_stage",
-    "tp": "tensor_parallel_degree",
-    "sp": "enable_sequence_parallel",
-    "pp": "pipeline_parallel_degree",
-    "schedule": "pipeline_parallel_schedule",
-    "virtual": "virtual_stages_per_rank",
-    "layers": "layers_per_stage",
-    "cp": "context_parallel_degree",
-    "cp_method": "context_parallel_method",
-    "ep": "expert_parallel_degree",
-    "etp": "expert_tensor_parallel_degree",
-    "mb": "micro_batch_size",
-    "recompute": "activation_checkpoint",
-    "order": "mesh_order",
-}
 
 DATA = "dp"
 """Replicas, replicate x shard degree: no key of a layout but the product of two."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from ahp.errors import BadInput, bad_input
+from ahp.errors import BadInput
 from ahp.violations import MOST_SHOWN
 from ahp.yaml_text import parse_yaml
 
@@ -50,7 +50,7 @@ def split_overrides(argv: Sequence[str], roots: Sequence[str] = CONFIG_ROOTS) ->
             rest.append(word)
             continue
         if key.split(".")[0] not in roots:
-            raise bad_input(f"--{name}", value or (words[0] if words else ""), "unknown key", roots)
+            raise BadInput(f"--{name}: unknown key; it must begin with one of {', '.join(roots)}")
         if not has_value:
             value = words.pop(0) if words and not words[0].startswith("--") else "true"
         overrides[key] = value if key in TEXT and value not in UNSET else _value(word, value)

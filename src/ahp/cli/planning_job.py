@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from ahp.cluster.model import Cluster
-from ahp.config import read_yaml, set_dotted
+from ahp.config import Config, read_yaml, set_dotted
 from ahp.engines.registry import get
 from ahp.errors import bad_input
 from ahp.forecast.efficiency import is_cpu
@@ -34,7 +35,14 @@ def given_job(overrides: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(file, str):
             raise bad_input("--job", file, "must be a file that holds a job, or use --job.KEY VALUE")
         data = read_yaml(file)
-        job = dict(data["job"]) if isinstance(data.get("job"), dict) else data
+        if isinstance(data.get("job"), dict):
+            job = dict(data["job"])
+            if others := [key for key in ("model", "init_from", "cluster", "parallelism", "engine") if data.get(key)]:
+                print(f"note: of {file} only job is read, not {', '.join(others)}", file=sys.stderr)
+        elif "model" in data or "cluster" in data:  # a config, whose keys have their defaults, or are wrong ones
+            job = validated(Config, data, file).job.model_dump(exclude_unset=True)
+        else:
+            job = data
     for key in [key for key in overrides if key.startswith("job.")]:
         whole = {"job": job}
         set_dotted(whole, key, overrides.pop(key))

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from ahp.cluster.model import Device, Link
-from ahp.errors import bad_input
+from ahp.errors import BadInput
 from ahp.job import Record
 from ahp.shipped import shipped
 
@@ -62,7 +62,8 @@ def find(name: str, key: str = "device") -> Entry:
     """
     entry = lookup(name)
     if entry is None:
-        raise bad_input(key, name, "not in the catalogue; ahp devices lists it", _nearest(name))
+        near = f" (nearest: {', '.join(found)})" if (found := _nearest(name)) else ""
+        raise BadInput(f"{key} = {name!r}: not in the catalogue; ahp devices lists it{near}")
     return entry
 
 
@@ -107,7 +108,7 @@ def _words(name: str) -> str:
 def _nearest(name: str) -> list[str]:
     spelled = {_words(alias): canonical for canonical, e in _entries().items() for alias in (canonical, *e.aliases)}
     close = difflib.get_close_matches(_words(name), list(spelled), n=8, cutoff=0.4)
-    return list(dict.fromkeys(spelled[c] for c in close))[:5] or names()
+    return list(dict.fromkeys(spelled[c] for c in close))[:5]
 
 
 def with_network(link: Link, kind: str) -> Link:

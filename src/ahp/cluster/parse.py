@@ -121,8 +121,14 @@ def resolve(what: Cluster | Mapping[str, Any] | str | Path) -> Cluster:
 
 def from_text(text: str) -> Cluster:
     """Read the short form (see the top of this file)."""
+    if not isinstance(text, str):
+        raise bad_input("cluster", text, "must be a text such as 8x8xH100-SXM-80GB")
     if catalogue.lookup(text.split("@")[0]) is not None:  # device names hold an x themselves: RTX 4090, MI300X
         nodes, devices, (device, _, gbps) = None, None, text.partition("@")
+    elif "+" in text:
+        raise bad_input(
+            "cluster", text, "a short form has one kind of device; several are the groups of a cluster.yaml"
+        )
     else:
         found = _SHORT.fullmatch(text.strip())
         if found is None:
@@ -197,6 +203,10 @@ def from_file(path: Path) -> Cluster:
         raise BadInput(f"cluster = {str(path)!r}: not YAML: {error}") from None
     if not isinstance(data, dict):
         raise BadInput(f"cluster = {str(path)!r}: not a cluster (a YAML mapping was expected)")
+    if "job" in data:
+        raise BadInput(
+            f"cluster = {str(path)!r}: a plan or a config, not a cluster; what it has under its key cluster may be a file of its own"
+        )
     return from_dict(data, str(path))
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from ahp.errors import BadInput, bad_input
+from ahp.errors import BadInput, NotExpressible, bad_input
 from ahp.export.table import Dialect, Settings, Subject
 from ahp.export.target import Exported, Shape, Source, shape_of_plan
 from ahp.optional import OptionalText
@@ -40,7 +40,7 @@ def chosen(formats: Mapping[str, Format], plan: Plan, asked: str | None, engine:
     """The dialect that is asked for. Raises BadInput for an unknown one, or for one that engine.version denies."""
     own = plan.engine.version if plan.engine.name == engine else None
     if asked is not None and asked not in formats:
-        raise bad_input("--target-version", asked, f"no keys of such a {engine} are known", formats)
+        raise bad_input("--target-version", asked, f"AHP knows no keys of this release of {engine}", formats)
     meant = [name for name, one in formats.items() if own in (name, *one.dialect.agrees)]
     if own is not None and asked not in ([*meant] if meant else [None]):
         if asked is None:
@@ -92,7 +92,13 @@ class EngineTarget:
             )
         shape = shape_of_plan(plan, source.file)
         subject = Subject(plan, layers_of(plan.model), self.model(plan, form.dialect.version, options))
-        settings, left = form.dialect.settings(subject)
+        try:
+            settings, left = form.dialect.settings(subject)
+        except NotExpressible as refusal:
+            if source.plan.engine.name == engine:
+                raise
+            made_for = f"the plan was made for {source.plan.engine.name}"
+            raise NotExpressible(f"{refusal}; {made_for}: plan again with --engine.name {engine}") from None
         head = [
             f"{source.file.name}: {plan.parallelism.short()}, {shape.most} x {shape.workers} {shape.device}",
             f"Written by ahp export {engine} --target-version {form.dialect.version}; keys as in {form.dialect.source}.",

@@ -170,7 +170,7 @@ def _deepspeed(file: Path, settings: Settings, shape: tuple[int, int]) -> tuple[
 def _reader(name: str, version: str | None, file: Path, text: str) -> Reader:
     releases = READERS[name]
     if version is not None and version not in releases:
-        raise bad_input("--target-version", version, f"no keys of such a {name} are known", releases)
+        raise bad_input("--target-version", version, f"AHP knows no keys of this release of {name}", releases)
     by_end = BY_END.get(file.suffix.lower(), ("", ""))
     if by_end == ("torchtitan", "0.3.0") and any(key in text for key in MAINS):
         by_end = ("torchtitan", "main")
@@ -189,7 +189,15 @@ def _named(file: Path, text: str, engine: str | None) -> str:
     if name != "accelerate":
         return name
     keys = READERS["accelerate"]["1.15.0"].parse(text)
-    return next((one for one, own in BY_KEYS if any(key in keys for key in own)), name)
+    if (found := next((one for one, own in BY_KEYS if any(key in keys for key in own)), None)) is not None:
+        return found
+    if not any(
+        key in keys for key in ("compute_environment", *(key for rule in accelerate.DIALECT.rules for key in rule.keys))
+    ):
+        raise BadInput(
+            "no key of a program whose YAML AHP reads is in it (valid: accelerate, nanotron, maxtext, nemo, bridge; --engine NAME says which)"
+        )
+    return name
 
 
 def _beside(script: Path, named: str) -> Path:

@@ -270,7 +270,9 @@ def nested(settings: Settings) -> dict[str, Any]:
 def mapping(data: Any, what: str) -> dict[str, Any]:
     """What a file's text was parsed to. Raises BadInput where it is no mapping."""
     if not isinstance(data, dict):
-        raise BadInput(f"{what}: a mapping of keys was expected, not a {type(data).__name__}")
+        raise BadInput(
+            f"{what}: a mapping of keys was expected, {'and the file is empty' if data is None else f'not a {type(data).__name__}'}"
+        )
     return data
 
 

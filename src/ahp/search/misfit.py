@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -199,4 +200,9 @@ def _with_sequence(used: Problem, length: int) -> Problem:
     from ahp.graph.kept import analyze
 
     job = used.job.model_copy(update={"sequence_length": length})
-    return replace(used, job=job, graph=analyze(used.graph.model, job, attention=used.engine.attention))
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # the user was warned of the length that was asked for, and asked for none of these
+        graph = analyze(used.graph.model, job, attention=used.engine.attention)
+    return replace(used, job=job, graph=graph)
