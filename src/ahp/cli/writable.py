@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -9,10 +10,13 @@ from ahp.errors import bad_input
 
 
 def require_writable(path: str | Path, option: str = "-o") -> None:
-    """A file without a name is made where the file would lie. Raises BadInput when the path is a folder, or that cannot be done."""
+    """A file that is there must be one to write into (/dev/null is, in a folder that is not); else one without a name is made where it would
+    lie. Raises BadInput when the path is a folder, or that cannot be done."""
     file = Path(path)
     if file.is_dir():
         raise bad_input(option, str(path), "is a folder; give a file in it")
+    if os.access(file, os.W_OK):
+        return
     folder = next(parent for parent in file.absolute().parents if parent.exists())  # "/" is always there
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=".ahp-"):

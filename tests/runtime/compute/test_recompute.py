@@ -111,6 +111,47 @@ def test_selective_keeps_what_is_no_single_operator_as_one() -> None:
         torch.testing.assert_close(others, found[0], rtol=1e-6, atol=1e-7)
 
 
+class InPlace(nn.Module):
+    """Writes into results of products, as experts with biases do, and ``nn.ReLU(inplace=True)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.leave, self.bias = nn.Linear(8, 8), nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.nn.functional.relu(self.enter(x), inplace=True)
+        return self.leave(hidden).add_(self.bias).mul_(2.0).square()
+
+
+class Drawing(nn.Module):
+    """Draws results that are kept, and in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.leave = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x) + torch.rand(())
+        masked = x * torch.empty_like(x).bernoulli_(0.5)
+        return self.leave(torch.nn.functional.dropout(masked * torch.randn_like(x), 0.5))
+
+
+@pytest.mark.parametrize("build", [InPlace, Drawing])
+def test_a_block_of_its_own_kind_has_the_gradients_of_one_without(build: Callable[[], nn.Module]) -> None:
+    found = []
+    for kind in KINDS:
+        block, x = build(), torch.eye(8).requires_grad_()
+        if kind is not None:
+            recompute(block, kind)
+        torch.manual_seed(1)
+        block(x).square().sum().backward()
+        found.append([x.grad, *(p.grad for p in block.parameters())])
+    for others in found[1:]:
+        torch.testing.assert_close(others, found[0], rtol=0, atol=0)
+
+
 def kept_bytes(
     kind: Any,
     model: str = "llama",

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from ahp.runtime.compute.kept_results import FirstRun, KeptResults, SecondRun, is_random
+
 Results = tuple[torch.Tensor, ...]
 Value = TypeVar("Value")
 Context = Callable[[], AbstractContextManager[Any]]
@@ -55,7 +57,8 @@ def recompute(block: nn.Module, kind: Literal["selective", "full"], forward_cont
             first, second = _both(buffers.keep(), first), _both(buffers.give_back(), second)
         if kind == "full":
             return first, second
-        (keep, again), kept = keep_products(), _Kept()
+        results, kept = KeptResults(), _Kept()
+        keep, again = FirstRun(results, _keeps), SecondRun(results)
         return (
             _both(first, _both(_replacing(_WITHIN, kept.keep), keep)),
             _both(_replacing(_WITHIN, kept.give_back), _both(again, second)),
@@ -70,7 +73,7 @@ def recompute(block: nn.Module, kind: Literal["selective", "full"], forward_cont
 
 
 def keep_products() -> Contexts:
-    """What ``checkpoint`` takes as ``context_fn`` to keep products with a weight and fused attention."""
+    """What ``checkpoint`` takes as ``context_fn`` to keep the same in a graph of torch.compile's."""
     return create_selective_checkpoint_contexts(_policy)
 
 
@@ -190,13 +193,14 @@ def _replacing(variable: ContextVar[Any], value: object) -> Iterator[None]:
         variable.reset(token)
 
 
+def _keeps(operator: Any) -> bool:
+    # A random operator that is left out would shift the numbers of the next one, so their results are kept too.
+    return _WITHIN.get() is not _of_parts and (operator in KEPT or is_random(operator))
+
+
 def _policy(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # A random operator that is left out would shift the numbers of the next one, so their results are kept too; those that
-    # write in place cannot be.
-    random = torch.Tag.nondeterministic_seeded in operator.tags and not operator._schema.is_mutable
-    if _WITHIN.get() is _of_parts:
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT or random else CheckpointPolicy.PREFER_RECOMPUTE
+    keeps = _keeps(operator) and not operator._schema.is_mutable
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextmanager
