@@ -126,6 +126,12 @@ class ZeroEmbedding(nn.Module):
     def __init__(self, width: int | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.width, self.dtype = width, dtype
+        self.register_buffer("nothing", torch.empty((0, width or 0), dtype=dtype), persistent=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """No rows, on the stage's device, which a model may ask its embedding for. Not under a parameter's name, to which values would come."""
+        return self.get_buffer("nothing")
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = tensor_leaves(args, kwargs)
