@@ -138,10 +138,13 @@ def _nemo_back(argument: str, value: Any) -> Settings | None:
     return said.get(argument, {} if argument in IMPLIED else None)
 
 
+def _bridge_back(argument: str, value: Any) -> Settings | None:
+    return {} if argument in (*IMPLIED, "--bf16") else None
+
+
 ALSO = {m.OPTIMIZER: OPTIMIZER, "--bf16": AMP, "--fp16": AMP, "--fp8-format": EIGHT, "--adam-beta1": BETAS}
 NAMES = Names("nemo", NEMO, _nemo, _nemo_back, ALSO)
-BRIDGE_NAMES = Names("bridge", BRIDGE, lambda settings: dict(BRIDGE_DEFAULTS),
-                     lambda argument, value: {} if argument in (*IMPLIED, "--bf16") else None, {})  # fmt: skip
+BRIDGE_NAMES = Names("bridge", BRIDGE, lambda settings: dict(BRIDGE_DEFAULTS), _bridge_back, {})
 DIALECT = NAMES.dialect(
     "2.x",
     "NeMo 8cfedd7, examples/nlp/language_modeling/conf",

@@ -201,7 +201,11 @@ def size(key: str, name: str, least: int = 1) -> Rule:
     )
 
 
-STATES = tuple(f"parallelism.{name}" for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree", "zero_stage"))  # fmt: skip
+STATES = (
+    "parallelism.data_parallel_replicate_degree",
+    "parallelism.data_parallel_shard_degree",
+    "parallelism.zero_stage",
+)
 """The fields of how replicas share states."""
 
 
