@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import json
 import os
@@ -47,6 +48,13 @@ def test_help_lists_every_command(words: list[str], capsys: pytest.CaptureFixtur
     assert [line.split("  ")[1] for line in first] == list(frame.FIRST)
     assert out.index("start here:") < out.index("commands:")
     assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_line_of_a_commands_help_begins_with_an_option(name: str) -> None:
+    """tyro joins the lines of a paragraph but for those: a sentence would be broken there."""
+    text = ast.get_docstring(ast.parse(Path(frame.__file__).with_name(f"{name}.py").read_text())) or ""
+    assert not [line for line in text.splitlines() if line.startswith(("-", "+"))]
 
 
 def test_what_is_named_first_is_a_command() -> None:

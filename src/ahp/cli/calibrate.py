@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arguments:
-    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")]
+    runs: Annotated[
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)")
+    ]
     """Folders of runs of ahp train on the same cluster."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("cluster.calibrated.yaml")
     """File to write."""

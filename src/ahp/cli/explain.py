@@ -1,6 +1,6 @@
 """Where a plan's time and memory go, what binds it, what would move it, and why not another layout.
 
---why-not takes the keys that should differ, such as "tp=8 pp=1"; the rest of that layout is searched. Short names:
+The option --why-not takes the keys that should differ, such as "tp=8 pp=1"; the rest of that layout is searched. Short names:
 dp_replicate dp_shard zero tp sp pp schedule virtual layers cp ep mb recompute, and dp for the replicas (8, or 2x4); the
 full names are understood too, and a layout as the tables print it: "dp2x4 zero3 tp8 mb1 full".
 """

@@ -1,14 +1,14 @@
 """Search every layout of a model on a cluster, print the best with the reasons why the others lost, write plan.yaml.
 
-Columns: dp = data parallel, replicate x shard degree (as FSDP and HSDP); zero = ZeRO stage of the shards; tp = tensor parallel,
-+sp with Megatron's sequence parallel; pp = pipeline parallel, x virtual stages per rank; cp = context parallel; ep = expert
+Columns: dp = data parallel, replicate x shard degree (as FSDP and HSDP); zero = ZeRO stage of the shards; tp = tensor
+parallel, +sp with Megatron's sequence parallel; pp = pipeline parallel, x virtual stages per rank; cp = context parallel; ep = expert
 parallel; mb = sequences of a micro-batch; recompute = activation checkpointing; 90 % band = where the measured step should lie.
 
 The job is given by --job FILE (a config.yaml or its job) and --job.KEY VALUE; what is not given is chosen as large
-models are pre-trained, and printed. --parallelism.KEY VALUE fixes a part of the layout, the rest is searched;
---engine.KEY VALUE says what runs it. docs/search.md explains the table.
+models are pre-trained, and printed. --parallelism.KEY VALUE fixes a part of the layout, the rest is searched; what runs it is
+said by --engine.KEY VALUE. docs/search.md explains the table.
 
---objective cost needs --objective.price-per-device-hour 2.5 (or "{NAME: 2.5, ...}" for each device); fewest-devices
+The objective cost needs --objective.price-per-device-hour 2.5 (or "{NAME: 2.5, ...}" for each device); fewest-devices
 needs --objective.target-tokens-per-s; tokens-per-day takes --objective.failures-per-device-hour, .checkpoint-blocks-s
 and .restart-s, each with a default that is told. All three may use fewer devices than there are.
 """

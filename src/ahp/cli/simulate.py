@@ -1,7 +1,7 @@
 """What a plan's step costs: where the time and the memory go, what binds, and its timeline.
 
---engine.KEY VALUE, --job.KEY VALUE and --parallelism.KEY VALUE price the plan with that changed; the file stays as it is.
---trace writes the timeline for Perfetto (ui.perfetto.dev) or chrome://tracing, one track for each rank and stream.
+With --engine.KEY VALUE, --job.KEY VALUE or --parallelism.KEY VALUE the plan is priced with that changed; the file stays as it is.
+With --trace the timeline is written for Perfetto (ui.perfetto.dev) or chrome://tracing, one track for each rank and stream.
 """
 
 from __future__ import annotations
