@@ -89,9 +89,11 @@ def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | N
         check_linear(blocks)
     is_split = p.enable_sequence_parallel and any(tensor > 1 for _, tensor in p.widths)
     if found and is_split and found.uncuttable is not None:
-        raise BadInput(
-            f"enable_sequence_parallel: {found.uncuttable}, which would meet a part of the sequence (valid: False)"
-        )
+        rule = f"{found.uncuttable}, which would meet a part of the sequence"
+        raise bad_input("enable_sequence_parallel", True, rule, [False])
+    if found and p.num_stages > 1 and found.uncuttable is not None:
+        rule = f"{found.uncuttable}, so it cannot be cut into stages"
+        raise bad_input("pipeline_parallel_degree", p.pipeline_parallel_degree, rule, [1])
 
 
 def refuse_what_stays_outside(plan: Plan, sliced: ModelSlicing | None, method: ContextMethod | None) -> None:

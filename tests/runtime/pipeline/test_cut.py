@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
+from ahp.errors import BadInput
+from ahp.graph.blocks import find_blocks
 from ahp.graph.outline import outline
+from ahp.plan import Plan, validated
+from ahp.runtime.limits import refuse_model
 from ahp.runtime.pipeline.cut import cut
-from tests.runtime.models import Custom, batch
+from tests.runtime.models import JOB, Custom, batch
 
 
 class Asking(Custom):
@@ -23,3 +30,33 @@ def test_a_later_stage_has_a_weight_where_the_model_asks_its_embedding_for_one()
     first, last = (cut(model, found, layers, torch.float32) for layers in (range(1), range(1, 2)))
     assert torch.equal(last(first(ids, input_ids=ids), input_ids=ids), model(ids))
     assert "model.tokens.weight" not in last.state_dict()
+
+
+class Between(Custom):
+    """Does something of its own between its blocks."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = 2 * block(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ({"pipeline_parallel_degree": 2}, r"pipeline_parallel_degree = 2: .* cannot be cut into stages \(valid: 1\)"),
+        (
+            {"tensor_parallel_degree": 2, "enable_sequence_parallel": True},
+            r"enable_sequence_parallel = True: .* a part of the sequence \(valid: False\)",
+        ),
+    ],
+    ids=["pipeline", "sequence"],
+)
+def test_a_model_that_computes_between_its_blocks_is_refused_with_key_and_value(
+    layout: dict[str, Any], words: str
+) -> None:
+    model = Between(layers=2)
+    found = outline(model, batch_size=8, sequence_length=16)
+    with pytest.raises(BadInput, match=words):
+        refuse_model(model, find_blocks(model), found, validated(Plan, {"job": JOB, "parallelism": layout}, "plan"))

@@ -154,9 +154,7 @@ def cut(module: nn.Module, found: Outline, layers: range, dtype: torch.dtype) ->
     Buffers outside the blocks are copied, for each stage writes its own. ``dtype`` is that of the hidden states. Raises BadInput when the model does more between its blocks than hand on.
     """
     if found.uncuttable is not None:
-        raise BadInput(
-            f"pipeline_parallel_degree: {found.uncuttable}, so it cannot be cut into stages; use pipeline_parallel_degree 1"
-        )
+        raise BadInput(f"{found.uncuttable}, so it cannot be cut into stages")
     first, last = layers.start == 0, layers.stop == found.num_layers
     memo: dict[int, Any] = {id(p): p for p in module.parameters()}
     # torch's own copy of a fake tensor asks for its address, and warns that it has none.

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ahp.errors import bad_input
+from ahp.errors import BadInput, bad_input
 from ahp.graph.call import Documents
 from ahp.graph.capture import capture
 from ahp.graph.outline import Outline, block_input, fake_copy, outline
@@ -42,7 +42,10 @@ class SequenceSharding:
                 "context_parallel_degree", degree, f"{found.uncuttable}, which would meet a part of it", [1]
             )
         self.found = found
-        self.parts = _parts_of_kinds(module, found, plan.job, documents)
+        try:
+            self.parts = _parts_of_kinds(module, found, plan.job, documents)
+        except BadInput as reason:
+            raise bad_input("context_parallel_degree", degree, str(reason), [1]) from None
         method = _method(plan.parallelism, [parts.attention for parts in self.parts])
         self.context = Context(mesh.group("cp"), method)
 

@@ -79,7 +79,7 @@ def traced_length(shapes: set[int], most: int) -> int:
     for length in range(most, 2, -1):
         if all(length % d for d in range(2, int(length**0.5) + 1)) and not {length, BATCH * length} & shapes:
             return length
-    raise BadInput(f"context_parallel_degree: a sequence_length of {most} is too short to share (valid: 1)")
+    raise BadInput(f"a sequence_length of {most} is too short to share")
 
 
 def token_parts(capture: Capture | BadInput, length: int) -> TokenParts:
@@ -88,7 +88,7 @@ def token_parts(capture: Capture | BadInput, length: int) -> TokenParts:
     Raises BadInput when it mixes tokens in another way than attention, or makes something of their places.
     """
     if isinstance(capture, BadInput):
-        raise BadInput(f"context_parallel_degree: {capture}")
+        raise capture
     dims = tuple(_token_dim(shape_of(node), length) for node in capture.activation_nodes())
     check_tokens_apart(capture, dims, length)
     calls = [node for node in capture.nodes if node.target is ATTENTION]
@@ -120,9 +120,8 @@ def check_tokens_apart(capture: Capture, dims: tuple[int | None, ...], length: i
             place = _placed(node, [placed[i] for i in tensor_inputs(node)], context)
             if place is None:
                 raise BadInput(
-                    f"context_parallel_degree: {node.target} reads other tokens than its own, or makes something of their "
-                    "places, so that it cannot run on a part of the sequence; attention alone may, as "
-                    "torch.nn.functional.scaled_dot_product_attention (valid: 1)"
+                    f"{node.target} reads other tokens than its own, or makes something of their places, so that it cannot run on "
+                    "a part of the sequence; attention alone may, as torch.nn.functional.scaled_dot_product_attention"
                 )
             placed[node] = place
 
