@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ahp.errors import BadInput
+from ahp.errors import AhpError, BadInput
 from ahp.forecast.division import GROUPED, Division, expert_parameters, is_weight_gradient
 from ahp.forecast.groups import expert_ranks, expert_shards
 from ahp.forecast.kernels import CAST, kernels
@@ -42,6 +42,14 @@ def latent():
 def priced(graph, **layout):
     parallelism = Parallelism(**layout)
     return price(graph, make_cluster(per_node=parallelism.world_size), JOB, parallelism, MEGATRON)
+
+
+def test_experts_that_do_not_divide_the_ranks_are_refused_beside_context_parallelism(mixture):
+    """Which way of sharing sequences is faster is asked of layouts that have groups for it."""
+    keys = {"tensor_parallel_degree": 2, "context_parallel_degree": 3, "enable_sequence_parallel": True}
+    layout = Parallelism(**keys, expert_parallel_degree=4)
+    with pytest.raises(AhpError, match=r"expert_parallel_degree = 4: must divide"):
+        price(mixture, make_cluster(nodes=2, per_node=3), JOB, layout, EngineChoice())
 
 
 def test_the_work_is_the_same_on_fewer_experts_with_more_tokens(mixture):

@@ -125,6 +125,8 @@ class MixedPricer:
         return lightest_that_fits(self._price_faster, parallelism)
 
     def _price_faster(self, parallelism: Parallelism) -> Priced:
+        if parallelism.context_parallel_degree > 1:  # an illegal layout has no groups to choose a method by
+            legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
         any_group = next(iter(self.groups.values()))
         return faster_method(self._price, parallelism, any_group.methods(parallelism))
 

@@ -128,6 +128,8 @@ class Pricer:
         return lightest_that_fits(self._price_faster, parallelism)
 
     def _price_faster(self, parallelism: Parallelism) -> Priced:
+        if parallelism.context_parallel_degree > 1:  # an illegal layout has no groups to choose a method by
+            legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
         return faster_method(self._price, parallelism, self.methods(parallelism))
 
     def methods(self, parallelism: Parallelism) -> list[ContextWay]:
