@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ahp.arrays import Floats, Ints
+from ahp.arrays import Floats, Ints, added
 from ahp.forecast.communication import Times
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.segment import (
@@ -53,7 +53,7 @@ class StageCost:
     @cached_property
     def seconds(self) -> tuple[float, ...]:
         """The seven, summed over their parts."""
-        return tuple(sum(getattr(self, field.name).values()) for field in fields(self))
+        return tuple(added(getattr(self, field.name).values()) for field in fields(self))
 
     def scaled(self, factor: float) -> StageCost:
         """The same stage with all its seconds times ``factor``."""
