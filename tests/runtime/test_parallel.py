@@ -271,3 +271,19 @@ def shapes_between_blocks(rank: int, world: int) -> list[tuple[int, ...]]:
 def test_hidden_states_between_blocks_are_parts_of_the_sequence(pool: Pool) -> None:
     for shapes in pool.run(shapes_between_blocks, 2):
         assert shapes == [(4, 16, 32)] + [(4, 8, 32)] * 4
+
+
+def test_compiled_slices_are_refused_where_torch_loses_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ahp.errors import BadInput
+    from ahp.plan import Plan
+    from ahp.runtime import limits
+
+    monkeypatch.setattr(limits, "compiles_sliced_blocks", lambda: False)
+    monkeypatch.setattr(
+        limits, "refuse_kernels", lambda engine, device: None
+    )  # whether a compiler is here is no matter
+    keys = {"job": JOB, "engine": {"compile": True}}
+    alone, sliced = (Plan.model_validate({**keys, "parallelism": {"tensor_parallel_degree": n}}) for n in (1, 2))
+    limits.refuse_plan(alone, torch.device("cpu"))
+    with pytest.raises(BadInput, match=r"engine.compile = True: .* tensor-parallel ranks .*False"):
+        limits.refuse_plan(sliced, torch.device("cpu"))

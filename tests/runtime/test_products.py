@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ahp.runtime.device_limits import CPU_COMPILERS
-from tests.marks import cases
+from tests.marks import cases, skip_where_slices_do_not_compile
 from tests.runtime.draws import OVERFLOWING, experts, gpt2, llama
 from tests.runtime.graphs import no_kernels
 from tests.runtime.restarts import STEPS, TOLERANCES, Restart, run
@@ -143,6 +143,7 @@ def train_on_kernels(rank: int, world: int, restart: Restart, layout: dict[str, 
 @pytest.mark.parametrize("name", cases(KERNELS, wide=("selective-chunks-llama", "experts-mixtral", "1f1b-full-llama")))
 def test_compiled_kernels_equal_one_process(pool: Pool, name: str) -> None:
     build, layout, engine = KERNELS[name]
+    skip_where_slices_do_not_compile(layout)
     expected = curve(pool, product(build, {}), {"micro_batch_size": 2})
     restart = product(build, layout, engine={"compile": True, **engine})
     for found in pool.run(train_on_kernels, world_size(layout), restart, restart.then):

@@ -16,7 +16,7 @@ from ahp.graph.positions import refuse_longer
 from ahp.job import Job
 from ahp.plan import ContextMethod, Parallelism, Plan
 from ahp.runtime.compute.fp8 import check_linear
-from ahp.runtime.device_limits import refuse_kernels
+from ahp.runtime.device_limits import compiles_sliced_blocks, refuse_kernels
 from ahp.runtime.experts.balance_loss import balance_of
 from ahp.runtime.experts.dispatch import check_experts
 from ahp.runtime.optimizer.eight_bit import refuse_without_torchao
@@ -43,6 +43,9 @@ def refuse_plan(plan: Plan, device: torch.device) -> None:
     if job.optimizer.name == "adamw8bit":
         refuse_without_torchao()
     refuse_kernels(plan.engine, device)
+    if plan.engine.compile and any(tensor > 1 for _, tensor in p.widths) and not compiles_sliced_blocks():
+        rule = f"torch {torch.__version__} leaves out sums of gradients over tensor-parallel ranks in compiled blocks"
+        raise bad_input("engine.compile", True, rule, ["False", "or torch 2.13 or later"])
 
 
 def refuse_length(job: Job, layout: Parallelism, length: int) -> None:

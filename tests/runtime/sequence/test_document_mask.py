@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ahp.graph.models import is_masked
-from tests.marks import cases
+from tests.marks import cases, skip_where_slices_do_not_compile
 from tests.runtime.graphs import no_kernels
 from tests.runtime.models import BATCH, BUILDERS, OPTIMIZER, SEQUENCE, VOCABULARY, batch
 from tests.runtime.sequence.test_context import PackedBlock
@@ -215,6 +215,7 @@ FEW = ("sequence",)
 @pytest.mark.parametrize("case", cases(COMPILED, wide=set(COMPILED) - set(FEW)))
 def test_compiled_blocks_keep_documents_apart(pool: Pool, case: str) -> None:
     model, layout, graphs = COMPILED[case]
+    skip_where_slices_do_not_compile(layout)
     for found in pool.run(train_compiled, world_size(layout), model, layout):
         assert_same_curve(found, plain(model))
         assert found["graphs"] == [graphs] * STEPS, "compiled after the first step, or in another number of parts"
