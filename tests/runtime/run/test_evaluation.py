@@ -77,7 +77,7 @@ def test_what_is_no_number_is_refused(found: Any) -> None:
     [
         ("look", r"must name a function.*pkg\.mod:function"),
         ("not_there.at_all:look", r"No module named 'not_there'; it must lie in the folder"),
-        ("tests.runtime.run.test_evaluation:lok", r"has no such function \(valid: .*test_evaluation:look"),
+        ("tests.runtime.run.test_evaluation:lok", r"has no such function \(nearest: .*test_evaluation:look"),
         ("tests.runtime.run.test_evaluation:NOT_CALLABLE", r"it is of int, not a function"),
     ],
 )

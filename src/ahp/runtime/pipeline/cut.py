@@ -8,6 +8,7 @@ positions and rotary tables are made by the model's own code, and no family need
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -126,12 +127,12 @@ class ZeroEmbedding(nn.Module):
     def __init__(self, width: int | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.width, self.dtype = width, dtype
-        self.register_buffer("nothing", torch.empty((0, width or 0), dtype=dtype), persistent=False)
+        self.weight = torch.empty((0, width or 0), dtype=dtype)
+        """No rows, on the stage's device, for which a model may ask its embedding. No parameter and no buffer: those would be filled, summed and saved."""
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """No rows, on the stage's device, which a model may ask its embedding for. Not under a parameter's name, to which values would come."""
-        return self.get_buffer("nothing")
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ZeroEmbedding:
+        self.weight = fn(self.weight)
+        return super()._apply(fn, recurse)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = tensor_leaves(args, kwargs)

@@ -66,9 +66,8 @@ def pipeline_of_steps(stages: list[Any], ranks: list[list[str]], **settings: Any
     schedule._prepare_schedule_with_comms({rank: list(actions) for rank, actions in computed.items()})
     for rank, lowered in schedule.pipeline_order_with_comms.items():
         schedule.pipeline_order_with_comms[rank] = _with_messages_of(steps[rank], lowered)
-    with_waits = getattr(
-        schedules, "_add_wait_send", None
-    )  # from 2.15 on an order says when the ranks wait for what they have sent
+    # From 2.15 on an order says when the ranks wait for what they have sent.
+    with_waits = getattr(schedules, "_add_wait_send", None)
     if with_waits is not None:
         schedule.pipeline_order_with_comms = with_waits(schedule.pipeline_order_with_comms)
     return schedule
