@@ -4,11 +4,17 @@ from functools import cache
 
 import pytest
 
+from ahp.cluster.model import Cluster
+from ahp.engines.registry import get
+from ahp.forecast.axes import axes_of
+from ahp.forecast.communication import Network
 from ahp.forecast.division import Division, is_weight_gradient
 from ahp.forecast.kernels import kernels
 from ahp.forecast.split import split
+from ahp.forecast.units import UnitPricer
 from ahp.graph.kept import analyze
 from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
 
 SEQUENCE, HIDDEN, HEADS, KV_HEADS, FFN = 512, 256, 8, 2, 704
 
@@ -108,3 +114,20 @@ def test_eager_kernels_that_compute_addresses_are_casts_to_wider_types_and_produ
     assert narrower
     assert not run.unvectorized & {op.index for op in narrower}
     assert not kernels(segment, "fused").unvectorized
+
+
+@pytest.mark.parametrize("engine", ["ahp", "torchtitan"])
+def test_engines_that_compile_blocks_alone_leave_embedding_norm_and_head_as_they_are(tiny, engine):
+    """runtime/stage_setup.py; torchtitan 0.2.2, models/llama3/infra/parallelize.py. In torchtitan the loss has a graph of its own."""
+    nodes, layout = Cluster.parse("1xH100-SXM-80GB").groups[0], Parallelism()
+    prices = UnitPricer(tiny, nodes, Network(nodes), "bf16")
+    eager, compiled = (
+        prices.units(1, axes_of(layout, 1), get(engine).traits(Job(), layout, EngineChoice(name=engine, compile=value)))
+        for value in (False, True)
+    )
+    assert compiled.blocks != eager.blocks
+    assert compiled.embedding == eager.embedding
+    if engine == "ahp":
+        assert compiled.head == eager.head
+    else:
+        assert compiled.head.memory.saved < eager.head.memory.saved

@@ -160,6 +160,7 @@ class AhpEngine(Engine):
             kernels=KernelTraits(
                 attention="masked" if job.document_mask else None,
                 fusion="fused" if choice.compile else "eager",
+                fusion_at_the_ends="eager",  # runtime/stage_setup.py compiles blocks alone
                 loss_chunk_tokens=choice.loss_chunk_tokens,
                 recent_cudnn=True,  # torch 2.11, the oldest that the runtime takes, brings cuDNN 9.19
             ),

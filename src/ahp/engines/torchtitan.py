@@ -112,6 +112,7 @@ class TorchtitanEngine(Engine):
             experts=ExpertTraits(folded=SUPPORT.folded(parallelism)),
             kernels=KernelTraits(
                 fusion="fused" if choice.compile else "modules",
+                fusion_at_the_ends="modules",  # 0.2.2, models/llama3/infra/parallelize.py: apply_compile takes blocks alone
                 fused_loss=bool(choice.compile) and has("compiled_loss"),
                 flash2_on=tuple(
                     generation

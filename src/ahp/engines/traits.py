@@ -229,6 +229,8 @@ class KernelTraits(NamedTuple):
 
     fusion: Fusion
     """Which element-wise operators run as one kernel: none, those of one module (a norm, an activation), whole chains."""
+    fusion_at_the_ends: Fusion | None = None
+    """The same of the embedding, the last norm, the head and the loss; None = as in blocks."""
     attention: Literal["flash1", "flash2", "cudnn", "masked"] | None = None
     """Fused attention on a GPU: FlashAttention of the first or second generation, cuDNN's, or None = what torch's scaled_dot_product_attention takes."""
     flash2_on: tuple[str, ...] = ()

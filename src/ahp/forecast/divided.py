@@ -139,7 +139,8 @@ class SegmentPricer:
             experts = {"whole_biased_experts": how.whole_biased_experts, "folded_experts": how.folded_experts}
             parts = split(segment, role, way_of_keys=way, **experts)
             fp8 = how.fp8 if role == "block" else None
-            run = kernels(segment, how.fusion, fused_loss=how.fused_loss, grouped=how.grouped)
+            fusion = how.fusion if role == "block" else how.fusion_at_the_ends
+            run = kernels(segment, fusion, fused_loss=how.fused_loss, grouped=how.grouped)
             self._runs[alike] = _Run(
                 segment, parts, run, fp8.keeps if fp8 else None, how.attention_again, how.fused_permutation
             )

@@ -15,6 +15,8 @@ class KernelOptions(NamedTuple):
     """The kernels of an engine."""
 
     fusion: Fusion
+    """Of blocks."""
+    fusion_at_the_ends: Fusion
     fused_loss: bool
     attention: AttentionKernel | None
     attention_again: bool
@@ -62,10 +64,14 @@ class KernelOptions(NamedTuple):
         fp8 = traits.fp8 if in_fp8 else None
         if fp8 is not None and one_graph:
             fp8 = replace(fp8, attention=True, fused_experts=True)
-        # On a CPU torch has no fused kernels but those of its compiler.
-        fusion: Fusion = "traced" if on_cpu and traits.kernels.fusion != "fused" else traits.kernels.fusion
+
+        def on_device(fusion: Fusion) -> Fusion:
+            """On a CPU torch has no fused kernels but those of its compiler."""
+            return "traced" if on_cpu and fusion != "fused" else fusion
+
         return cls(
-            fusion=fusion,
+            fusion=on_device(traits.kernels.fusion),
+            fusion_at_the_ends=on_device(traits.kernels.fusion_at_the_ends or traits.kernels.fusion),
             fused_loss=traits.kernels.fused_loss,
             attention="torch_flash2"
             if flash2
