@@ -36,6 +36,7 @@ def give_peers(
     stage._warmup_forward_vote = stage._warmup_backward_result = lambda *args, **kwargs: agreed
     stage._get_init_p2p_neighbors_ops = list
     stage.group, stage.group_rank, stage.group_size = group, pipeline_rank, max(stage_ranks) + 1
+    stage._downstream_group = stage._upstream_group = group  # 2.14 alone has a group for each direction
     stage.stage_index_to_group_rank = dict(enumerate(stage_ranks))
 
 
