@@ -87,7 +87,7 @@ def test_a_second_run_sends_no_sum_that_nobody_reads(llama):
     ],
 )
 def test_who_recomputes_no_more_than_what_is_read(choice, layout, precision, ends_early):
-    layout, choice = Parallelism(activation_checkpoint="full", **layout), EngineChoice(**choice)
+    layout, choice = Parallelism(activation_checkpoint="full", **layout), EngineChoice(**choice).decided()
     traits = get(choice.name).traits(Job.model_validate({"precision": precision}), layout, choice)
     assert traits.recompute.stops_at_last_read == ends_early
 

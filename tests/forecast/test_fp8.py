@@ -26,7 +26,7 @@ def llama():
 
 def block(graph, precision, layout=ONE, **choice):
     nodes = Cluster.parse(f"1x{layout.world_size}xH100-SXM-80GB").groups[0]
-    traits = get("ahp").traits(Job.model_validate({"precision": precision}), layout, EngineChoice(**choice))
+    traits = get("ahp").traits(Job.model_validate({"precision": precision}), layout, EngineChoice(**choice).decided())
     pricer = UnitPricer(graph, nodes, Network(nodes), precision)
     return pricer.units(1, axes_of(layout, nodes.devices_per_node), traits).blocks[0], pricer.rates
 

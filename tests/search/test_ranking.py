@@ -110,7 +110,7 @@ def test_every_plan_says_why() -> None:
     ranking = on_eight()
     best = ranking.best
     assert best is ranking.plans[0]
-    assert best.why[0].startswith("simplest of the 20 layouts that are tied with the fastest")
+    assert best.why[0].startswith("simplest of the 25 layouts that are tied with the fastest")
     assert len(best.rejected) >= 9
     assert all(len(plan.why) == 1 and re.match(r"as fast|tied, \d|\d", plan.why[0]) for plan in ranking.plans[1:])
     assert {"ahp", "torch", "transformers"} <= set(best.versions)

@@ -95,7 +95,11 @@ class AhpEngine(Engine):
         return None
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
-        """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
+        """Its behaviour for the forecast; the caller has asked ``refuses`` first.
+
+        Where ``compile`` is None, of compiled and of eager blocks what takes less: no layout takes less with either.
+        """
+        fuses = choice.compile is not False
         sharded = parallelism.weight_shards > 1
         zero = parallelism.zero_stage if sharded else 0
         muon, in_8_bits = job.optimizer.name == "muon", job.optimizer.share_in_8_bits
@@ -108,7 +112,7 @@ class AhpEngine(Engine):
         else:
             host_operators = host.value("fsdp_operators") if wrapped else 0
         if job.precision == "fp8":
-            host_operators += FUSED_TORCHAO_OPERATORS if choice.compile else EAGER_TORCHAO_OPERATORS
+            host_operators += FUSED_TORCHAO_OPERATORS if fuses else EAGER_TORCHAO_OPERATORS
         # torch's pipeline stage defers the reduction of an FSDP module to its last micro-batch and keeps the weights
         # gathered after each backward (torch 2.13, pipelining/stage.py, backward_maybe_with_nosync). A ZeRO-3 forward
         # then finds them gathered, and frees them, so that each backward gathers once.
@@ -159,13 +163,13 @@ class AhpEngine(Engine):
             ),
             kernels=KernelTraits(
                 attention="masked" if job.document_mask else None,
-                fusion="fused" if choice.compile else "eager",
+                fusion="fused" if fuses else "eager",
                 fusion_at_the_ends="eager",  # runtime/stage_setup.py compiles blocks alone
                 loss_chunk_tokens=choice.loss_chunk_tokens,
                 recent_cudnn=True,  # torch 2.11, the oldest that the runtime takes, brings cuDNN 9.19
             ),
             host=HostTraits(operators_per_unit=host_operators, launches_per_operator=host.value("eager_launches")),
-            fp8=FUSED_TORCHAO_FP8 if choice.compile else EAGER_TORCHAO_FP8,
+            fp8=FUSED_TORCHAO_FP8 if fuses else EAGER_TORCHAO_FP8,
             source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",
         )
 
@@ -188,9 +192,9 @@ def _runs_again_what_is_read(job: Job, p: Parallelism, choice: EngineChoice) -> 
     block is several graphs (runtime/compute/compile.py): each of these is one operator to the checkpoint around them. Without, torch's
     checkpoint stops where the last tensor is saved, and products of the runtime's own (runtime/compute/fp8_product.py, runtime/pipeline/weight_gradients.py)
     save when they are done."""
-    if choice.compile:
-        return p.context_parallel_method != "ring" and p.expert_parallel_degree == 1
-    return job.precision != "fp8" and not splits_backward(p)
+    compiled = p.context_parallel_method != "ring" and p.expert_parallel_degree == 1
+    eager = job.precision != "fp8" and not splits_backward(p)
+    return compiled or eager if choice.compile is None else compiled if choice.compile else eager
 
 
 def _are_experts_alone(job: Job, p: Parallelism) -> bool:

@@ -40,13 +40,17 @@ def price(
 
 
 def pricer(
-    graph: ModelGraph, cluster: Cluster, job: Job, engine: EngineChoice = DEFAULT_ENGINE
+    graph: ModelGraph, cluster: Cluster, job: Job, engine: EngineChoice = DEFAULT_ENGINE, *, either_blocks: bool = False
 ) -> Pricer | MixedPricer:
     """What prices layouts; the same one for the same graph and cluster objects, so that calls share their units.
 
+    ``either_blocks``: no layout takes less than it says, whether its blocks are compiled or not, where ``engine`` leaves that
+    open; otherwise they are eager then.
+
     Raises BadInput for what nothing is known of that a price could rest on.
     """
-    return _pricer(Same(graph), Same(cluster), job.model_dump_json(), engine.model_dump_json())
+    choice = engine if either_blocks else engine.decided()
+    return _pricer(Same(graph), Same(cluster), job.model_dump_json(), choice.model_dump_json())
 
 
 def simulate(

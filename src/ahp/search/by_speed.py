@@ -13,17 +13,17 @@ from ahp.plan import Parallelism, Plan
 from ahp.search import explain, families
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.certificate import Certificate, certified
-from ahp.search.compiled import ways, why_compiled, why_eager
+from ahp.search.compiled import blocks, why_compiled, why_eager
 from ahp.search.current import compared, today_of, with_candidate
 from ahp.search.exact import Outcome, Place
-from ahp.search.feasible_space import legal_rows
+from ahp.search.feasible_space import LegalRows, legal_rows
 from ahp.search.lighten import Lightened, lighten, ways_of
 from ahp.search.method import Method, find
 from ahp.search.misfit import nothing_fits
 from ahp.search.mixed.misfit import that_fits
 from ahp.search.mixed.over_groups import mixed_ranking
 from ahp.search.nearby import Nearby
-from ahp.search.one_group import Fastest, fastest_on_one_group, fastest_row
+from ahp.search.one_group import fastest_on_one_group
 from ahp.search.problem import Problem
 from ahp.search.recut import Pair, Recut, recut
 from ahp.search.result import Ranking
@@ -35,12 +35,17 @@ def ranking_with_any_kernels(
     asked: Problem, keep: int, current: Parallelism | Mapping[str, Any] | None, by: Method, tied: float = 0.0
 ) -> Ranking:
     """``ranking_by_speed``, with compiled blocks or with eager ones where that is left open."""
-    several = ways(asked)
-    if len(several.problems) == 1:
-        return _because(ranking_by_speed(several.problems[0], keep, current, by, tied), several.reason)
-    compiled, eager = several.problems
+    either = blocks(asked)
+    if not either.problem.either_blocks:
+        return _because(ranking_by_speed(either.problem, keep, current, by, tied), either.reason)
+    compiled, eager = either.problem.compiled, either.problem.eager
+    looked = None
     try:
-        ranking = ranking_by_speed(compiled, keep, current, by, tied)
+        if asked.cluster.is_mixed or by.name != "exact":
+            ranking = ranking_by_speed(compiled, keep, current, by, tied)
+        else:
+            looked = _look(either.problem, keep, by)
+            ranking = _ranked(looked, keep, current, by, tied)
     except (BadInput, NotExpressible, NothingFits) as refusal:
         if not _has_a_plan(eager):
             raise
@@ -49,15 +54,14 @@ def ranking_with_any_kernels(
         except (BadInput, NotExpressible, NothingFits):
             raise refusal from None
         return _because(ranking, f"eager blocks: compiled, {str(refusal).splitlines()[0]}")
-    reason, best = why_compiled(ranking.best, compiled), ranking.fastest.forecast
-    assert best is not None, "plans of a search have one"
-    if asked.cluster.is_mixed or by.name != "exact":
+    reason = why_compiled(ranking.best, compiled)
+    if looked is None:
         return _because(ranking, f"{reason}; other layouts with eager blocks are not searched here")
-    rival, certificate = _rival(eager, best.step_time_s)
-    if rival.best is None or rival.best[1].step_time_s >= best.step_time_s:
-        return _because(ranking, reason, certificate)
-    slower, ranking = ranking, ranking_by_speed(eager, keep, current, by, tied)
-    return _because(ranking, why_eager(ranking.fastest, slower.fastest), slower.certificate)
+    if looked.eager.fastest_s >= ranking.fastest.priced.step_time_s:
+        return _because(ranking, reason)
+    slower, ranking = ranking.fastest, ranking_by_speed(eager, keep, current, by, tied)
+    ranking = replace(ranking, certificate=replace(ranking.certificate, either_blocks=True))
+    return _because(ranking, why_eager(ranking.fastest, slower))
 
 
 def _has_a_plan(asked: Problem) -> bool:
@@ -68,23 +72,8 @@ def _has_a_plan(asked: Problem) -> bool:
     return found is not None and found.best is not None
 
 
-def _rival(asked: Problem, ceiling_s: float) -> tuple[Fastest, Certificate]:
-    """The fastest with other kernels, where that may take less than the ceiling; and what was looked at."""
-    start = perf_counter()
-    table = legal_rows(asked)
-    used, space = table.problem, table.space
-    bounds = Bounds(used, space, ceiling_s)
-    best, found, tried = fastest_row(used, space, bounds, ceiling_s)
-    any_cut_s = None if used.constraints.layers_per_stage is not None else bounds.any_cut_s(ceiling_s)
-    any_part_s = None if (parts := ways_of(used)) is None else bounds.any_part_s(parts, ceiling_s)
-    certificate = certified(space, found, tried, ceiling_s, (any_cut_s, any_part_s), perf_counter() - start)
-    return best, certificate
-
-
-def _because(ranking: Ranking, reason: str, other: Certificate | None = None) -> Ranking:
-    """The ranking with the reason for the kernels of its plans, and with what was looked at of other kernels."""
-    if other is not None:
-        ranking = replace(ranking, certificate=ranking.certificate.beside(other))
+def _because(ranking: Ranking, reason: str) -> Ranking:
+    """The ranking with the reason for the kernels of its plans."""
     first, *rest = ranking.best.why
     return ranking.told((first, *filter(None, [reason]), *rest))
 
@@ -105,15 +94,74 @@ def ranking_by_speed(
     if asked.cluster.is_mixed:
         plain = partial(ranking_by_speed, keep=keep, current=None, by=by)
         return mixed_ranking(asked, keep, current, by, plain, remedies=remedies)
+    return _ranked(_look(asked, keep, by), keep, current, by, tied, remedies=remedies)
+
+
+@dataclass(frozen=True)
+class _EagerRows:
+    """Of the rows that were priced with compiled blocks, those that may be faster with eager ones."""
+
+    fastest_s: float = float("inf")
+    """Of those that fit."""
+    forecasts: int = 0
+    alone: int = 0
+    """Of these, rows that compiled blocks cannot run."""
+
+    @classmethod
+    def of(cls, asked: Problem, space: Space, found: Outcome) -> _EagerRows:
+        """``asked``: with ``either_blocks``, as were the bounds. Rows whose bound is above the fastest are slower whatever their blocks are."""
+        best_s = found.fitting[0][1].step_time_s if found.fitting else float("inf")
+        priced = (place for place, _ in (*found.fitting, *found.misfits, *found.refused))
+        rows = [(block, row) for block, row in priced if found.opened[block][row] < best_s]
+        rivals = {place: asked.faster_eager(space.layout(*place)) for place in rows}
+        forecasts = {place: [*filter(None, map(asked.eager.price_or_none, rival))] for place, rival in rivals.items()}
+        every = [forecast for of_row in forecasts.values() for forecast in of_row]
+        fastest_s = min((one.step_time_s for one in every if one.fits), default=float("inf"))
+        return cls(fastest_s, len(every), sum(bool(forecasts.get(place)) for place, _ in found.refused))
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """The rows of one search."""
+
+    table: LegalRows
+    used: Problem
+    """Prices its rows."""
+    bounds: Bounds
+    found: Outcome
+    eager: _EagerRows
+    start: float
+    """By ``perf_counter``."""
+
+
+def _look(asked: Problem, keep: int, by: Method) -> _Looked:
+    """Of a problem with ``either_blocks``, forecasts are with compiled blocks, and lower bounds of both."""
     start = perf_counter()
     table = legal_rows(asked)
     used, space = table.problem, table.space
-    today, bounds = today_of(used, current), Bounds(used, space)
-    found = find(used, bounds, space, by, keep)
+    bounds = Bounds(used, space)
+    if not asked.either_blocks:
+        return _Looked(table, used, bounds, find(used, bounds, space, by, keep), _EagerRows(), start)
+    found = find(used.compiled, bounds, space, by, keep)
+    return _Looked(table, used.compiled, bounds, found, _EagerRows.of(used, space, found), start)
+
+
+def _ranked(
+    looked: _Looked,
+    keep: int,
+    current: Parallelism | Mapping[str, Any] | None,
+    by: Method,
+    tied: float,
+    *,
+    remedies: bool = True,
+) -> Ranking:
+    table, used, bounds, found = looked.table, looked.used, looked.bounds, looked.found
+    space, today = table.space, today_of(used, current)
     if not found.fitting:
+        legal_rows(used)  # with compiled blocks alone there may be none, and the reason is another
         raise _nothing_found(used, by, found, remedies)
     better = _improved(used, bounds, space, found, families_too=bool(by.name == "exact" and tied))
-    certificate = _certificate(used, bounds, space, found, better, start, by.name)
+    certificate = _certificate(looked, better, by.name)
     ordered = simplest_first(with_candidate(better.pairs, today, used), tied)
     ranked, (layout, best) = ordered.ranked, ordered.ranked[0]
     nearby = Nearby(bounds, space, found, better.place_of(layout, used, found), ordered.fastest[1].step_time_s)
@@ -176,15 +224,24 @@ def _improved(used: Problem, bounds: Bounds, space: Space, found: Outcome, *, fa
     return _Improved(pairs, better, lighter, others, places)
 
 
-def _certificate(
-    used: Problem, bounds: Bounds, space: Space, found: Outcome, better: _Improved, start: float, method: str
-) -> Certificate:
-    """``start``: by ``perf_counter``."""
+def _certificate(looked: _Looked, better: _Improved, method: str) -> Certificate:
+    used, bounds = looked.used, looked.bounds
     ways = ways_of(used)
     tried, best_s = (better.recut.forecasts, better.lighter.forecasts), better.pairs[0][1].step_time_s
     any_cut_s = None if used.constraints.layers_per_stage is not None else bounds.any_cut_s(best_s)
     any_part_s = None if ways is None else bounds.any_part_s(ways, best_s)
-    return certified(space, found, tried, best_s, (any_cut_s, any_part_s), perf_counter() - start, method)
+    took_s = perf_counter() - looked.start
+    found = certified(looked.table.space, looked.found, tried, best_s, (any_cut_s, any_part_s), took_s, method)
+    if not looked.table.problem.either_blocks:
+        return found
+    alone, more = looked.eager.alone, looked.eager.forecasts
+    return replace(
+        found,
+        broken=found.broken - alone,
+        left=found.left + alone,
+        forecasts=found.forecasts + more,
+        either_blocks=True,
+    )
 
 
 def _nothing_found(used: Problem, by: Method, found: Outcome, remedies: bool) -> Exception:

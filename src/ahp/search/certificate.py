@@ -50,8 +50,8 @@ class Certificate:
     search_s: float
     solver: str = "exact"
     """What chose the layouts that were priced: exact, anneal or evolve."""
-    kernels: bool = False
-    """Whether rows are layouts with compiled blocks and layouts with eager ones."""
+    either_blocks: bool = False
+    """Whether each row was looked at with compiled blocks and with eager ones."""
 
     def plain(self) -> dict[str, Any]:
         """As data for JSON."""
@@ -62,24 +62,8 @@ class Certificate:
         left_out = ", ".join(f"{number:,} {words}" for number, words in self._left_out() if number)
         return f"searched: {self._searched()}", f"left out: {left_out or 'none'}", f"proven: {self._proven()}"
 
-    def beside(self, other: Certificate) -> Certificate:
-        """Of this search together with one of the same layouts with other kernels, whose best is no better."""
-        summed = ("rows", "broken", "alike", "not_fit", "fit", "left", "forecasts", "cuts", "lightened", "search_s")
-        lowest_s = _lowest(self.lowest_bound_left_s, other.lowest_bound_left_s)
-        kept = other.lowest_bound_left_s is None or other.lowest_bound_left_s >= self.found_s
-        return replace(
-            self,
-            **{key: getattr(self, key) + getattr(other, key) for key in summed},
-            rules=merged([self.rules, other.rules]),
-            lowest_bound_left_s=lowest_s,
-            proven=self.proven and kept,
-            any_cut_s=_lowest(self.any_cut_s, other.any_cut_s),
-            any_part_s=_lowest(self.any_part_s, other.any_part_s),
-            kernels=True,
-        )
-
     def _searched(self) -> str:
-        kernels = ", compiled and eager," if self.kernels else ""
+        kernels = ", compiled and eager," if self.either_blocks else ""
         forecasts = self.forecasts + self.cuts + self.lightened
         by = "" if self.solver == "exact" else f" by {SOLVERS[self.solver]}"
         return f"{self.rows:,} layouts{kernels} in {self.search_s:.1f} s; {forecasts:,} forecast in full{by}"
@@ -150,10 +134,6 @@ def certified(
         search_s=search_s,
         solver=solver,
     )
-
-
-def _lowest(one: float | None, other: float | None) -> float | None:
-    return min((value for value in (one, other) if value is not None), default=None)
 
 
 def merged(found: list[tuple[Rule, ...]]) -> tuple[Rule, ...]:

@@ -23,30 +23,28 @@ NOT_COUNTED = "the time to compile, once at the start, is not counted"
 
 
 @dataclass(frozen=True)
-class Ways:
-    """The problem once for each way to run blocks that is worth a search, the one that is expected to win first."""
+class Blocks:
+    """How blocks may run."""
 
-    problems: tuple[Problem, ...]
+    problem: Problem
+    """With the one way there is, or with ``either_blocks``."""
     reason: str = ""
     """Why there is one way only; nothing where the user or the engine leaves no choice."""
 
 
-def ways(asked: Problem) -> Ways:
+def blocks(asked: Problem) -> Blocks:
     """What to search of a problem that may leave open whether blocks are compiled."""
     if asked.engine.compile is not None:
-        return Ways((asked,))
-    compiled, eager = (
-        replace(asked, engine=asked.engine.model_copy(update={"compile": compile})) for compile in (True, False)
-    )
+        return Blocks(asked)
     if asked.engine.name != "ahp":
-        return Ways((eager,))
+        return Blocks(asked.eager)
     if any(is_cpu(group.device) for group in asked.cluster.groups):
-        return Ways((eager,), ON_CPU)
+        return Blocks(asked.eager, ON_CPU)
     try:
-        compiled.check()
+        asked.compiled.check()
     except (BadInput, NotExpressible) as refusal:
-        return Ways((eager,), f"eager blocks: {refusal}")
-    return Ways((compiled, eager))
+        return Blocks(asked.eager, f"eager blocks: {refusal}")
+    return Blocks(replace(asked, either_blocks=True))
 
 
 def why_compiled(best: Plan, asked: Problem) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Parallelism
-from ahp.search.compiled import ways
+from ahp.search.compiled import blocks
 from ahp.search.mixed.over_groups import fastest_of_groups
 from ahp.search.one_group import Fastest, fastest_on_one_group
 from ahp.search.problem import Problem
@@ -20,38 +18,16 @@ def fastest(
     ``ceiling_s``: layouts that take as long are not wanted, which makes the search short where there is none below it. ``like``: one that is the
     best of nearly the same problem; on a mixed cluster, where searches are long, the search is then a brief one. ``slack``: share of its time by which another may be faster; on one kind of device.
     """
-    if asked.cluster.is_mixed:
-        return _over_groups(asked, ceiling_s, like)
-    if asked.engine.compile is None:
-        return _of_several(ways(asked).problems, ceiling_s, slack)
-    return fastest_on_one_group(asked, ceiling_s, slack)
-
-
-def _of_several(problems: tuple[Problem, ...], ceiling_s: float, slack: float) -> Fastest | None:
-    """The fastest of the same layouts with several kernels."""
-    first: Fastest | None = None
-    for asked in problems:
-        found = fastest(asked, ceiling_s, slack=slack)
-        if found is None:
-            continue
-        if first is not None:
-            better = (
-                found if found.best is not None and (first.best is None or _step_s(found) < _step_s(first)) else first
-            )
-            found = replace(better, at_least_s=min(first.at_least_s, found.at_least_s))
-        first = found
-        ceiling_s = min(ceiling_s, _step_s(first))
-    return first
-
-
-def _step_s(found: Fastest) -> float:
-    return float("inf") if found.best is None else found.best[1].step_time_s
+    used = blocks(asked).problem
+    return (
+        _over_groups(used, ceiling_s, like) if asked.cluster.is_mixed else fastest_on_one_group(used, ceiling_s, slack)
+    )
 
 
 def _over_groups(asked: Problem, ceiling_s: float, like: Parallelism | None) -> Fastest | None:
     """Of a cluster of several kinds of devices, which has a search of its own; eager blocks are looked at where compiled ones do not fit."""
     first: Fastest | None = None
-    for used in ways(asked).problems:
+    for used in (asked.compiled, asked.eager) if asked.either_blocks else (asked,):
         try:
             found = fastest_of_groups(used, ceiling_s, like)
         except (BadInput, NotExpressible):

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 from ahp.errors import BadInput
 from ahp.search.bounds.space_bounds import Bounds
-from ahp.search.exact import Outcome
 from ahp.search.lighten import lighten
 from ahp.search.method import Method, find
 from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 from ahp.search.recut import recut
-from ahp.search.space import Space, build
+from ahp.search.space import build
 
 
 @dataclass(frozen=True)
@@ -33,20 +32,14 @@ def fastest_on_one_group(asked: Problem, ceiling_s: float = float("inf"), slack:
         space = build(asked)
     except BadInput:
         return None
-    return fastest_row(asked, space, Bounds(asked, space), ceiling_s, slack)[0] if len(space.blocks) else None
-
-
-def fastest_row(
-    asked: Problem, space: Space, bounds: Bounds, ceiling_s: float, slack: float = 0.0
-) -> tuple[Fastest, Outcome, tuple[int, int]]:
-    """The fastest in a space that has legal rows; with what was looked at, and the forecasts of other cuts into stages and of fewer
-    layers recomputed."""
-    found = find(asked, bounds, space, Method(), 1, ceiling_s, slack=slack)
+    if not len(space.blocks):
+        return None
+    found = find(asked, Bounds(asked, space), space, Method(), 1, ceiling_s, slack=slack)
     left_s = float("inf") if found.lowest_bound_left_s is None else found.lowest_bound_left_s
     if not found.fitting:
-        return Fastest(asked, None, left_s), found, (0, 0)
+        return Fastest(asked, None, left_s)
     pairs = [(space.layout(*place), forecast) for place, forecast in found.fitting]
-    better = recut(asked, pairs)
-    lighter = lighten(asked, better.ranked)
-    at_least_s = min(left_s, pairs[0][1].step_time_s)
-    return Fastest(asked, lighter.ranked[0], at_least_s), found, (better.forecasts, lighter.forecasts)
+    used = asked.with_blocks(pairs[0][0]) if asked.either_blocks else asked
+    alike = [pair for pair in pairs if used is asked or asked.with_blocks(pair[0]) is used]
+    lighter = lighten(used, recut(used, alike).ranked)
+    return Fastest(used, lighter.ranked[0], min(left_s, pairs[0][1].step_time_s))

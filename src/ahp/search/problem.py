@@ -40,6 +40,9 @@ class Problem:
     fixed patterns also then; ``found_orders`` gives the best of them their order."""
     left_out: tuple[NodeGroup, ...] = ()
     """The user's groups that are not in ``cluster``: their devices cannot compute in the job's precision, and those of others can."""
+    either_blocks: bool = False
+    """Whether every layout may have compiled blocks or eager ones, as ``engine.compile`` None leaves it open: legal is what one of both can
+    run, the pricer says what neither goes below, and a forecast is that of the faster. Otherwise None is eager."""
 
     @cached_property
     def capacity_bytes(self) -> int:
@@ -48,10 +51,42 @@ class Problem:
 
     def price(self, parallelism: Parallelism) -> Forecast:
         """Forecast of one layout; BadInput or NotExpressible when it is none. Made once for layouts that cost the same."""
+        if self.either_blocks:
+            return self.with_blocks(parallelism).price(parallelism)
         alike = self.first_alike(parallelism)
         if alike not in self._forecasts:
             self._forecasts[alike] = self.priced(alike).forecast
         return self._forecasts[alike]
+
+    def with_blocks(self, layout: Parallelism) -> Problem:
+        """Of a problem that leaves it open, the same with the blocks that are faster under a layout."""
+        if not self.faster_eager(layout):
+            return self.compiled
+        return min(self.compiled, self.eager, key=lambda one: _worst(one.price_or_none(layout)))
+
+    def faster_eager(self, layout: Parallelism) -> list[Parallelism]:
+        """What eager blocks may run faster, or alone: the layout, by the methods of context parallelism under which compiled blocks
+        would not do as little as either."""
+        methods = (
+            self.context_methods(layout.context_parallel_degree) if layout.context_parallel_method is None else [None]
+        )
+        layouts = [
+            layout if way is None else layout.model_copy(update={"context_parallel_method": way}) for way in methods
+        ]
+        return [one for one in layouts if self.compiled.refused(one) or self.compiled.traits(one) != self.traits(one)]
+
+    @cached_property
+    def compiled(self) -> Problem:
+        """The same with compiled blocks."""
+        return self._compiling(True)
+
+    @cached_property
+    def eager(self) -> Problem:
+        """The same with eager blocks."""
+        return self._compiling(False)
+
+    def _compiling(self, compile: bool) -> Problem:
+        return replace(self, engine=self.engine.model_copy(update={"compile": compile}), either_blocks=False)
 
     def price_or_none(self, parallelism: Parallelism) -> Forecast | None:
         """The same, and None when it is none."""
@@ -91,7 +126,7 @@ class Problem:
     @property
     def any_pricer(self) -> Pricer | MixedPricer:
         """What prices its layouts, on whatever cluster."""
-        return pricer(self.graph, self.cluster, self.job, self.engine)
+        return pricer(self.graph, self.cluster, self.job, self.engine, either_blocks=self.either_blocks)
 
     @cached_property
     def pricer(self) -> Pricer:
@@ -111,7 +146,11 @@ class Problem:
 
     def traits(self, layout: Parallelism) -> Traits:
         """How the engine behaves under a layout that it can run."""
-        return get(self.engine.name).traits(self.job, layout, self.engine)
+        return get(self.engine.name).traits(self.job, layout, self._choice)
+
+    @cached_property
+    def _choice(self) -> EngineChoice:
+        return self.engine if self.either_blocks else self.engine.decided()
 
     @property
     def most_stages(self) -> int:
@@ -227,6 +266,11 @@ class Problem:
 
     def on(self, cluster: Cluster) -> Problem:
         return replace(self, cluster=cluster)
+
+
+def _worst(forecast: Forecast | None) -> tuple[bool, bool, float]:
+    """What orders forecasts, the best first: those that there are, that fit, that take less."""
+    return (True, True, 0.0) if forecast is None else (False, not forecast.fits, forecast.step_time_s)
 
 
 def problem(
