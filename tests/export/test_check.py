@@ -104,6 +104,23 @@ def test_a_megatron_script_is_judged(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["forecast"]["step_time_low_s"] < found["forecast"]["step_time_s"]
 
 
+@pytest.mark.parametrize("extra", [[], ["--parallelism.micro-batch-size", "3"]])
+def test_what_a_file_does_not_say_of_the_job_is_as_a_plan_chooses_it(
+    extra: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "accelerate.yaml"
+    file.write_text("compute_environment: LOCAL\ndistributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 8\n")
+    model = ["--model", "llama3.2-1b"]
+    job = checked(file, capsys, *model, *extra)["job"]
+    batch = 504 if extra else 512  # 4 Mi tokens, in whole micro-batches of the file's layout
+    assert (job["sequence_length"], job["global_batch_size"]) == (8192, batch)
+    assert run([str(file), *CLUSTER, *model, *extra]) == 0
+    shown = capsys.readouterr().out
+    assert f"Assumed  job.sequence_length = 8192, job.global_batch_size = {batch}" in shown
+    assert "as --job.sequence-length, --job.global-batch-size" in shown
+    assert checked(file, capsys, *model, "--job.sequence-length", "4096")["job"]["sequence_length"] == 4096
+
+
 def test_the_best_layout_needs_no_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What a file says after its lines were changed is the best layout."""
     from ahp.cli.export import run as export

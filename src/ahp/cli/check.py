@@ -8,6 +8,7 @@ lines to change to get it. Keys that it does not know are listed. The file is re
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -91,7 +92,7 @@ class Checked:
 
     @property
     def assumed(self) -> list[str]:
-        """Keys that the file does not say, and a forecast rests on; they have AHP's default."""
+        """Keys that neither the file nor the user says, and a forecast rests on; of the job they are as ``ahp plan`` chooses them."""
         return [name for name in ASSUMED if name not in self.foreign.read.fields and name not in self.given]
 
 
@@ -144,8 +145,11 @@ def judged(foreign: Foreign, plan: Plan, given: tuple[str, ...] = ()) -> Checked
 
 
 def _plan(foreign: Foreign, model: str | None, cluster: Cluster, overrides: dict[str, Any]) -> Plan:
-    """The plan of a file, with what was given beside it. Raises BadInput where it names no model that AHP knows."""
+    """The plan of a file, with what was given beside it; what neither says of the job is as ``ahp plan`` chooses it. Raises BadInput where it
+    names no model that AHP knows."""
+    from ahp.cli.planning_job import with_batch, with_sequence
     from ahp.export.table import plan_of
+    from ahp.graph.kept import analyze
 
     fields, named = dict(foreign.read.fields), model or foreign.model
     if named is None:
@@ -161,7 +165,15 @@ def _plan(foreign: Foreign, model: str | None, cluster: Cluster, overrides: dict
         flags = dict.fromkeys(_flag(name) for names in unknown.values() for name in names)
         raise BadInput(f"the layout cannot be read: {'; '.join(unknown)}; give what it is: {', '.join(flags)}")
     fields.update(overrides)
-    return plan_of(foreign.form.dialect, fields, named, cluster.plain())
+    plan = plan_of(foreign.form.dialect, fields, named, cluster.plain())
+    said = plan.job.model_dump(exclude_unset=True)
+    job = with_sequence(said, named, cluster, plan.engine)
+    if "global_batch_size" not in said:
+        graph = analyze(named, job, attention=plan.engine.attention)
+        at_once = plan.parallelism.data_parallel_degree * plan.parallelism.micro_batch_size
+        multiple = math.lcm(cluster.num_devices, at_once)  # so that the file's own layout divides it
+        job = with_batch(job, said, named, graph.num_parameters, multiple)
+    return plan.model_copy(update={"job": job})
 
 
 def _flag(key: str) -> str:
@@ -268,8 +280,10 @@ def _show(found: Checked) -> None:
         print(f"Forecast as {dialect.engine}: {dialect.why_priced}")
     print(f"Job      {job.global_batch_size} sequences of {job.sequence_length}, {job.precision}")
     if found.assumed:
-        them, flags = "it" if len(found.assumed) == 1 else "them", [_flag(name) for name in found.assumed]
-        print(f"Assumed  {', '.join(found.assumed)}: the file does not say {them}; give {them} as {', '.join(flags)}")
+        plan, them = found.plan.model_dump(mode="json"), "it" if len(found.assumed) == 1 else "them"
+        values = [f"{name} = {plan[record][key]}" for name in found.assumed for record, key in [name.split(".")]]
+        flags, another = [_flag(name) for name in found.assumed], "another" if len(found.assumed) == 1 else "others"
+        print(f"Assumed  {', '.join(values)}: the file does not say {them}; give {another} as {', '.join(flags)}")
     print(f"Layout   {found.plan.parallelism.short()}")
     if today is None:
         print(f"Cost     {'' if found.current is None else found.current.against_best}")
@@ -281,6 +295,8 @@ def _show(found: Checked) -> None:
         print(f"Binds    {_binds(today.step)}")
     assert found.best.forecast is not None
     gain = "" if found.saves is None else f", {percent(found.saves)} less" if found.saves > 0 else ", no faster"
+    if today is not None and not today.fits:
+        gain = ", and it fits"
     print(f"Best     {found.best.parallelism.short()}: {seconds(found.best.forecast.step_time_s)} a step{gain}")
     if not found.can_be_said:
         print("         the file has no keys for it, nor for the next best ones")
