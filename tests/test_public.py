@@ -7,13 +7,17 @@ import importlib
 import inspect
 import json
 import pydoc
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 import ahp
+from ahp.plan import EngineChoice
 
 HEAVY = ("torch", "transformers", "pandas", "plotly", "scipy")
 
@@ -42,6 +46,25 @@ def test_names_resolve(name: str) -> None:
 def test_unknown_name() -> None:
     with pytest.raises(AttributeError, match="no attribute 'sreach'"):
         ahp.sreach  # noqa: B018  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: ahp.Job(sequence_len=8), "Job: sequence_len: unknown key (did you mean: sequence_length"),  # pyright: ignore
+        (lambda: ahp.Job(sequence_length=1), "Job: sequence_length = 1: input should be greater than or equal to 2"),
+        (lambda: ahp.Parallelism(tp=2), "tp: unknown key (did you mean: tensor_parallel_degree?)"),  # pyright: ignore
+        (lambda: EngineChoice(name="megatrn"), "name = 'megatrn': there is no such value (valid: ahp, torchtitan"),  # pyright: ignore
+        (lambda: ahp.Plan(job={"optimizer": {"nam": 1}}), "Plan: job.optimizer.nam: unknown key (did you mean: name?)"),  # pyright: ignore
+        (lambda: ahp.Cluster(), "Cluster: groups: missing"),  # pyright: ignore
+    ],
+)
+def test_a_record_that_breaks_a_rule_is_bad_input(make: Callable[[], object], told: str) -> None:
+    """With the place in the record; pydantic's own verb keeps pydantic's own error."""
+    with pytest.raises(ahp.errors.BadInput, match=re.escape(told)):
+        make()
+    with pytest.raises(ValidationError):
+        ahp.Job.model_validate({"sequence_len": 8})
 
 
 def test_search_is_a_verb_whatever_was_imported_first() -> None:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from ahp.errors import BadInput
+from ahp.violations import broken_rules, first_few
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Packing = Literal["packed", "padded"]
@@ -12,9 +24,20 @@ BYTES_PER_ELEMENT: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 class Record(BaseModel):
-    """A frozen record that refuses keys it does not know."""
+    """A frozen record that refuses keys it does not know. Who makes one in Python and breaks a rule gets BadInput; ``model_validate`` raises
+    pydantic's own error, from which ``ahp.plan.validated`` makes one BadInput about a whole file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            name = type(self).__name__
+            raise BadInput(f"{name}: {first_few(broken_rules(error, type(self), name))}") from None
+
+    # As pydantic marks its own: records inside records are validated without this one, which would lose the place of what is wrong.
+    __init__.__pydantic_base_init__ = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _in_quotes(value: Any) -> Any:

@@ -8,11 +8,10 @@ from itertools import islice
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ahp.errors import nearest
-from ahp.job import Record
 from ahp.words import SHORT_NAMES
 
 MOST_SHOWN = 80
@@ -26,7 +25,7 @@ LONGEST = 600
 """Characters of one of them: rules of records repeat a value as it is."""
 
 
-def broken_rules(error: ValidationError, kind: type[Record], where: str) -> Iterator[str]:
+def broken_rules(error: ValidationError, kind: type[BaseModel], where: str) -> Iterator[str]:
     """One line for each violation that pydantic found in data for ``kind``; ``where`` is what the data as a whole is called."""
     for item, place in _of_the_form_meant([(item, _place(kind, item["loc"])) for item in error.errors()]):
         key = ".".join(place.keys) or where
@@ -61,7 +60,7 @@ def taken_for_numbers(given: Any, found: Any, key: str = "") -> Iterator[str]:
 
     Text for a float stays allowed: who reads YAML 1.1 by other means and hands it in has 1e-3 as text.
     """
-    if isinstance(given, Mapping) and isinstance(found, Record):
+    if isinstance(given, Mapping) and isinstance(found, BaseModel):
         for name in (one for one in given if one in found.model_fields_set):
             yield from taken_for_numbers(given[name], getattr(found, name), f"{key}.{name}" if key else name)
     elif isinstance(given, Mapping) and isinstance(found, Mapping):
@@ -134,13 +133,13 @@ class _Place:
 
     keys: tuple[str, ...]
     """Without the names that pydantic puts in for the forms that a value may have, ``str`` or ``tuple[WeightedData, ...]``."""
-    record: type[Record]
+    record: type[BaseModel]
     """That has the last key, or is its value."""
     forms: int | None
     """At which of pydantic's own parts such a name stands."""
 
 
-def _place(kind: type[Record], loc: tuple[int | str, ...]) -> _Place:
+def _place(kind: type[BaseModel], loc: tuple[int | str, ...]) -> _Place:
     keys, record, forms = [], kind, None
     for at, part in enumerate(loc):
         if forms == at:
@@ -154,9 +153,9 @@ def _place(kind: type[Record], loc: tuple[int | str, ...]) -> _Place:
     return _Place(tuple(keys), record, forms)
 
 
-def _records(annotation: Any) -> Iterator[type[Record]]:
+def _records(annotation: Any) -> Iterator[type[BaseModel]]:
     """Those that a field may hold, in lists too."""
-    if isinstance(annotation, type) and issubclass(annotation, Record):
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for one in get_args(annotation):
         yield from _records(one)
