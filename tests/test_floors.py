@@ -24,7 +24,7 @@ FLOORS: list[set[str]] = [
         "words",
         "yaml_text",
     },
-    {"violations"},
+    {"violations", "whole_files"},
     {"job"},
     {"stage_place", "step_forecast"},
     {"plan"},

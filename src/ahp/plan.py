@@ -21,6 +21,7 @@ from ahp.stage_place import (
 )
 from ahp.step_forecast import Forecast as Forecast
 from ahp.violations import broken_rules, first_few, taken_for_numbers
+from ahp.whole_files import save
 from ahp.words import count, counted
 from ahp.yaml_text import parse_yaml
 
@@ -454,14 +455,8 @@ class Plan(Record):
         return self.forecast
 
     def save(self, path: str | Path) -> None:
-        """Write plan.yaml: aside first, then renamed, so that a reader never sees half of it."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(path.name + ".tmp")
-        aside.write_text(
-            yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True), encoding="utf-8"
-        )
-        aside.replace(path)
+        """Write plan.yaml: aside first, then renamed, so that a reader never sees half of it. Raises BadInput where it cannot be written."""
+        save(path, yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

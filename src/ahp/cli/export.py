@@ -29,6 +29,7 @@ from ahp.cli.writable import require_writable
 from ahp.errors import BadInput
 from ahp.optional import OptionalText
 from ahp.report.tables import console
+from ahp.whole_files import save
 
 if TYPE_CHECKING:
     from ahp.export.target import Exported, Source, Target
@@ -70,8 +71,7 @@ def run(argv: list[str]) -> int:
         return 0
     path = Path(arguments.out) if arguments.out else _beside(Path(arguments.plan), exported.suffix or target.suffix)
     require_writable(path, "--out")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(exported.text, encoding="utf-8")
+    save(path, exported.text)
     following = [command.replace("{file}", shlex.quote(str(path))) for command in exported.next]
     if arguments.json:
         print(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import zlib
 from importlib.metadata import version
@@ -16,7 +15,9 @@ from ahp.cluster import managers, sense
 from ahp.cluster.gpus import gpus
 from ahp.cluster.measure import DISTURBED, busy_share, is_busy, probe
 from ahp.cluster.model import CLUSTER_SCHEMA_VERSION, Cluster
+from ahp.cluster.parse import to_text
 from ahp.errors import BadInput
+from ahp.whole_files import write_aside
 
 FORMAT = 2
 """Counts up when a probe measures something else, or otherwise: older measurements are never found then."""
@@ -83,13 +84,10 @@ def _kept(file: Path) -> Cluster | None:
 
 
 def _keep(cluster: Cluster, file: Path) -> None:
-    """Written aside, under a name of this process alone: two runs may start at once."""
-    aside = file.with_name(f"{file.stem}.{os.getpid()}.yaml")
+    content = to_text(cluster).encode()
     try:
-        cluster.save(aside)
-        content = aside.read_bytes()
-        aside.write_bytes(_first_line(content) + b"\n" + content)
-        aside.replace(file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_aside(file, _first_line(content) + b"\n" + content)
     except OSError as error:
         _say(f"the measurement is not kept for other runs: {file}: {error.strerror}")
     else:

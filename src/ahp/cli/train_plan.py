@@ -12,6 +12,7 @@ from ahp.cluster.most_workers import refuse_workers
 from ahp.config import Config, Constraints
 from ahp.errors import AhpError, HardwareMismatch, NotExpressible
 from ahp.plan import EngineChoice, Parallelism, Plan
+from ahp.whole_files import write_aside
 
 if TYPE_CHECKING:
     from ahp.runtime.run.folder import RunFolder
@@ -95,7 +96,6 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
     from ahp.forecast.step import price
     from ahp.graph.kept import analyze
     from ahp.report import tables
-    from ahp.runtime.files import write_aside
     from ahp.runtime.run.given import with_kept_model
     from ahp.search.ranking import search as ranked
 

@@ -254,7 +254,7 @@ class Cluster(Record):
         return parse.resolve(what)
 
     def save(self, path: str | Path) -> None:
-        """Write cluster.yaml: aside first, then renamed, so that a reader never sees half of it."""
+        """Write cluster.yaml: aside first, then renamed, so that a reader never sees half of it. Raises BadInput where it cannot be written."""
         from ahp.cluster import parse
 
         parse.to_file(self, Path(path))

@@ -22,6 +22,7 @@ from ahp.cluster.model import CLUSTER_SCHEMA_VERSION, Cluster, Device, GroupLink
 from ahp.errors import BadInput, bad_input
 from ahp.job import Record
 from ahp.plan import validated
+from ahp.whole_files import save
 from ahp.yaml_text import parse_yaml
 
 _SHORT = re.compile(
@@ -211,11 +212,13 @@ def from_file(path: Path) -> Cluster:
 
 
 def to_file(cluster: Cluster, path: Path) -> None:
-    """Write cluster.yaml: aside first, then renamed, so that a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(yaml.safe_dump(cluster.plain(), sort_keys=False, allow_unicode=True), encoding="utf-8")
-    aside.replace(path)
+    """Write cluster.yaml: aside first, then renamed, so that a reader never sees half of it. Raises BadInput where it cannot be written."""
+    save(path, to_text(cluster))
+
+
+def to_text(cluster: Cluster) -> str:
+    """What cluster.yaml holds."""
+    return yaml.safe_dump(cluster.plain(), sort_keys=False, allow_unicode=True)
 
 
 def _gbps(text: str, whole: str) -> float:

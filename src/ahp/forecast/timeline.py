@@ -22,6 +22,7 @@ from ahp.forecast.trace_events import Event, arrow, free_lane, named, span, stre
 from ahp.schedule.actions import Action, Kind
 from ahp.schedule.makespan import Makespan
 from ahp.schedule.simulate import Timeline
+from ahp.whole_files import save
 from ahp.words import part_words
 
 STREAMS = ("compute", "tensor, context and expert collectives", "data-parallel collectives", "host", "pipeline sends")
@@ -80,13 +81,8 @@ def chrome_trace(priced: Priced, *, all_ranks: bool = False) -> dict[str, Any]:
 
 
 def write(priced: Priced, path: str | Path, *, all_ranks: bool = False) -> None:
-    """Write ``chrome_trace``: aside first, then renamed, so that a reader never sees half of it."""
-    path = Path(path)
-    trace = chrome_trace(priced, all_ranks=all_ranks)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(json.dumps(trace, separators=(",", ":")))
-    aside.replace(path)
+    """Write ``chrome_trace``: aside first, then renamed, so that a reader never sees half of it. Raises BadInput where it cannot be written."""
+    save(path, json.dumps(chrome_trace(priced, all_ranks=all_ranks), separators=(",", ":")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
 import warnings
 import zlib
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from ahp.graph.models import ATTENTION, describe, is_factory, read_keys
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import validated
+from ahp.whole_files import write_aside
 
 Key = dict[str, Any]
 
@@ -184,12 +184,10 @@ def _read(file: Path, asked: str) -> dict[str, Any] | None:
 
 
 def _write(file: Path, found: dict[str, Any]) -> None:
-    """Aside and renamed, so that nobody reads half of it. Where the cache cannot be written the next command traces again."""
-    aside = file.with_name(f"{file.name}.{os.getpid()}")
+    """Where the cache cannot be written the next command traces again."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(packed(found))
-        aside.replace(file)
+        write_aside(file, packed(found))
         kept = sorted(file.parent.glob("*.json.gz"), key=lambda one: one.stat().st_mtime, reverse=True)
         for old in kept[MOST_KEPT:]:
             old.unlink()

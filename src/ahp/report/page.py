@@ -17,6 +17,7 @@ from ahp.report.html_parts import cards, note, section
 from ahp.report.plan_facts import Facts, facts_of
 from ahp.report.run_sections import RunFiles
 from ahp.run_files import Status
+from ahp.whole_files import write_aside
 
 Told = Callable[[Plan], Facts]
 """What makes the facts of a plan."""
@@ -111,12 +112,7 @@ def _save(out: Path, title: str, sections: Sequence[str], every_s: int) -> Path:
         every_s=every_s,
         body="\n".join(sections),
     )
-    aside = out.with_name(out.name + ".tmp")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(out)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_aside(out, text)
     return out
 
 

@@ -8,6 +8,8 @@ import shutil
 import zlib
 from pathlib import Path
 
+from ahp.whole_files import write_aside as write_aside
+
 FULL_DISK_BYTES = 1 << 20
 """[Empirical] With less than this free, a write that failed failed for want of space, whatever its message says
 (torch's archive writer reports a full disk as RuntimeError)."""
@@ -16,19 +18,6 @@ FULL_DISK_BYTES = 1 << 20
 def is_full(folder: Path) -> bool:
     """Whether the disk behind a folder takes nothing more."""
     return shutil.disk_usage(folder).free < FULL_DISK_BYTES
-
-
-def write_aside(path: Path, content: str | bytes) -> None:
-    """Replace a file in one stroke: a reader, or a crash, sees the old text or the new one."""
-    aside = path.with_name(path.name + ".tmp")
-    try:
-        with aside.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def write_over(path: Path, text: str) -> None:

@@ -1,0 +1,40 @@
+"""Files that a reader, or a crash, finds whole: written aside first, then renamed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ahp.errors import bad_input
+
+
+def save(path: str | Path, content: str | bytes) -> None:
+    """``write_aside`` where a user says, in a folder that is made where there is none. Raises BadInput where that cannot be done."""
+    path = Path(path)
+    if path.is_dir():
+        raise bad_input("path", str(path), "is a folder; give a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_aside(path, content)
+    except OSError as error:
+        why = "its folder is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise bad_input("path", str(path), f"cannot be written ({why})") from error
+
+
+def write_aside(path: Path, content: str | bytes) -> None:
+    """Replace a file in one stroke: a reader, or a crash, sees the old text or the new one. Another process that writes the same file has its
+    own beside it."""
+    data = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():  # /dev/null or a pipe: a file in its place would be none
+        path.write_bytes(data)
+        return
+    path = path.resolve()  # a link stays one
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)

@@ -1,0 +1,63 @@
+"""Files are whole or absent, and what cannot be written is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ahp.cluster.model import Cluster
+from ahp.errors import BadInput
+from ahp.plan import Plan
+from ahp.whole_files import save, write_aside
+
+SAVES = [Plan().save, Cluster.parse("8xH100").save]
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_where_nothing_can_be_written_is_told(
+    save: Callable[[str | Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    for path, rule in (
+        (".", "is a folder; give a file in it"),
+        ("", "is a folder; give a file in it"),
+        ("file/plan.yaml", "cannot be written"),
+        ("file/folder/plan.yaml", "cannot be written"),
+        ("/proc/there/is/none", "cannot be written"),
+    ):
+        with pytest.raises(BadInput, match=rule):
+            save(path)
+    assert os.listdir() == ["file"]
+    save("new/folder/it.yaml")
+    assert os.listdir("new/folder") == ["it.yaml"]
+
+
+def test_what_is_no_file_takes_what_is_written(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        save(pipe, "text")
+        assert (os.read(reader, 10), pipe.is_fifo()) == (b"text", True)
+    finally:
+        os.close(reader)
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    file, link = tmp_path / "file", tmp_path / "link"
+    link.symlink_to(file)
+    for text in ("one", "two"):
+        write_aside(link, text)
+        assert (link.is_symlink(), file.read_text()) == (True, text)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_nothing_is_left_beside_a_file_that_cannot_be_replaced(tmp_path: Path) -> None:
+    (tmp_path / "folder" / "inside").mkdir(parents=True)
+    with pytest.raises(OSError, match="directory"):
+        write_aside(tmp_path / "folder", "text")
+    assert os.listdir(tmp_path) == ["folder"]
