@@ -16,7 +16,9 @@ from types import ModuleType
 import pytest
 
 from ahp.cli import main as frame
+from ahp.cli import plan
 from ahp.cli.main import COMMANDS, main
+from ahp.cli.overrides import refuse_unknown
 from ahp.errors import BadInput, HardwareMismatch, NotExpressible, NothingFits
 
 
@@ -227,3 +229,35 @@ def test_a_worker_that_failed_does_not_wait_for_its_threads() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", script], env={**os.environ, "RANK": "0"}, timeout=60)
     assert ended.returncode == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["plan", "tiny", "8xH100", "--precision", "fp16"], "keys are given whole (did you mean: --job.precision?)"),
+        (
+            ["plan", "tiny", "8xH100", "--precison=fp16"],
+            "--precison: no option of ahp plan (did you mean: --job.precision?)",
+        ),
+        (["plan", "tiny", "8xH100", "--tp", "4"], "(did you mean: --parallelism.tensor_parallel_degree?)"),
+        (["plan", "tiny", "8xH100", "--seq-len", "4"], "(did you mean: --job.sequence_length?)"),
+        (["plan", "tiny", "8xH100", "--objectiv", "cost"], "(did you mean: --objective?)"),
+        (["plan", "tiny", "8xH100", "--target-tokens-per-s", "5"], "(did you mean: --objective.target-tokens-per-s?)"),
+        (
+            ["plan", "tiny", "8xH100", "--optimizer.name", "muon"],
+            "(did you mean: --job.optimizer.name, --engine.name?)",
+        ),
+        (["simulate", "plan.yaml", "--steps", "4"], "no option of ahp simulate; keys are given whole"),
+        (["check", "ds.json", "--clustr", "8xH100"], "(did you mean: --cluster?)"),
+    ],
+)
+def test_an_option_that_is_none_is_told_with_those_near_it(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--no-wide"], ["--zzzz"], ["--no-json"], ["--", "--precision"]])
+def test_what_is_near_no_key_is_left_to_the_commands_own_parser(words: list[str]) -> None:
+    refuse_unknown(["tiny", "8xH100", *words], plan.Arguments, plan.ROOTS, "ahp plan")

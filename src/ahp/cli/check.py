@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from ahp.cli.overrides import split_overrides
+from ahp.cli.overrides import refuse_unknown, split_overrides
 from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
 from ahp.export.table import Settings, Unreadable
 from ahp.optional import OptionalText
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from ahp.search.result import Ranking
 
 Price = Callable[[Parallelism], Forecast]
+ROOTS = ("job", "parallelism")
+"""Of the keys that may be given beside the file."""
 ASSUMED = ("job.sequence_length", "job.global_batch_size", "job.precision", "parallelism.micro_batch_size")
 """What a forecast rests on, and not every file says."""
 LAYOUT = ("parallelism.", "job.precision")
@@ -98,7 +100,8 @@ class Checked:
 
 def run(argv: list[str]) -> int:
     """``ahp check FILE --cluster CLUSTER``. Returns the exit code; raises AhpError."""
-    overrides, rest = split_overrides(argv, ("job", "parallelism"))
+    overrides, rest = split_overrides(argv, ROOTS)
+    refuse_unknown(rest, Arguments, ROOTS, "ahp check")
     arguments = tyro.cli(Arguments, args=rest, prog="ahp check", description=__doc__)
     foreign, plan = understood(arguments, overrides)
     print("searching the engine's layouts ...", file=sys.stderr)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
+from ahp.config import HELP
 from ahp.errors import BadInput
-from ahp.violations import MOST_SHOWN
+from ahp.violations import MOST_MEANT, MOST_SHOWN
+from ahp.words import SHORT_NAMES
 from ahp.yaml_text import parse_yaml
 
 CONFIG_ROOTS = ("model", "init_from", "cluster", "job", "parallelism", "engine", "run")
@@ -50,11 +54,63 @@ def split_overrides(argv: Sequence[str], roots: Sequence[str] = CONFIG_ROOTS) ->
             rest.append(word)
             continue
         if key.split(".")[0] not in roots:
-            raise BadInput(f"--{name}: unknown key; it must begin with one of {', '.join(roots)}")
+            near = _whole_keys(key, _keys(roots))
+            meant = f" (did you mean: {', '.join(map(_option, near))}?)" if near else ""
+            raise BadInput(f"--{name}: unknown key; it must begin with one of {', '.join(roots)}{meant}")
         if not has_value:
             value = words.pop(0) if words and not words[0].startswith("--") else "true"
         overrides[key] = value if key in TEXT and value not in UNSET else _value(word, value)
     return overrides, rest
+
+
+def refuse_unknown(words: Sequence[str], own: type[Any], roots: Sequence[str], command: str) -> None:
+    """Raises BadInput for an option that a command has not, where its name is that of a key, whole or short, or near one.
+
+    Args:
+        words: what ``split_overrides`` left for the command's parser, which refuses all else.
+        own: the dataclass of the command's options.
+        roots: the first parts of the keys that the command takes.
+        command: as it is typed, ``ahp plan``.
+    """
+    mine, keys = [field.name for field in dataclasses.fields(own)], _keys(roots)
+    for word in words[: words.index("--")] if "--" in words else words:
+        name = word.partition("=")[0]
+        short = name.removeprefix("--").replace("-", "_")
+        if not name.startswith("--") or {short, short.removeprefix("no_")} & {*mine, "help"}:
+            continue
+        whole = _whole_keys(short, keys)
+        near = whole or _near(short, [*mine, *keys])
+        if near:
+            rule = "; keys are given whole" if whole else ""
+            meant = ", ".join(map(_option, near))
+            raise BadInput(f"{name}: no option of {command}{rule} (did you mean: {meant}?)")
+
+
+def _keys(roots: Sequence[str]) -> list[str]:
+    """The dotted keys under some roots."""
+    keys = [key for key in HELP if "." in key and key.split(".")[0] in roots]
+    if "objective" in roots:
+        from ahp.search.objective import Objective
+
+        keys += [f"objective.{name}" for name in Objective.model_fields if name != "name"]
+    return keys
+
+
+def _whole_keys(name: str, keys: list[str]) -> list[str]:
+    """Those that end as ``name`` does, or that it is the short name of."""
+    last = name.rsplit(".", 1)[-1]
+    return [key for key in keys if key.rsplit(".", 1)[-1] in (last, SHORT_NAMES.get(last))]
+
+
+def _near(short: str, names: list[str]) -> list[str]:
+    """Those whose last part is spelt nearly so."""
+    lasts = [name.rsplit(".", 1)[-1] for name in names]
+    close = difflib.get_close_matches(short, lasts, n=MOST_MEANT)
+    return [name for one in dict.fromkeys(close) for name, last in zip(names, lasts, strict=True) if last == one]
+
+
+def _option(key: str) -> str:
+    return f"--{key}" if key in HELP else f"--{key.replace('_', '-')}"
 
 
 def _value(option: str, text: str) -> Any:

@@ -27,7 +27,7 @@ from rich.console import Console, Group
 
 from ahp.cli.following import RUNS, after, default_data_words, show_next
 from ahp.cli.layout_words import layout_of
-from ahp.cli.overrides import split_overrides
+from ahp.cli.overrides import refuse_unknown, split_overrides
 from ahp.cli.plan_measured import by_measurement
 from ahp.cli.planning_job import given_job, precision_for, with_batch, with_sequence
 from ahp.cli.waiting import waiting
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from ahp.search.lost import Lost
     from ahp.search.result import Ranking
 
+ROOTS = ("job", "parallelism", "engine", "objective")
+"""Of the keys that may be given."""
 VALUE_TITLES = {"cost": "per M tokens", "tokens-per-day": "tok/day"}
 """Of the column of what a plan is worth, where no other column says it."""
 
@@ -100,7 +102,8 @@ class Found:
 
 def run(argv: list[str]) -> int:
     """``ahp plan MODEL CLUSTER``. Returns the exit code; raises AhpError."""
-    overrides, rest = split_overrides(argv, ("job", "parallelism", "engine", "objective"))
+    overrides, rest = split_overrides(argv, ROOTS)
+    refuse_unknown(rest, Arguments, ROOTS, "ahp plan")
     if "objective" in overrides:  # the option itself, not one of its keys
         rest += ["--objective", str(overrides.pop("objective"))]
     arguments = tyro.cli(Arguments, args=rest, prog="ahp plan", description=__doc__)
@@ -128,10 +131,7 @@ def run(argv: list[str]) -> int:
     if arguments.measure:
         found = measured(found, arguments.measure)
     best = found.ranking.best
-    try:
-        best.save(arguments.out)
-    except OSError as error:
-        raise bad_input("--out", arguments.out, f"cannot be written ({error.strerror})") from None
+    best.save(arguments.out)
     if arguments.json:
         print(json.dumps(as_json(found, arguments.out)))
     else:

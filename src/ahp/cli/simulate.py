@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from ahp.cli.following import after, show_next
-from ahp.cli.overrides import split_overrides
+from ahp.cli.overrides import refuse_unknown, split_overrides
 from ahp.cli.writable import require_writable
 from ahp.config import set_dotted
 from ahp.errors import BadInput, NotExpressible, bad_input
@@ -55,9 +55,11 @@ class Arguments:
 
 def run(argv: list[str]) -> int:
     """``ahp simulate PLAN``. Returns the exit code; raises AhpError."""
+    from ahp.forecast import timeline
     from ahp.report.binding import binding_of
 
     overrides, rest = split_overrides(argv, ROOTS)
+    refuse_unknown(rest, Arguments, ROOTS, "ahp simulate")
     arguments = tyro.cli(Arguments, args=rest, prog="ahp simulate", description=__doc__)
     if arguments.all_ranks and arguments.trace is None:
         raise bad_input("--all-ranks", True, "is about the timeline; say where it goes: --trace FILE", [False])
@@ -70,7 +72,7 @@ def run(argv: list[str]) -> int:
         update={"forecast": priced.forecast, "parallelism": priced.parallelism, "cluster": cluster.plain()}
     )
     if arguments.trace is not None:
-        _write_trace(priced, arguments.trace, all_ranks=arguments.all_ranks)
+        timeline.write(priced, arguments.trace, all_ranks=arguments.all_ranks)
     print("pricing its neighbours ...", file=sys.stderr)
     found, following = binding_of(graph, cluster, plan), _following(plan, arguments, overrides)
     if arguments.json:
@@ -135,15 +137,6 @@ def announce(plan: Plan) -> None:
         module, _, function = str(plan.model).partition(":")
         print(f"the plan's model is code: {module} is imported and {function}() called", file=sys.stderr, flush=True)
     print(f"analyzing {_named(plan)} ...", file=sys.stderr, flush=True)
-
-
-def _write_trace(priced: Priced, path: str, *, all_ranks: bool) -> None:
-    from ahp.forecast import timeline
-
-    try:
-        timeline.write(priced, path, all_ranks=all_ranks)
-    except OSError as error:
-        raise BadInput(f"trace = {path!r}: cannot be written: {error.strerror}") from error
 
 
 def _following(plan: Plan, arguments: Arguments, overrides: dict[str, Any]) -> list[str]:

@@ -21,9 +21,9 @@ import yaml
 
 from ahp.cli import nodes
 from ahp.cli.following import next_words
-from ahp.cli.overrides import split_overrides
+from ahp.cli.overrides import CONFIG_ROOTS, refuse_unknown, split_overrides
 from ahp.cli.plan_job import with_job
-from ahp.config import HELP, Config, Run, config_help, load_config, read_yaml, set_dotted
+from ahp.config import Config, Run, config_help, load_config, read_yaml, set_dotted
 from ahp.errors import AhpError, BadInput, bad_input
 from ahp.plan import Forecast, Plan, validated
 from ahp.report.tables import console
@@ -82,7 +82,7 @@ class Request:
 def run(argv: list[str]) -> int:
     """``ahp train``. Returns the exit code; raises AhpError."""
     given, rest = split_overrides(argv)
-    _refuse_short_keys(rest)
+    refuse_unknown(rest, Arguments, CONFIG_ROOTS, "ahp train")
     arguments = tyro.cli(Arguments, args=rest, prog="ahp train", description=f"{__doc__}\n{config_help()}")
     overrides = given if arguments.config is not None else DEMO | given
     place = slurm.task()
@@ -95,16 +95,6 @@ def run(argv: list[str]) -> int:
         code = train(request, arguments, command=" ".join(["ahp train", *argv]))
     del store  # kept until here for the other workers
     return code
-
-
-def _refuse_short_keys(words: list[str]) -> None:
-    """Raises BadInput, with the whole key, for the last part of a key alone: --steps is --job.steps."""
-    for word in words:
-        name = word.partition("=")[0]
-        short = name.removeprefix("--").replace("-", "_")
-        whole = [f"--{key}" for key in HELP if key.rsplit(".", 1)[-1] == short and "." in key]
-        if name.startswith("--") and whole:
-            raise BadInput(f"{name}: no option of ahp train; keys are given whole (did you mean: {', '.join(whole)}?)")
 
 
 def read_request(path: str | None, overrides: dict[str, Any]) -> Request:
