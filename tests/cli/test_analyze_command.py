@@ -10,7 +10,7 @@ import pytest
 from ahp.cli.analyze import heaviest, repeated, run, six_n
 from ahp.errors import BadInput
 from ahp.graph import kept
-from ahp.graph.export import from_json
+from ahp.graph.export import from_plain
 from ahp.graph.trace import analyze
 from ahp.job import Job
 
@@ -51,7 +51,7 @@ def test_the_length_is_the_models_own_when_not_given(capsys: pytest.CaptureFixtu
 
 def test_json_is_the_whole_graph(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["tiny", "--sequence-length=64", "--micro-batch-size", "2", "--precision", "fp32", "--json"]) == 0
-    graph = from_json(capsys.readouterr().out)
+    graph = from_plain(json.loads(capsys.readouterr().out))
     assert (graph.micro_batch_size, graph.sequence_length, graph.dtype) == (2, 64, "float32")
     assert graph == analyze("tiny", Job(sequence_length=64, precision="fp32"), micro_batch_size=2)
 

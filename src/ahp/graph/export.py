@@ -6,7 +6,7 @@ import json
 from itertools import pairwise
 from typing import Any
 
-from ahp.errors import BadInput, bad_input
+from ahp.errors import bad_input
 from ahp.graph.operators import ModelGraph, Operator, Parameter, Segment, TensorSpec
 
 GRAPH_SCHEMA_VERSION = 3
@@ -19,10 +19,10 @@ PHASE_COLOURS = {"forward": "#dbe9f6", "backward": "#fbe3d4"}
 
 
 def to_json(graph: ModelGraph, *, indent: int | None = None) -> str:
-    """The whole graph; its law of growth goes with it, so ``at`` works on what ``from_json`` returns.
+    """The whole graph; its law of growth goes with it, so ``at`` works on what ``from_plain`` makes of it.
 
     A tensor is ``[dtype, size, size, ...]``; sizes in elements, ``bytes_*`` in bytes, ``flops`` as in ahp.graph.costs.
-    ``totals`` counts repeated blocks as often as they stand in the model; it is for readers, not for ``from_json``.
+    ``totals`` counts repeated blocks as often as they stand in the model; it is for readers, not for ``from_plain``.
     """
     totals = {
         "num_parameters": graph.num_parameters,
@@ -32,22 +32,6 @@ def to_json(graph: ModelGraph, *, indent: int | None = None) -> str:
     }
     head = {"schema_version": GRAPH_SCHEMA_VERSION, "totals": totals}
     return json.dumps(head | to_plain(graph), indent=indent)
-
-
-def from_json(text: str) -> ModelGraph:
-    """The graph that ``to_json`` wrote. Raises BadInput when it is not one."""
-    try:
-        data = json.loads(text)
-        if not isinstance(data, dict):
-            raise TypeError("an object was expected")
-        version = data.pop("schema_version")
-        if version != GRAPH_SCHEMA_VERSION:
-            raise bad_input("schema_version", version, "this version of AHP reads another", [GRAPH_SCHEMA_VERSION])
-        return from_plain(data)
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, BadInput):
-            raise
-        raise BadInput(f"graph: not a compute graph in JSON ({type(error).__name__}: {error})") from error
 
 
 def to_dot(graph: ModelGraph, segment: str | None = None) -> str:
