@@ -46,7 +46,9 @@ def test_wandb_is_given_every_figure_and_the_same_run_again(tmp_path: Path, monk
     assert len(finished) == 2
 
 
-def test_tensorboard_begins_where_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_begins_where_the_run_goes_on_and_has_each_step_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: list[tuple[str, float, int]] = []
     made: list[tuple[str, int]] = []
 
@@ -56,6 +58,9 @@ def test_tensorboard_begins_where_the_run_goes_on(tmp_path: Path, monkeypatch: p
 
         def add_scalar(self, key: str, value: float, step: int) -> None:
             written.append((key, value, step))
+
+        def flush(self) -> None:
+            written.append(("flushed", 0, 0))
 
         def close(self) -> None:
             written.append(("closed", 0, 0))
@@ -71,8 +76,10 @@ def test_tensorboard_begins_where_the_run_goes_on(tmp_path: Path, monkeypatch: p
     assert written == [
         ("loss", 2.5, 7),
         ("skipped", 0.0, 7),
+        ("flushed", 0, 0),
         ("loss", 2.0, 8),
         ("validation_loss", 2.25, 8),
+        ("flushed", 0, 0),
         ("closed", 0, 0),
     ]
 

@@ -35,6 +35,8 @@ class TensorBoard:
     def log(self, record: dict[str, Any]) -> None:
         for key, value in _figures(record).items():
             self.writer.add_scalar(key, value, record["step"])
+        # Where TensorFlow is installed its buffer may keep steps for 120 s: a killed run goes on from a checkpoint, and those before would be lost.
+        self.writer.flush()
 
     def close(self) -> None:
         self.writer.close()
