@@ -243,18 +243,40 @@ def test_an_old_checkpoint_goes_only_when_the_new_one_is_there(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(folder, 10, keep=1)
-    gone, remove = list[str](), module.shutil.rmtree
+    gone, rename = list[str](), Path.rename
 
-    def rmtree(path: Path, **options: Any) -> None:
-        if path.exists():
+    def moved(path: Path, to: Path) -> Path:
+        if path.name == "step-10":
             gone.append(path.name)
             assert [saved.step for saved in RunFolder(folder.path).checkpoints()] == [10, 20]
             assert folder.checkpoints()[-1].damaged_file() is None
-        remove(path, **options)
+        return rename(path, to)
 
-    monkeypatch.setattr(module.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(Path, "rename", moved)
     write_checkpoint(folder, 20, keep=1)
     assert gone == ["step-10"]
+    assert [path.name for path in folder.checkpoints_folder.iterdir()] == ["step-20"]
+
+
+def test_what_a_kill_left_of_an_old_checkpoint_goes_at_the_next_start(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(folder, 10, keep=1)
+    remove = module.shutil.rmtree
+
+    def killed(path: Path, **options: Any) -> None:
+        if path.exists():
+            (path / "meta.json").unlink()
+            raise KeyboardInterrupt
+        remove(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_checkpoint(folder, 20, keep=1)
+    assert folder.incomplete() == {}
+    folder.discard_unfinished()
+    assert [path.name for path in folder.checkpoints_folder.iterdir()] == ["step-20"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "no meta", "meta rubbish", *META_WITHOUT, "a checksum", "[" * 9999])

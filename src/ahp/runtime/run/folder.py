@@ -317,9 +317,13 @@ class RunFolder:
 
     def open_checkpoint(self, step: int) -> Path:
         """An empty folder for the checkpoint of ``step``; ``commit_checkpoint`` makes it count."""
+        aside = self._empty_place_aside(step)
+        aside.mkdir(parents=True)
+        return aside
+
+    def _empty_place_aside(self, step: int) -> Path:
         aside = self.aside_for(step)
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
         return aside
 
     def commit_checkpoint(self, step: int, meta: dict[str, Any], keep: int) -> Checkpoint:
@@ -337,11 +341,14 @@ class RunFolder:
         aside.rename(final)
         flush(self.checkpoints_folder)
         for old in self.checkpoints()[:-keep]:
-            shutil.rmtree(old.path)
+            # Out of the count at once: of one that a kill left half removed nobody knew that it was to go.
+            aside = self._empty_place_aside(old.step)
+            old.path.rename(aside)
+            shutil.rmtree(aside)
         return Checkpoint(step, final)
 
     def discard_unfinished(self) -> None:
-        """Remove whatever was being written when a run stopped."""
+        """Remove whatever was being written, or removed, when a run stopped."""
         for aside in [*self.checkpoints_folder.glob("step-*.tmp"), *self.path.glob("hf.tmp*")]:
             shutil.rmtree(aside, ignore_errors=True)
 
