@@ -156,7 +156,7 @@ def test_another_objective_chooses_the_number_of_devices(
         (["--engine.name", "megatron", "--engine.compile", "true"], 5, "megatron"),
         (["--job.global-batch-size", "0"], 2, "global_batch_size = 0"),
         (["--top", "0"], 2, "--top = 0"),
-        (["--objective", "cost"], 2, "price_per_device_hour = None"),
+        (["--objective", "cost"], 2, "give --objective.price-per-device-hour"),
         (["--objective.restart-s", "3"], 2, "objective.restart_s = 3.0: the objective speed does not read it"),
         (["--objective", "tokens-per-day", "--measure", "2"], 2, "--measure = 2"),
     ],

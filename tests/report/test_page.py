@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ahp.cli.report import run as report
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
 from ahp.job import Job
@@ -217,6 +218,9 @@ def test_a_model_that_is_code_is_not_run_for_a_page(tmp_path: Path) -> None:
 def test_plan_page_lies_beside_the_plan(tmp_path: Path) -> None:
     PLAN.save(tmp_path / "my-plan.yaml")
     assert page.write(tmp_path / "my-plan.yaml") == tmp_path / "my-plan.html"
+    out = tmp_path / "new" / "page.html"
+    assert report(["-o", str(out), str(tmp_path / "my-plan.yaml")]) == 0
+    assert out.read_text() == (tmp_path / "my-plan.html").read_text()
     text = (tmp_path / "my-plan.html").read_text()
     assert "400 ms to 600 ms" in text
     assert "1.0 of 80.0 GiB" in text

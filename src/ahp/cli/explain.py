@@ -200,9 +200,9 @@ def _show_alternative(other: Alternative | str, plan: Plan) -> None:
 
     console, forecast = tables.console(), plan.priced
     if isinstance(other, str):
-        console.print(f"Why not: {other}", markup=False)
+        console.print(tables.Hanging([("", f"Why not: {other}")], gap=0))
         return
-    console.print(f"Why not {other.layout.short()}: {other.reason}", markup=False)
+    console.print(tables.Hanging([("", f"Why not {other.layout.short()}: {other.reason}")], gap=0))
     console.print(tables.part_by_part(other.forecast, forecast))
     console.print()
     console.print(tables.memory_by_part(other.forecast, forecast, tables.capacity_bytes(plan)))

@@ -18,6 +18,7 @@ import tyro
 from ahp.cli.following import RUNS, after, next_words
 from ahp.cli.writable import require_writable
 from ahp.errors import bad_input
+from ahp.optional import OptionalText
 from ahp.plan import Plan
 from ahp.report.tables import console
 from ahp.run_files import Status, judge_status, read_noticed
@@ -30,8 +31,8 @@ FOLLOW_S = 10
 class Arguments:
     runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN|PLAN")] = ("runs/demo",)
     """A run's folder, or a plan.yaml; or the folders of several runs."""
-    out: str = "runs.html"
-    """The page of several runs."""
+    out: Annotated[OptionalText, tyro.conf.arg(aliases=["-o"])] = None
+    """The page; without it report.html in the run's folder, plan.html beside plan.yaml, runs.html here of several runs."""
     follow: bool = False
     """Draw the page again every 10 seconds while the run goes on. An open page loads itself again."""
     json: bool = False
@@ -47,11 +48,14 @@ def run(argv: list[str]) -> int:
     [source] = sources
     from ahp.report.page import write
 
+    out = None if arguments.out is None else Path(arguments.out)
+    if out is not None:
+        require_writable(out, "--out")
     if arguments.follow:
         if not source.is_dir():
             raise bad_input("follow", True, "a plan does not change; give a run's folder", [False])
-        _follow(source)
-    page = write(source)
+        _follow(source, out)
+    page = write(source, out=out)
     status = judge_status(source / "status.json") if source.is_dir() else None
     following = _next(source) if status is None else f"ahp generate {shlex.quote(str(source))}"
     if arguments.json:
@@ -81,8 +85,9 @@ def _beside(sources: list[Path], arguments: Arguments) -> int:
         raise bad_input("run", plans[0], "a plan has no curves to draw beside others'; give the folders of runs")
     if arguments.follow:
         raise bad_input("follow", True, "one run can be followed", [False])
-    require_writable(arguments.out, "--out")
-    page = write_compared(sources, Path(arguments.out))
+    out = Path(arguments.out or "runs.html")
+    require_writable(out, "--out")
+    page = write_compared(sources, out)
     following = f"ahp report {shlex.quote(str(sources[0]))}"
     if arguments.json:
         print(json.dumps({"wrote": str(page), "next": [following]}))
@@ -91,13 +96,13 @@ def _beside(sources: list[Path], arguments: Arguments) -> int:
     return 0
 
 
-def _follow(folder: Path) -> None:
+def _follow(folder: Path, out: Path | None) -> None:
     """Draw the page while the run goes on, or until Ctrl-C."""
     from ahp.report.page import write
 
     try:
         while (status := judge_status(folder / "status.json")) is not None and status.state == "running":
-            write(folder, every_s=FOLLOW_S)
+            write(folder, out=out, every_s=FOLLOW_S)
             time.sleep(FOLLOW_S)
     except KeyboardInterrupt:
         return

@@ -23,11 +23,12 @@ Told = Callable[[Plan], Facts]
 """What makes the facts of a plan."""
 
 
-def write(source: str | Path, *, facts: Told = facts_of, every_s: int = 0) -> Path:
-    """Draw the page of a run's folder (``report.html`` in it) or of a plan (``plan.yaml`` -> ``plan.html`` beside it).
+def write(source: str | Path, *, out: Path | None = None, facts: Told = facts_of, every_s: int = 0) -> Path:
+    """Draw the page of a run's folder or of a plan.
 
     Args:
         source: a run's folder, or a plan.
+        out: the page; None = ``report.html`` in the run's folder, ``plan.html`` beside ``plan.yaml``.
         facts: what makes that of the plan which plan.yaml does not hold.
         every_s: seconds after which an open page loads itself again; 0 = never.
 
@@ -35,10 +36,12 @@ def write(source: str | Path, *, facts: Told = facts_of, every_s: int = 0) -> Pa
     """
     source = Path(source).expanduser()
     if source.is_dir():
-        return _save(source / "report.html", f"Run {source.name}", _of_run(RunFiles.read(source), facts), every_s)
+        return _save(
+            out or source / "report.html", f"Run {source.name}", _of_run(RunFiles.read(source), facts), every_s
+        )
     if not source.exists():
         raise BadInput(f"report = {str(source)!r}: neither a run's folder nor a plan")
-    return _save(source.with_suffix(".html"), f"Plan {source.name}", _of_plan(source, facts), 0)
+    return _save(out or source.with_suffix(".html"), f"Plan {source.name}", _of_plan(source, facts), 0)
 
 
 def write_compared(folders: Sequence[Path], out: Path) -> Path:
@@ -112,6 +115,7 @@ def _save(out: Path, title: str, sections: Sequence[str], every_s: int) -> Path:
         every_s=every_s,
         body="\n".join(sections),
     )
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_aside(out, text)
     return out
 

@@ -86,9 +86,11 @@ def objective_of(given: Objective | Mapping[str, Any] | str) -> Objective:
             continue
         raise bad_input(f"objective.{key}", value, f"the objective {found.name} does not read it", readers)
     if found.name == "cost" and found.price_per_device_hour is None:
-        raise bad_input("objective.price_per_device_hour", None, "cost needs the price of an hour of one device")
+        rule = "cost needs the price of an hour of one device; give --objective.price-per-device-hour 2.5"
+        raise bad_input("objective.price_per_device_hour", None, rule)
     if found.name == "fewest-devices" and found.target_tokens_per_s is None:
-        raise bad_input("objective.target_tokens_per_s", None, "fewest-devices needs the speed to reach")
+        rule = "fewest-devices needs the speed to reach; give --objective.target-tokens-per-s 20000"
+        raise bad_input("objective.target_tokens_per_s", None, rule)
     return found
 
 
