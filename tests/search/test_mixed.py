@@ -23,6 +23,7 @@ from ahp.schedule.registry import SCHEDULES
 from ahp.search.choices import ScheduleChoice, divisors
 from ahp.search.fastest import fastest
 from ahp.search.lost import one_lost
+from ahp.search.mixed import explain
 from ahp.search.mixed.balance import share
 from ahp.search.mixed.find import Budget, Finder, MixedOutcome, Queue
 from ahp.search.mixed.floors import Shapes
@@ -438,6 +439,13 @@ def test_a_layout_on_one_group_is_told_once() -> None:
     told = [plan.forecast for plan in ranking]
     assert all(one not in told[:at] for at, one in enumerate(told))
     assert ranking.best.parallelism.stages is None, "of the group alone"
+
+
+@pytest.mark.parametrize(("group", "spread"), [("a", False), (("a", "a"), False), (("a", "b"), True)])
+def test_all_stages_on_one_group_are_none_over_several(group: str | tuple[str, ...], spread: bool) -> None:
+    """With them the best of one group was said to be as fast as itself."""
+    stages = (StagePlace(group=group, layers=4),)
+    assert explain._is_spread(Parallelism(data_parallel_replicate_degree=2, stages=stages)) == spread
 
 
 def test_the_faster_device_gets_more() -> None:

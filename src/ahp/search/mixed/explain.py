@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from ahp.cluster.cells import link_between, place
 from ahp.cluster.model import Cluster
@@ -142,8 +142,14 @@ def against_spread(used: Problem, ranked: list[Pair], best: Forecast) -> Iterato
     if not ranked:
         yield f"{used.cluster.groups[0].name} alone: no layout over several groups was found that fits"
         return
-    layout, forecast = ranked[0]
-    yield (
-        f"{used.cluster.groups[0].name} alone: the best over several groups, {layout.short()}, is "
-        f"{reasons.slower_because(forecast, best)}"
-    )
+    spread = ((layout, forecast) for layout, forecast in ranked if _is_spread(layout))
+    for layout, forecast in islice(spread, 1):  # the fastest of all may have all its stages on one group
+        yield (
+            f"{used.cluster.groups[0].name} alone: the best over several groups, {layout.short()}, is "
+            f"{reasons.slower_because(forecast, best)}"
+        )
+
+
+def _is_spread(layout: Parallelism) -> bool:
+    replicas = layout.data_parallel_replicate_degree
+    return layout.stages is None or len({name for stage in layout.stages for name in stage.groups(replicas)}) > 1
