@@ -295,3 +295,11 @@ def test_the_garbage_collector_is_left_as_it_was() -> None:
     search(tiny(), "1x1xH100-SXM-80GB", JOB)
     assert gc.get_freeze_count() > 0, "somebody else's"
     gc.unfreeze()
+
+
+@pytest.mark.parametrize("degree", [{}, {"tensor_parallel_degree": 2}])
+def test_sequence_parallelism_can_be_fixed(degree: dict[str, int]) -> None:
+    asked = small(cluster="2xH100-SXM-80GB", constraints={"enable_sequence_parallel": True, **degree})
+    best = search(asked.graph, asked.cluster, asked.job, constraints=asked.constraints, engine=asked.engine).best
+    assert best.parallelism.enable_sequence_parallel
+    assert best.parallelism.tensor_parallel_degree == 2

@@ -246,6 +246,10 @@ class Problem:
             raise bad_input("parallelism.mesh_order", list(order), rule, [usual])
         if given.get("context_parallel_degree", 1) > 1:
             kept = (*kept, "context_parallel_method")
+        if given.get("enable_sequence_parallel"):
+            kept = (*kept, "tensor_parallel_degree")
+            some = next((degree for degree in (2, 3, 5, 7) if self.can_divide(degree, 1)), 2)
+            given = {"tensor_parallel_degree": some, **given}
         layout = self._sharing_experts({key: given[key] for key in (*kept, *degrees) if key in given})
         if reason := self.refused(layout) or self._refused_method():
             raise NotExpressible(reason)
