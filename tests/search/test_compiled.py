@@ -15,7 +15,7 @@ from ahp.engines.ahp import AhpEngine
 from ahp.engines.traits import Traits
 from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
 from ahp.plan import Forecast, Parallelism, Plan
-from ahp.search.compiled import _gain, blocks
+from ahp.search.compiled import _gain, compiling
 from ahp.search.fastest import fastest
 from ahp.search.feasible_space import legal_rows
 from ahp.search.problem import Problem
@@ -160,7 +160,7 @@ def test_engines_beside_ahps_own_decide_nothing() -> None:
     best = ranking_of(asked, keep=1).best
     assert best.engine.compile is False
     assert not any("eager blocks" in line for line in best.why)
-    assert blocks(with_compile(asked, False)).problem == with_compile(asked, False)
+    assert compiling(with_compile(asked, False)).problem == with_compile(asked, False)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from ahp.plan import Parallelism, Plan
 from ahp.search import explain, families
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.certificate import Certificate, certified
-from ahp.search.compiled import blocks, why_compiled, why_eager
+from ahp.search.compiled import compiling, why_compiled, why_eager
 from ahp.search.current import compared, today_of, with_candidate
 from ahp.search.exact import Outcome, Place
 from ahp.search.feasible_space import LegalRows, legal_rows
@@ -35,7 +35,7 @@ def ranking_with_any_kernels(
     asked: Problem, keep: int, current: Parallelism | Mapping[str, Any] | None, by: Method, tied: float = 0.0
 ) -> Ranking:
     """``ranking_by_speed``, with compiled blocks or with eager ones where that is left open."""
-    either = blocks(asked)
+    either = compiling(asked)
     if not either.problem.either_blocks:
         return _because(ranking_by_speed(either.problem, keep, current, by, tied), either.reason)
     compiled, eager = either.problem.compiled, either.problem.eager

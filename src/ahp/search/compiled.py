@@ -23,8 +23,8 @@ NOT_COUNTED = "the time to compile, once at the start, is not counted"
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """How blocks may run."""
+class Compiling:
+    """Whether blocks may be compiled."""
 
     problem: Problem
     """With the one way there is, or with ``either_blocks``."""
@@ -32,19 +32,19 @@ class Blocks:
     """Why there is one way only; nothing where the user or the engine leaves no choice."""
 
 
-def blocks(asked: Problem) -> Blocks:
+def compiling(asked: Problem) -> Compiling:
     """What to search of a problem that may leave open whether blocks are compiled."""
     if asked.engine.compile is not None:
-        return Blocks(asked)
+        return Compiling(asked)
     if asked.engine.name != "ahp":
-        return Blocks(asked.eager)
+        return Compiling(asked.eager)
     if any(is_cpu(group.device) for group in asked.cluster.groups):
-        return Blocks(asked.eager, ON_CPU)
+        return Compiling(asked.eager, ON_CPU)
     try:
         asked.compiled.check()
     except (BadInput, NotExpressible) as refusal:
-        return Blocks(asked.eager, f"eager blocks: {refusal}")
-    return Blocks(replace(asked, either_blocks=True))
+        return Compiling(asked.eager, f"eager blocks: {refusal}")
+    return Compiling(replace(asked, either_blocks=True))
 
 
 def why_compiled(best: Plan, asked: Problem) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Parallelism
-from ahp.search.compiled import blocks
+from ahp.search.compiled import compiling
 from ahp.search.mixed.over_groups import fastest_of_groups
 from ahp.search.one_group import Fastest, fastest_on_one_group
 from ahp.search.problem import Problem
@@ -18,7 +18,7 @@ def fastest(
     ``ceiling_s``: layouts that take as long are not wanted, which makes the search short where there is none below it. ``like``: one that is the
     best of nearly the same problem; on a mixed cluster, where searches are long, the search is then a brief one. ``slack``: share of its time by which another may be faster; on one kind of device.
     """
-    used = blocks(asked).problem
+    used = compiling(asked).problem
     return (
         _over_groups(used, ceiling_s, like) if asked.cluster.is_mixed else fastest_on_one_group(used, ceiling_s, slack)
     )
