@@ -300,7 +300,7 @@ def test_report_says_how_far_a_run_came_and_whether_it_lives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a run that was killed it said ``running`` for ever."""
-    monkeypatch.setattr("ahp.report.page.write", lambda source: source / "report.html")
+    monkeypatch.setattr("ahp.report.page.write", lambda source, out: source / "report.html")
     Plan().save(tmp_path / "plan.yaml")
     who = {"pid": 1, "host": "elsewhere", "heartbeat": "2026-01-01T00:00:00+00:00"}
     status = {"state": "running", "step": 7, "cause": None, "exit_code": None}
