@@ -17,6 +17,7 @@ FLOORS: list[set[str]] = [
         "cache",
         "divisors",
         "errors",
+        "frozen_objects",
         "optional",
         "run_files",
         "run_history",

@@ -10,6 +10,8 @@ from __future__ import annotations
 import gc
 from typing import Self
 
+from ahp.frozen_objects import has_frozen
+
 EVERY_STEPS = 50
 """As torchtitan's ``gc_freq`` (torchtitan/config/job_config.py): a step leaves few objects in cycles, and their tensors are kept until then."""
 
@@ -26,7 +28,7 @@ class GarbageCollection:
         self.steers = self.began = False
 
     def __enter__(self) -> Self:
-        self.steers = gc.isenabled() and not gc.get_freeze_count()
+        self.steers = gc.isenabled() and not has_frozen()
         if self.steers:
             gc.disable()
         return self
