@@ -116,7 +116,7 @@ def test_other_code_or_another_release_traces_again(traced: list[Any], monkeypat
         kept.analyze(KEYS, JOB)
         kept.analyze("tiny", JOB.model_copy(update={"sequence_length": 1024}))
     with monkeypatch.context() as changed:
-        changed.setattr(kept, "_libraries", lambda: {"torch": "2.12", "transformers": "5.24"})
+        changed.setattr(kept, "_libraries", lambda: {"torch": "2.0", "transformers": "5.24"})
         kept.analyze(KEYS, JOB)
     assert traced == [KEYS, KEYS, "tiny", KEYS]
 
