@@ -110,7 +110,9 @@ class _EagerRows:
     @classmethod
     def of(cls, asked: Problem, space: Space, found: Outcome) -> _EagerRows:
         """``asked``: with ``either_blocks``, as were the bounds. Rows whose bound is above the fastest are slower whatever their blocks are."""
-        best_s = found.fitting[0][1].step_time_s if found.fitting else float("inf")
+        if not found.fitting:  # a search for eager blocks alone follows
+            return cls()
+        best_s = found.fitting[0][1].step_time_s
         priced = (place for place, _ in (*found.fitting, *found.misfits, *found.refused))
         rows = [(block, row) for block, row in priced if found.opened[block][row] < best_s]
         rivals = {place: asked.faster_eager(space.layout(*place)) for place in rows}
