@@ -32,13 +32,15 @@ SIDES: tuple[Side, ...] = ("ahp", "plain", "trainer")
 
 SIZES: dict[str, dict[str, Any]] = {
     # Widths of Llama 3.2 1B and 3B, of Llama 3 8B and of Qwen3-30B-A3B (their config.json); as many layers as leave room for fp32
-    # states on 80 GB.
+    # states on 80 GB. All layers of Llama 3 8B have room only where adapters alone are trained.
     "1B": {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
            "num_hidden_layers": 16},
     "3B": {"model_type": "llama", "hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24, "num_key_value_heads": 8,
            "num_hidden_layers": 12},
     "8B": {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
            "num_hidden_layers": 6},
+    "8B-whole": {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+                 "num_key_value_heads": 8, "num_hidden_layers": 32},
     "30B-A3B": {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
                 "num_experts_per_tok": 8, "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 4, "num_hidden_layers": 3},
     "smoke": {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -52,6 +54,11 @@ VARIANTS = {
     "chunked-loss": Variant(loss_chunk_tokens=2048),
     "compile-recompute": Variant(compile=True, activation_checkpoint="full"),
     "fp8": Variant(compile=True, precision="fp8"),
+    "selective": Variant(activation_checkpoint="selective"),
+    "compile-selective": Variant(compile=True, activation_checkpoint="selective"),
+    "8-bit-moments": Variant(optimizer="adamw8bit"),
+    "lora": Variant(activation_checkpoint="full", lora_rank=16),
+    "compile-lora": Variant(compile=True, activation_checkpoint="full", lora_rank=16),
 }
 TOLERANCE = {"fp32": 1.0e-4, "bf16": 1.0e-2, "fp8": 2.0e-2}
 """Largest relative difference of the losses of the first steps (as benchmarks/side_by_side.py; fp8 as ahp verify)."""

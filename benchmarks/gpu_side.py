@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -27,9 +28,12 @@ class Variant:
     """What a row asks for; AHP's words for it."""
 
     compile: bool = False
-    activation_checkpoint: Literal["none", "full"] = "none"
+    activation_checkpoint: Literal["none", "selective", "full"] = "none"
     loss_chunk_tokens: int | None = None
     precision: Literal["bf16", "fp8"] = "bf16"
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    lora_rank: int | None = None
+    """Of adapters of every linear layer of the blocks; None: all weights are trained."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,9 @@ class Case:
             "global_batch_size": self.batch_size,
             "steps": WARMUP + self.steps,
             "precision": self.variant.precision,
+            "lora": None if self.variant.lora_rank is None else {"r": self.variant.lora_rank, "target_modules": "all-linear"},
             "optimizer": {
-                "name": "adamw", "learning_rate": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY,
+                "name": self.variant.optimizer, "learning_rate": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY,
                 "warmup_steps": 0, "schedule": "constant", "grad_clip": GRAD_CLIP,
             },
         }  # fmt: skip
@@ -110,12 +115,19 @@ def ahp_step(case: Case) -> Callable[[torch.Tensor], float]:
 
 def plain_step(case: Case) -> Callable[[torch.Tensor], float]:
     """fp32 weights under autocast, blocks compiled one by one, torch's checkpoint, fused AdamW. Of chunked loss and 8 bits: each chunk of
-    logits under checkpoint, as users write it, and torchao's conversion of the blocks' linear layers."""
+    logits under checkpoint, as users write it, and torchao's conversion of the blocks' linear layers and its AdamW. Of adapters: peft's, in
+    fp32 beside weights in bf16."""
     import torch
     import torch.nn.functional as F
     from torch.utils.checkpoint import checkpoint
 
     model, variant = case.build().to(case.device), case.variant
+    if variant.lora_rank is not None:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(
+            model.bfloat16(), LoraConfig(r=variant.lora_rank, target_modules="all-linear")
+        ).base_model.model
     if variant.precision == "fp8":
         from torchao.float8 import convert_to_float8_training
 
@@ -123,12 +135,13 @@ def plain_step(case: Case) -> Callable[[torch.Tensor], float]:
     for block in model.model.layers:
         if variant.compile:
             block.compile(dynamic=False)
-        if variant.activation_checkpoint == "full":
-            forward = block.forward
-            block.forward = lambda *args, run=forward, **kwargs: checkpoint(run, *args, use_reentrant=False, **kwargs)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
-    )
+        if variant.activation_checkpoint != "none":
+            run = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = (
+                partial(run, context_fn=_keep_products) if variant.activation_checkpoint == "selective" else run
+            )
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = _optimizer(variant.optimizer, trained)
 
     def chunk_loss(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(
@@ -150,12 +163,36 @@ def plain_step(case: Case) -> Callable[[torch.Tensor], float]:
                     loss = torch.stack([checkpoint(chunk_loss, *pair, use_reentrant=False) for pair in pairs]).sum()
             (loss / scored).backward()
             total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
+        torch.nn.utils.clip_grad_norm_(trained, GRAD_CLIP)
         optimizer.step()
         optimizer.zero_grad()
         return (total / scored).item()
 
     return step
+
+
+def _keep_products() -> Any:
+    """Products and fused attention are kept, the rest is run again: what AHP calls selective."""
+    import torch
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    aten = torch.ops.aten
+    kept = [aten.mm.default, aten._grouped_mm.default]
+    kept += [
+        getattr(aten, f"_scaled_dot_product_{kernel}_attention").default for kernel in ("cudnn", "efficient", "flash")
+    ]
+    return create_selective_checkpoint_contexts(kept)
+
+
+def _optimizer(name: str, trained: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    import torch
+
+    keys: dict[str, Any] = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+    if name == "adamw":
+        return torch.optim.AdamW(trained, fused=True, **keys)
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(trained, **keys)
 
 
 def timed(case: Case, step: Callable[[torch.Tensor], float]) -> dict[str, Any]:

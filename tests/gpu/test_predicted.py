@@ -26,13 +26,17 @@ JOB = {
 }  # fmt: skip
 WARMUP, STEPS = 2, 5
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "eager": ({"micro_batch_size": 4}, {}),
-    "compiled": ({"micro_batch_size": 4}, {"compile": True}),
-    "recompute": ({"micro_batch_size": 8, "activation_checkpoint": "full"}, {}),
-    "chunks": ({"micro_batch_size": 8}, {"loss_chunk_tokens": 1024}),
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "eager": ({"micro_batch_size": 4}, {}, {}),
+    "compiled": ({"micro_batch_size": 4}, {"compile": True}, {}),
+    "recompute": ({"micro_batch_size": 8, "activation_checkpoint": "full"}, {}, {}),
+    "selective": ({"micro_batch_size": 8, "activation_checkpoint": "selective"}, {}, {}),
+    "chunks": ({"micro_batch_size": 8}, {"loss_chunk_tokens": 1024}, {}),
+    "adapters": ({"micro_batch_size": 8, "activation_checkpoint": "full"}, {}, {"lora": {"r": 8}}),
+    "8 bits": ({"micro_batch_size": 4}, {}, {"optimizer": {"name": "adamw8bit", "warmup_steps": 1}}),
 }
-"""Layout and engine."""
+"""Layout, engine and what the job has of its own."""
+LIBRARY = {"adapters": "peft", "8 bits": "torchao"}
 
 
 def rows(step: int) -> dict[str, torch.Tensor]:
@@ -41,9 +45,9 @@ def rows(step: int) -> dict[str, torch.Tensor]:
 
 
 def predicted(case: str, cluster: Any) -> Any:
-    layout, engine = CASES[case]
+    layout, engine, own = CASES[case]
     return ahp.simulate(
-        model=MODEL, cluster=cluster, job=ahp.Job.model_validate(JOB), parallelism=layout, engine={"name": "ahp", **engine}
+        model=MODEL, cluster=cluster, job=ahp.Job.model_validate(JOB | own), parallelism=layout, engine={"name": "ahp", **engine}
     )  # fmt: skip
 
 
@@ -62,11 +66,12 @@ def this_machine() -> Any:
 def test_allocated_memory_is_within_the_forecasts_band(case: str, alone: torch.device, this_machine: Any) -> None:
     from ahp.graph.models import build_model
 
+    if case in LIBRARY:
+        pytest.importorskip(LIBRARY[case])
     forecast = predicted(case, this_machine)
-    layout, engine = CASES[case]
-    parallel = parallelize(
-        build_model(MODEL, device="meta"), {"job": JOB, "parallelism": layout, "engine": engine}, device=alone
-    )
+    layout, engine, own = CASES[case]
+    plan = {"job": JOB | own, "parallelism": layout, "engine": engine}
+    parallel = parallelize(build_model(MODEL, device="meta"), plan, device=alone)
     times_s = []
     for step in range(WARMUP + STEPS):
         if step == WARMUP:

@@ -174,7 +174,31 @@ def test_only_what_is_trained_has_a_copy_in_fp32(pool: Pool, layout: str) -> Non
         assert found == {True: {torch.float32}, False: {torch.bfloat16}}
 
 
-@pytest.mark.parametrize("layout", cases(["zero3", "tp", "1f1b"], wide=["zero3", "1f1b"]))
+def copied(rank: int, world: int, layout: dict[str, Any], engine: dict[str, Any]) -> tuple[dict[str, Any], set[bool]]:
+    """Two steps' losses and norms, and of the weights that FSDP makes copies of, whether they are trained."""
+    from torch.distributed.tensor import DTensor
+
+    from ahp.runtime.parallel import parallelize
+
+    job = {**JOB, "precision": "bf16", "lora": lora("llama")}
+    parallel = parallelize(MODELS["llama"](), {"job": job, "parallelism": layout, "engine": engine})
+    return steps_of(parallel, range(2)), {
+        p.requires_grad for p in parallel.parameters.values() if isinstance(p, DTensor)
+    }
+
+
+@pytest.mark.parametrize("engine", [{}, {"loss_chunk_tokens": 8}], ids=["eager", "chunks"])
+def test_frozen_weights_have_no_copy_where_no_ranks_share_them(pool: Pool, engine: dict[str, Any]) -> None:
+    alone, replicated, sharded = (
+        pool.run(copied, world_size(LAYOUTS[layout]), LAYOUTS[layout], engine) for layout in ("one", "zero0", "zero3")
+    )
+    assert [which for _, which in (alone[0], replicated[0], sharded[0])] == [{True}, {True}, {True, False}]
+    for found, _ in (*replicated, *sharded):
+        assert found["losses"] == pytest.approx(alone[0][0]["losses"], rel=test_bf16.FIRST)
+        assert found["norms"] == pytest.approx(alone[0][0]["norms"], rel=test_bf16.FIRST)
+
+
+@pytest.mark.parametrize("layout", cases(["zero3", "tp", "1f1b", "zero0"], wide=["zero3", "1f1b"]))
 def test_layouts_in_bf16_stay_within_rounding(pool: Pool, layout: str) -> None:
     parallelism = {**LAYOUTS[layout], "micro_batch_size": test_bf16.MICRO}
     optimizer = {**JOB["optimizer"], "learning_rate": test_bf16.RATE}

@@ -55,6 +55,7 @@ from ahp.forecast.states import Shards, state_bytes, unit_bytes, visiting_bytes
 from ahp.forecast.trained import on_graph
 from ahp.forecast.turns import share, turns
 from ahp.forecast.units import UnitPricer, Units
+from ahp.forecast.update_bytes import update_bytes
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism
@@ -67,13 +68,6 @@ LOSS_AND_NORM_BYTES = 16
 
 TIED_BYTES = 4
 """Bytes of one gradient element that the first and the last stage sum, in fp32."""
-
-EIGHT_BIT_UPDATE_BYTES = 242
-"""Bytes moved per parameter by AdamW with moments in 8 bits, counted over the operators of runtime/optimizer/eight_bit.py: 21 to make numbers of the
-codes of each moment, 32 to take the gradient in, 66 to make codes again, 72 for the update, 30 to write all where the step is not left out."""
-
-CLIP_BYTES = 12
-"""Bytes moved per gradient element by clipping in fp32: one read for the norm, one read and write for the scale."""
 
 
 class _Shared(NamedTuple):
@@ -338,7 +332,8 @@ class Pricer:
 
     def update_s(self, parameters: float, traits: Traits) -> float:
         """Norm, clipping and AdamW of so many parameters on one device."""
-        return parameters * self.optimizer_bytes(traits) / self.unit_pricer.rates.bytes_per_s
+        moved = update_bytes(self.job, traits, on_cpu=is_cpu(self.nodes.device))
+        return parameters * moved / self.unit_pricer.rates.bytes_per_s
 
     def offload_s(self, parameters: float, traits: Traits) -> float:
         """States of so many parameters from host memory to one device and back, both ways added up. They go at the same
@@ -358,20 +353,6 @@ class Pricer:
         if device.host_bandwidth_bytes_per_s is None:
             rule = f"nothing says how fast a {device.name} reaches its host's memory; give device.host_bandwidth_bytes_per_s"
             raise bad_input("engine.offload_optimizer", True, rule, [False])
-
-    def optimizer_bytes(self, traits: Traits) -> float:
-        """Bytes moved for each parameter, trained or not, by norm, clipping and AdamW."""
-        # AdamW reads weight, gradient and states, and writes weight and states, in one kernel (fused=True).
-        states, in_8_bits = traits.states, self.job.optimizer.share_in_8_bits
-        moved = 2 * (states.master_weight_bytes + states.optimizer_bytes) + traits.gradients.element_bytes
-        if in_8_bits:
-            in_fp32 = 2 * (states.master_weight_bytes + 8) + traits.gradients.element_bytes
-            moved = in_8_bits * EIGHT_BIT_UPDATE_BYTES + (1 - in_8_bits) * in_fp32
-        # The copy that computes is made again, where no gather makes it.
-        if traits.states.compute_weight_bytes and traits.gather.forward == "never":
-            moved += traits.states.master_weight_bytes + traits.states.compute_weight_bytes
-        moved += CLIP_BYTES if self.job.optimizer.grad_clip is not None else CLIP_BYTES // 3
-        return moved * traits.states.trained_share
 
     def tied_s(self, parallelism: Parallelism, units: Units) -> float:
         """The gradient of weights that the first and the last stage share, summed over both."""

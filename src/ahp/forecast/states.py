@@ -208,10 +208,9 @@ def _gathered_bytes(outside: Figures, sent: Figures, block: Figures, of: Behavio
 
 
 def _gathered_element_bytes(of: Behaviour, shards: Shards) -> Figures:
-    is_copy = np.logical_or(
-        np.greater(shards.dense, 1), np.not_equal(of.states.compute_weight_bytes, of.states.master_weight_bytes)
-    )
-    return np.where(is_copy, of.states.compute_weight_bytes, 0.0)
+    """Alone, a rank has copies of the weights that are cast for each step: of those that it trains."""
+    cast = np.not_equal(of.states.compute_weight_bytes, of.states.master_weight_bytes) * of.states.trained_share
+    return np.where(np.greater(shards.dense, 1), 1.0, cast) * of.states.compute_weight_bytes
 
 
 def _reduce_buffer_bytes(weights: RankWeights, sent: Figures, block: Figures, of: Behaviour) -> Figures:
@@ -289,9 +288,11 @@ def visiting_bytes(weights: RankWeights, of: Behaviour, shards: Shards) -> Figur
 def cast_bytes(of: Behaviour, shards: Figures) -> Figures:
     """Bytes moved per weight element to make the compute copy: the shard cast, and the gathered buffer copied out."""
     computes, master = of.states.compute_weight_bytes, of.states.master_weight_bytes
-    read = of.states.trained_share * master + (1 - of.states.trained_share) * computes
-    cast = np.where(np.logical_and(computes, np.not_equal(computes, master)), (read + computes) / shards, 0.0)
-    return cast + np.where(np.greater(shards, 1), 2 * _weight_bytes(of), 0)
+    trained, several = of.states.trained_share, np.greater(shards, 1)
+    # FSDP copies the shards of frozen weights too, where ranks share them.
+    moved = trained * (master + computes) + np.where(several, (1 - trained) * 2 * computes, 0.0)
+    cast = np.where(np.logical_and(computes, np.not_equal(computes, master)), moved / shards, 0.0)
+    return cast + np.where(several, 2 * _weight_bytes(of), 0)
 
 
 UNALIKE_CAST, UNALIKE_SUM = 1.75, 1.2

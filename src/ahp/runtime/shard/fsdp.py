@@ -7,7 +7,7 @@ ZeRO stage   parameters              gradients of the micro-batches       optimi
 3            gathered at each use    reduce-scattered at each micro-batch  sharded
 
 Where nothing is sharded and nothing is cast (fp32), FSDP2 would only copy: then the gradients of the replicas are summed
-by ``replicas`` alone.
+by ``replicas`` alone. Weights of ``job.lora`` that are not trained are held as they compute: where nothing is sharded they are left out of it too.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Sharding:
         # Where nothing is sharded FSDP2 still casts, and its stages would sum over the replicas at every micro-batch.
         replicated, sharded = mesh.num_replicas > 1, mesh.shards[1] > 1
         self.zero_stage = zero_stage if sharded else 0
+        self.sharded = sharded
         dtype = COMPUTE_DTYPE[precision]
         self.policy = (
             MixedPrecisionPolicy()
@@ -77,9 +78,9 @@ class Sharding:
             if self.replicas is not None:
                 self.replicas.watch([*([head] if head else []), *reversed(blocks), root])
             return
-        ignored: set[nn.Parameter] = set()
+        ignored = set() if self.sharded else {weight for weight in root.parameters() if self._is_as_it_computes(weight)}
         if self._experts_are_alone():
-            ignored = {parameter for module in experts for parameter in module.parameters()}
+            ignored |= {parameter for module in experts for parameter in module.parameters()}
             experts = []
         for module in experts:
             self._shard_experts(module)
@@ -107,6 +108,10 @@ class Sharding:
             reduce_every_gradient(module, self.given, self.zeros)
             self.units.append(module)
         self.roots.append(root)
+
+    def _is_as_it_computes(self, weight: nn.Parameter) -> bool:
+        """Whether it is not trained and needs no cast."""
+        return not weight.requires_grad and weight.dtype is self.policy.param_dtype
 
     def _experts_are_alone(self) -> bool:
         """Whether each expert is on one rank and in its own precision: then FSDP2 would only copy its weights and gradients."""
