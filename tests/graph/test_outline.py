@@ -10,7 +10,7 @@ from ahp.errors import BadInput
 from ahp.graph.blocks import NoBlocks
 from ahp.graph.call import logits_of
 from ahp.graph.capture import Capture
-from ahp.graph.outline import outline
+from ahp.graph.outline import outline, why_uncuttable
 from tests.runtime.models import custom, gpt2, llama
 
 
@@ -41,6 +41,13 @@ def test_the_module_itself_counts_when_it_holds_a_table() -> None:
     assert found.before == ("tokens",)
     assert found.after == ("norm", "head", "")
     assert all(not p.grad and p.device.type == "cpu" for p in module.parameters())
+
+
+def uncuttable(module: nn.Module) -> str | None:
+    """As both ways to ask say."""
+    found = outline(module, batch_size=1, sequence_length=4).uncuttable
+    assert why_uncuttable(module, sequence_length=4) == found
+    return found
 
 
 class Tied(nn.Module):
@@ -84,8 +91,8 @@ class Between(Tied):
 
 
 def test_code_between_blocks_is_seen() -> None:
-    assert outline(Tied(), batch_size=1, sequence_length=4).uncuttable is None
-    assert "between blocks 0 and 1" in str(outline(Between(), batch_size=1, sequence_length=4).uncuttable)
+    assert uncuttable(Tied()) is None
+    assert "between blocks 0 and 1" in str(uncuttable(Between()))
 
 
 class InOrder(Tied):
@@ -113,7 +120,7 @@ class InOrder(Tied):
 )
 def test_blocks_that_do_not_run_once_each_in_their_order_are_seen(order: tuple[int, ...], words: str) -> None:
     """A cut at the first and the last of them would leave runs out: a curve of another model, or ranks that wait for each other."""
-    assert words in str(outline(InOrder(*order), batch_size=1, sequence_length=4).uncuttable)
+    assert words in str(uncuttable(InOrder(*order)))
 
 
 class Adds(nn.Module):
@@ -147,5 +154,5 @@ def test_trainable_inputs_beside_the_hidden_states_are_seen() -> None:
     same = outline(Skips(skip=False), batch_size=1, sequence_length=4)
     assert same.shares_inputs
     assert same.uncuttable is None
-    assert "skip connection" in str(outline(Skips(skip=True), batch_size=1, sequence_length=4).uncuttable)
+    assert "skip connection" in str(uncuttable(Skips(skip=True)))
     assert not outline(llama(), batch_size=1, sequence_length=4).shares_inputs

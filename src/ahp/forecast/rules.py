@@ -48,6 +48,7 @@ def illegal(
         return str(error)
     return (
         refused
+        or between_blocks(graph.uncuttable, parallelism, engine)
         or _cluster(cluster, job, parallelism)
         or batch(job, parallelism)
         or _divided(graph, job, parallelism, engine)
@@ -57,6 +58,24 @@ def illegal(
         or _stages(graph, job, parallelism, engine)
         or _schedule(job, parallelism, engine)
     )
+
+
+def between_blocks(uncuttable: str | None, parallelism: Parallelism, engine: EngineChoice) -> str | None:
+    """What ahp's own runtime cannot do with a model that it cannot cut between its blocks; ``uncuttable``: why that is so, or None."""
+    if uncuttable is None or engine.name != "ahp":
+        return None
+    if parallelism.num_stages > 1:
+        rule, degree = f"{uncuttable}, so it cannot be cut into stages", parallelism.pipeline_parallel_degree
+        return _broken("pipeline_parallel_degree", degree, rule, [1])
+    if parallelism.context_parallel_degree > 1:
+        rule, degree = f"{uncuttable}, which would meet a part of the sequence", parallelism.context_parallel_degree
+        return _broken("context_parallel_degree", degree, rule, [1])
+    if parallelism.enable_sequence_parallel and any(tensor > 1 for _, tensor in parallelism.widths):
+        rule = f"{uncuttable}, which would meet a part of the sequence"
+        return _broken("enable_sequence_parallel", True, rule, [False])
+    if engine.loss_chunk_tokens is not None:
+        return f"engine.loss_chunk_tokens = {engine.loss_chunk_tokens}: {uncuttable} (valid: null)"
+    return None
 
 
 def _divided(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:

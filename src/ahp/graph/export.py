@@ -9,10 +9,10 @@ from typing import Any
 from ahp.errors import bad_input
 from ahp.graph.operators import ModelGraph, Operator, Parameter, Segment, TensorSpec
 
-GRAPH_SCHEMA_VERSION = 3
+GRAPH_SCHEMA_VERSION = 4
 
 PLAIN_FIELDS = ("name", "model", "micro_batch_size", "sequence_length", "dtype", "layers", "tied", "config",
-                "document_mask", "lora")  # fmt: skip
+                "document_mask", "lora", "uncuttable")  # fmt: skip
 """Fields of a ModelGraph that are JSON already."""
 
 PHASE_COLOURS = {"forward": "#dbe9f6", "backward": "#fbe3d4"}

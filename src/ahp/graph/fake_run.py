@@ -55,7 +55,7 @@ def fake_run(subject: Subject, batch: int, sequence: int) -> FakeRun:
     run = FakeRun([])
     with ExitStack() as stack:
         stack.enter_context(in_training(subject.module))
-        stack.enter_context(_others_pass_on(subject))
+        stack.enter_context(others_pass_on(subject.blocks, subject.kept))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(as_on_data(document_mask=subject.documents is not None))
         parameters, buffers = _without_data(subject)
@@ -116,22 +116,22 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 @contextmanager
-def _others_pass_on(subject: Subject) -> Iterator[None]:
-    """Replace the blocks that are not kept, and put them back."""
-    if subject.blocks is None:
+def others_pass_on(found: BlockList | None, kept: frozenset[int]) -> Iterator[None]:
+    """Replace the blocks but those at the positions ``kept``, and put them back."""
+    if found is None:
         yield
         return
-    blocks = subject.blocks.blocks
+    blocks = found.blocks
     originals = list(blocks)
     answer: list[Any] = [None]
 
     def remember(module: nn.Module, args: Any, output: Any) -> None:
         answer[0] = output
 
-    handles = [originals[i].register_forward_hook(remember) for i in subject.kept]
+    handles = [originals[i].register_forward_hook(remember) for i in kept]
     try:
         for position, block in enumerate(originals):
-            if position not in subject.kept:
+            if position not in kept:
                 blocks[position] = _Passing(block, answer)
         yield
     finally:

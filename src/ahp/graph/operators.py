@@ -132,6 +132,9 @@ class ModelGraph:
     """Whether attention is masked between the documents of a sequence: then its kernel computes the whole square of scores."""
     lora: dict[str, Any] | None = None
     """The keys of ``job.lora`` whose adapters the graph has, None where all weights are trained."""
+    uncuttable: str | None = None
+    """Why ``ahp``'s runtime cannot cut the model between its blocks, None where it can: it runs them several times, or hands on more than
+    hidden states."""
     larger: ModelGraph | None = field(default=None, repr=False, compare=False)
     """The same model traced with one more sequence: two points fix what grows with the micro-batch. It has a ``larger``
     of its own when this graph runs other operators than they do, or was made from them by ``at``. None: no law holds, ``at``

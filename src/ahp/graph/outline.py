@@ -18,6 +18,7 @@ from ahp.graph.call import Documents, call_model, logits_of
 from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves
 from ahp.graph.experts import Watch
 from ahp.graph.fake_mode import as_on_data
+from ahp.graph.fake_run import others_pass_on
 from ahp.graph.torch_compat import FakeTensorMode, pytree
 
 
@@ -75,18 +76,47 @@ def outline(
         fake = fake_copy(module, dtype)
     found = find_blocks(fake)
     record = _Record(fake, found.path, found.kinds())
+    return record.outline(_run(record, mode, batch_size, sequence_length, documents), mode)
+
+
+def _run(
+    record: _Record, mode: Any, batch_size: int, sequence_length: int, documents: Documents | None
+) -> torch.Tensor:
+    """The logits of what is recorded."""
     with as_on_data(document_mask=documents is not None), mode, torch.enable_grad():
         input_ids = torch.zeros((batch_size, sequence_length), dtype=torch.int64)
         position_ids = torch.zeros_like(input_ids) if documents else None
         try:
-            logits = logits_of(call_model(fake, input_ids, position_ids, documents))
+            return logits_of(call_model(record.fake, input_ids, position_ids, documents))
         except (_NoHidden, BadInput):
             raise
         except Exception as error:
             raise BadInput(
-                f"model = {type(module).__name__}: its forward(input_ids) fails on fake tensors: {error}"
+                f"model = {type(record.fake).__name__}: its forward(input_ids) fails on fake tensors: {error}"
             ) from error
-    return record.outline(logits, mode)
+
+
+def why_uncuttable(module: nn.Module, *, sequence_length: int, documents: Documents | None = None) -> str | None:
+    """``Outline.uncuttable``, sooner where there are many layers: the first block of each kind and the last run, and if the model does not run
+    so, all. Raises BadInput as ``outline`` does."""
+    kinds = find_blocks(module).kinds()
+    first = {kinds.index(kind) for kind in range(max(kinds) + 1)}
+    try:
+        return _why_uncuttable(module, frozenset({*first, len(kinds) - 1}), sequence_length, documents)
+    except BadInput:
+        return _why_uncuttable(module, frozenset(range(len(kinds))), sequence_length, documents)
+
+
+def _why_uncuttable(
+    module: nn.Module, kept: frozenset[int], sequence_length: int, documents: Documents | None
+) -> str | None:
+    mode = FakeTensorMode()
+    with mode:
+        fake = fake_copy(module)
+    found = find_blocks(fake)
+    with others_pass_on(found, kept):
+        record = _Record(fake, found.path, found.kinds())
+        return record.why_uncuttable(_run(record, mode, 1, sequence_length, documents))
 
 
 def fake_copy(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
@@ -168,12 +198,19 @@ class _Record:
         self.last_output = hidden
         self.outputs.append(hidden)
 
-    def outline(self, logits: torch.Tensor, mode: FakeTensorMode) -> Outline:
+    def _before(self) -> list[Any]:
         if self.first_block_at is None:
             raise BadInput(
                 f"model = {type(self.fake).__name__}: its forward never calls the blocks in {self.blocks_path!r}"
             )
-        before, after = self.ran[: self.first_block_at], self.ran[self.first_block_at :]
+        return self.ran[: self.first_block_at]
+
+    def why_uncuttable(self, logits: torch.Tensor) -> str | None:
+        before = self._before()
+        return self._runs_otherwise() or self.uncuttable or self._reads_earlier(before, logits)
+
+    def outline(self, logits: torch.Tensor, mode: FakeTensorMode) -> Outline:
+        before, after = self._before(), self.ran[self.first_block_at :]
         args, kwargs = next(iter(self.calls.values()))
         hidden = block_input(args, kwargs)
         return Outline(
@@ -187,7 +224,7 @@ class _Record:
             logits=TensorLike.of(logits),
             block_output=self.block_output,
             shares_inputs=bool(self.shared),
-            uncuttable=self._runs_otherwise() or self.uncuttable or self._reads_earlier(before, logits),
+            uncuttable=self.why_uncuttable(logits),
             experts=self.experts.found(),
             captures=tuple(self._capture(kind, mode) for kind in range(max(self.kinds) + 1)),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ahp.graph.growth import grows_alike
 from ahp.graph.lora import adapted_copy, with_adapters
 from ahp.graph.models import ATTENTION, build_model, describe, is_masked, plain
 from ahp.graph.operators import ModelGraph, Operator, Parameter, Segment
+from ahp.graph.outline import why_uncuttable
 from ahp.graph.positions import warn_of_longer
 from ahp.graph.record import Recorded
 from ahp.job import Job
@@ -116,7 +118,17 @@ class _Tracer:
             config=_facts(self._module, run.vocab_size),
             document_mask=self._job.document_mask,
             lora=None if self._job.lora is None else self._job.lora.model_dump(mode="json"),
+            uncuttable=self._uncuttable,
         )
+
+    @cached_property
+    def _uncuttable(self) -> str | None:
+        if self._blocks is None:
+            return None
+        try:
+            return why_uncuttable(self._module, sequence_length=self._job.sequence_length, documents=self._documents)
+        except BadInput:  # what the runtime says of such a model is of more than its cuts
+            return None
 
     def _run(self, micro_batch_size: int) -> FakeRun:
         """Run with one block of each kind; with all of them if the model does not run so."""

@@ -84,19 +84,14 @@ def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | N
             raise BadInput(reason)
     _refuse_for_fsdp2(module, blocks, plan)
     if plan.engine.loss_chunk_tokens is not None:
-        _refuse_chunks(plan.engine.loss_chunk_tokens, found)
+        _refuse_chunks(plan.engine.loss_chunk_tokens, blocks)
     check_experts(module, found, p.expert_parallel_degree)
     if p.has_unlike_widths and ((found and found.experts) or balance_of(module) is not None):
         raise BadInput(rules.EXPERTS_OF_UNLIKE_WIDTHS)
     if plan.job.precision == "fp8":
         check_linear(blocks)
-    is_split = p.enable_sequence_parallel and any(tensor > 1 for _, tensor in p.widths)
-    if found and is_split and found.uncuttable is not None:
-        rule = f"{found.uncuttable}, which would meet a part of the sequence"
-        raise bad_input("enable_sequence_parallel", True, rule, [False])
-    if found and p.num_stages > 1 and found.uncuttable is not None:
-        rule = f"{found.uncuttable}, so it cannot be cut into stages"
-        raise bad_input("pipeline_parallel_degree", p.pipeline_parallel_degree, rule, [1])
+    if found and (reason := rules.between_blocks(found.uncuttable, p, plan.engine)):
+        raise BadInput(reason)
 
 
 def refuse_what_stays_outside(plan: Plan, sliced: ModelSlicing | None, method: ContextMethod | None) -> None:
@@ -118,15 +113,11 @@ def refuse_what_stays_outside(plan: Plan, sliced: ModelSlicing | None, method: C
     )
 
 
-def _refuse_chunks(tokens: int, found: Outline | None) -> None:
-    """The logits of some tokens alone need a model whose blocks end before them."""
-    reason = (
-        "the model has no blocks, and what follows them is what it computes in chunks"
-        if found is None
-        else found.uncuttable
-    )
-    if reason is not None:
-        raise BadInput(f"engine.loss_chunk_tokens = {tokens}: {reason} (valid: null)")
+def _refuse_chunks(tokens: int, blocks: BlockList | None) -> None:
+    """The logits of some tokens alone need a model with blocks that end before them."""
+    if blocks is None:
+        rule = "the model has no blocks, and what follows them is what it computes in chunks"
+        raise BadInput(f"engine.loss_chunk_tokens = {tokens}: {rule} (valid: null)")
 
 
 def _refuse_for_fsdp2(module: nn.Module, blocks: BlockList | None, plan: Plan) -> None:

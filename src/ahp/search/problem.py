@@ -192,8 +192,9 @@ class Problem:
         )
 
     def refused(self, parallelism: Parallelism) -> str | None:
-        """Why the engine cannot express a layout, or None."""
-        return get(self.engine.name).refuses(self.job, parallelism, self.engine)
+        """Why the engine cannot express a layout, or cannot run the model so; or None."""
+        refused = get(self.engine.name).refuses(self.job, parallelism, self.engine)
+        return refused or rules.between_blocks(self.graph.uncuttable, parallelism, self.engine)
 
     def untold(self, parallelism: Parallelism) -> str | None:
         """Why no file of the engine's program can say a layout that it would run; None where one can, or where the user has fixed

@@ -37,10 +37,6 @@ class SequenceSharding:
     def __init__(self, module: nn.Module, found: Outline, plan: Plan, mesh: Mesh, documents: Documents | None) -> None:
         """``found``: the model's outline for sequences of the job's length; ``documents``: as it was called for that."""
         degree = plan.parallelism.context_parallel_degree
-        if found.uncuttable is not None:
-            raise bad_input(
-                "context_parallel_degree", degree, f"{found.uncuttable}, which would meet a part of it", [1]
-            )
         self.found = found
         try:
             self.parts = _parts_of_kinds(module, found, plan.job, documents)
