@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ahp.engines import host
+from ahp.engines import fsdp2, host
 from ahp.engines.engine import Engine
 from ahp.engines.support import Support
 from ahp.engines.traits import GatherTraits, GradientTraits, HostTraits, KernelTraits, ReduceTraits, StateTraits, Traits
@@ -86,6 +86,10 @@ class AccelerateEngine(Engine):
                 attention=None if choice.compile else "flash1",
                 fused_loss=True,
             ),
-            host=HostTraits(operators_per_unit=0, launches_per_operator=host.value("eager_launches")),
+            host=HostTraits(
+                operators_per_unit=0,
+                launches_per_operator=host.value("eager_launches"),
+                checkpoint=None if choice.compile else fsdp2.eager_checkpoint(),
+            ),
             source="accelerate 16cb6eb: utils/dataclasses.py FullyShardedDataParallelPlugin; FSDP and DistributedDataParallel of torch",
         )

@@ -168,7 +168,11 @@ class AhpEngine(Engine):
                 loss_chunk_tokens=choice.loss_chunk_tokens,
                 recent_cudnn=True,  # torch 2.11, the oldest that the runtime takes, brings cuDNN 9.19
             ),
-            host=HostTraits(operators_per_unit=host_operators, launches_per_operator=host.value("eager_launches")),
+            host=HostTraits(
+                operators_per_unit=host_operators,
+                launches_per_operator=host.value("eager_launches"),
+                checkpoint=None if fuses else fsdp2.eager_checkpoint(),
+            ),
             fp8=FUSED_TORCHAO_FP8 if fuses else EAGER_TORCHAO_FP8,
             source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",
         )

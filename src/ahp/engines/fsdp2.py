@@ -1,8 +1,9 @@
-"""What engines have in common that shard weights by torch's FSDP2."""
+"""What engines have in common that shard weights by torch's FSDP2, and recompute by its checkpoint."""
 
 from __future__ import annotations
 
-from ahp.engines.traits import GatherTraits
+from ahp.engines import host
+from ahp.engines.traits import CheckpointHost, GatherTraits
 
 
 def gathers(zero: int, *, pipelined: bool) -> GatherTraits:
@@ -17,4 +18,12 @@ def gathers(zero: int, *, pipelined: bool) -> GatherTraits:
         backward="per_micro_batch" if zero == 3 else "never",
         keeps_weights=zero < 3 or pipelined,
         ends_apart=True,
+    )
+
+
+def eager_checkpoint() -> CheckpointHost:
+    """Of blocks whose operators run one by one."""
+    return CheckpointHost(
+        full=(host.value("full_forward"), host.value("full_again")),
+        selective=(host.value("selective_forward"), host.value("selective_again")),
     )

@@ -127,6 +127,7 @@ class TorchtitanEngine(Engine):
             host=HostTraits(
                 operators_per_unit=casts if job.precision == "fp8" else 0,
                 launches_per_operator=host.value("eager_launches"),
+                checkpoint=None if choice.compile else fsdp2.eager_checkpoint(),
             ),
             fp8=replace(recipe, gathers_in_8_bits=True),  # 0.2.2, models/llama3/infra/parallelize.py: tensorwise scales
             source="torchtitan b5bcd76: distributed/parallelize.py, FSDP2 of torch 2.13",

@@ -243,6 +243,16 @@ class KernelTraits(NamedTuple):
     """Tokens of which the logits, their loss and their gradient exist at a time; None = all of a micro-batch."""
 
 
+class CheckpointHost(NamedTuple):
+    """What torch's checkpoint of eager blocks asks of the host, over what the operators of a block's forward pass do. Each: beside these operators
+    while the block runs first, and in all while it runs again."""
+
+    full: tuple[float, float]
+    """Of blocks that are recomputed whole."""
+    selective: tuple[float, float]
+    """Of blocks of which Python sees every operator, to keep the results of some."""
+
+
 class HostTraits(NamedTuple):
     """What the host does."""
 
@@ -254,6 +264,8 @@ class HostTraits(NamedTuple):
     """Host time of one operator of the traced graph, over the device's ``kernel_launch_s``: autograd, Python and dispatch."""
     experts_operators: tuple[float, float] = (0.0, 0.0)
     """What a layer's experts take of it beside their operators, forward and backward, as a number of operators of a forward pass."""
+    checkpoint: CheckpointHost | None = None
+    """None: the operators that run again take as long as they did first, and no others are there."""
 
 
 @dataclass(frozen=True)

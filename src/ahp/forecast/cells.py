@@ -15,7 +15,14 @@ from ahp.forecast.cell_columns import ENDS, WHOLE
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.groups import shard_ranks
 from ahp.forecast.mixed import MixedPricer
-from ahp.forecast.segment import Recompute, recomputed, segment_again_s, segment_backward_s, segment_forward_s
+from ahp.forecast.segment import (
+    Recompute,
+    launched_beside,
+    recomputed,
+    segment_again_s,
+    segment_backward_s,
+    segment_forward_s,
+)
 from ahp.forecast.stage import StageCost
 from ahp.forecast.stage_memory import stage_weights
 from ahp.forecast.unit import Unit
@@ -107,8 +114,10 @@ class GroupCells:
     def _again_s(self, unit: Unit) -> float:
         data, device_s = self._data, segment_again_s(unit, self._recompute, self._data)
         if data.host_is_device:
-            return device_s
-        launches = recomputed(unit, self._recompute).launches * data.traits.host.launches_per_operator
+            return device_s + sum(launched_beside(unit, self._recompute, data.traits.host)) * data.operator_s
+        host = data.traits.host
+        beside = sum(launched_beside(unit, self._recompute, host))
+        launches = (recomputed(unit, self._recompute).launches + beside) * host.launches_per_operator
         return max(device_s, launches * data.operator_s)
 
 

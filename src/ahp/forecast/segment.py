@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ahp.engines.traits import HostTraits
 from ahp.forecast.compute import Work
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.overlap import shown_s
@@ -36,6 +37,16 @@ def recomputed(unit: Unit, recompute: Recompute) -> Work:
             return times.read
         case "full":
             return times.forward
+
+
+def launched_beside(unit: Unit, recompute: Recompute, host: HostTraits) -> tuple[float, float]:
+    """Operators of a forward pass that would take the host as long as what it does to recompute a block, beside the block's operators and those
+    that run again: while the block runs first, and in its backward pass."""
+    if recompute in ("none", "core") or host.checkpoint is None:
+        return 0.0, 0.0
+    first, again = host.checkpoint.full if recompute in OF_INPUT else host.checkpoint.selective
+    own = unit.times.forward.launches
+    return first * own, again * own - recomputed(unit, recompute).launches
 
 
 def sent_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[float, float]:

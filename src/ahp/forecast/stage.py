@@ -19,6 +19,7 @@ from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.segment import (
     OF_INPUT,
     Recompute,
+    launched_beside,
     recomputed,
     sent_again_s,
     tensor_backward_s,
@@ -133,9 +134,11 @@ def stage_costs(
     collectives, own = layers.sums["tensor_launches"], (table.layers + 1) * traits.host.operators_per_unit / 2
     of_inputs = layers.sums["input_gradient_launches"] + layers.again_launches() + collectives
     of_weights = layers.sums["weight_gradient_launches"]
-    _add_host(forward, layers.sums["forward_launches"] + collectives, own, data, layers.sums["stalled_launches"])
-    _add_host(backward, of_inputs + of_weights, own, data)
-    _add_host(input_gradient, of_inputs, own, data)
+    first, again = layers.launched_beside()
+    stalled = layers.sums["stalled_launches"]
+    _add_host(forward, layers.sums["forward_launches"] + collectives, own, data, beside=first, stalled=stalled)
+    _add_host(backward, of_inputs + of_weights, own, data, beside=again)
+    _add_host(input_gradient, of_inputs, own, data, beside=again)
     _add_host(weight_gradient, of_weights, 0.0, data)
     last_weight_gradient = _beyond_host(last_backward, data, input_gradient, weight_gradient)
     first_forward = _beyond_host(first_forward, data, forward)
@@ -225,6 +228,12 @@ class _Layers:
         """[1, R, S] Operators that the host launches a second time."""
         return self._again(lambda u, kind: recomputed(u, kind).launches)
 
+    def launched_beside(self) -> tuple[Floats, Floats]:
+        """[1, R, S] What the host does beside that to recompute layers, forward and backward, as a number of operators."""
+        host = self.data.traits.host
+        first, again = (self._again(lambda u, kind, at=at: launched_beside(u, kind, host)[at]) for at in (0, 1))
+        return first, again
+
     def windows_forward_s(self) -> Floats:
         """[S, L] Of each layer, seconds that collectives of weights may hide behind."""
         return self.table.of_layers(np.array([*map(window_forward_s, self.units.blocks)], dtype=float))
@@ -257,14 +266,16 @@ def _sum(parts: Iterable[Floats]) -> Floats:
 
 
 def _add_host(
-    parts: Parts, launches: Floats, own_launches: Floats | float, data: DataParallel, stalled: Floats | float = 0.0
-) -> None:
+    parts: Parts, launches: Floats, own_launches: Floats | float, data: DataParallel, *,
+    beside: Floats | float = 0.0, stalled: Floats | float = 0.0,
+) -> None:  # fmt: skip
     """Time that the device waits for the host. On a CPU the operators hold their own launch, the engine's is added;
-    a GPU waits where all launches of a pass take longer than what they launch, and while ``stalled`` ones of them are prepared."""
+    a GPU waits where all launches of a pass take longer than what they launch, and while ``stalled`` ones of them are prepared.
+    ``beside``: what recompute does, in operators of the model."""
     if data.host_is_device:
-        parts["host"] = np.asarray(own_launches * data.operator_s).reshape(1, 1, -1)
+        parts["host"] = np.reshape(own_launches, (1, 1, -1)) * data.operator_s + beside * data.operator_s
         return
-    host_s = (launches * data.traits.host.launches_per_operator + own_launches) * data.operator_s
+    host_s = ((launches + beside) * data.traits.host.launches_per_operator + own_launches) * data.operator_s
     stalled_s = stalled * data.traits.host.launches_per_operator * data.operator_s
     parts["host"] = np.maximum(host_s - _sum(parts.values()), 0.0) + stalled_s
 
