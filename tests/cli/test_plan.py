@@ -177,6 +177,16 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(
     assert not Path("plan.yaml").exists()
 
 
+def test_plans_for_another_machine_are_not_searched_to_be_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ahp.cli.plan.find", lambda *asked: pytest.fail("searched for nothing"))
+    monkeypatch.setattr("ahp.runtime.ranks.device.num_gpus", lambda: 1)
+    assert main(["plan", "tiny", "1x4xH100-SXM-80GB", "--measure", "2"]) == 4
+    told = "--measure = 2: plans are measured on this machine, which has 1 GPU, and the cluster has 4 of H100-SXM-80GB;"
+    assert told in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_explain_shows_bars_and_what_would_move_it(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()

@@ -28,7 +28,7 @@ from rich.console import Console, Group
 from ahp.cli.following import RUNS, after, default_data_words, show_next
 from ahp.cli.layout_words import layout_of
 from ahp.cli.overrides import refuse_unknown, split_overrides
-from ahp.cli.plan_measured import by_measurement
+from ahp.cli.plan_measured import by_measurement, require_here
 from ahp.cli.planning_job import given_job, precision_for, with_batch, with_sequence
 from ahp.cli.waiting import waiting
 from ahp.cli.writable import require_writable
@@ -118,10 +118,13 @@ def run(argv: list[str]) -> int:
                 raise bad_input(f"--{key}", given, "the exact search has none; add --method anneal or evolve")
     if arguments.measure and arguments.objective != "speed":
         raise bad_input("--measure", arguments.measure, "what is measured is speed; leave out --objective")
+    cluster = Cluster.resolve(arguments.cluster)
+    if arguments.measure:
+        require_here(cluster, arguments.measure)
     by = {"name": arguments.method, "budget": arguments.budget, "seed": arguments.seed}
     found = find(
         arguments.model,
-        Cluster.resolve(arguments.cluster),
+        cluster,
         overrides | {"objective.name": arguments.objective},
         arguments.top,
         by,

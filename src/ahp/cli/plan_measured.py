@@ -6,14 +6,30 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ahp.errors import HardwareMismatch
 from ahp.plan import Plan, Rejected
 from ahp.words import percent
 
 if TYPE_CHECKING:
+    from ahp.cluster.model import Cluster
     from ahp.runtime.check.measure import Measured
     from ahp.search.current import Current
     from ahp.search.problem import Problem
     from ahp.search.result import Ranking
+
+
+def require_here(cluster: Cluster, measure: int) -> None:
+    """Raises HardwareMismatch where plans for the cluster cannot be measured on this machine: before the search, which may take a while."""
+    from ahp.runtime.ranks.device import device_for, num_gpus
+
+    try:
+        device_for(Plan(cluster=cluster.plain()), cluster.num_devices)
+    except HardwareMismatch:
+        names, here = ", ".join(dict.fromkeys(group.device.name for group in cluster.groups)), num_gpus()
+        raise HardwareMismatch(
+            f"--measure = {measure}: plans are measured on this machine, which has {here} GPU{'s' * (here != 1)}, and the cluster has "
+            f"{cluster.num_devices} of {names}; leave it out, or plan for this machine: ahp plan MODEL local --measure {measure}"
+        ) from None
 
 
 def by_measurement(ranking: Ranking, results: Sequence[Measured], used: Problem) -> Ranking:
