@@ -29,6 +29,7 @@ from ahp.runtime.ranks.environment import ROUND
 from ahp.runtime.run import folder as module
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.same_job import check_same_job
+from ahp.runtime.run.trainer import Trainer
 
 
 @pytest.fixture
@@ -309,6 +310,16 @@ def test_the_same_step_again_replaces_the_old_one(folder: RunFolder) -> None:
     (aside / "other").write_bytes(b"new")
     folder.commit_checkpoint(10, {"job": {}, "model": "tiny", "crc32": {"other": 0}}, keep=3)
     assert set(folder.checkpoints()[0].meta()["files"]) == {"other"}
+
+
+def test_a_finished_run_that_was_killed_before_old_checkpoints_went_removes_them(folder: RunFolder) -> None:
+    plan = Plan(job=Job(steps=5))
+    for step in (2, 3, 4, 5):
+        write_checkpoint(folder, step, plan, keep=9)
+    folder.open_checkpoint(1)  # as one that was just being removed
+    folder.write_status(Status("done", 5, exit_code=0))
+    assert Trainer(plan, folder=folder, keep=2).run().already_done
+    assert sorted(path.name for path in folder.checkpoints_folder.iterdir()) == ["step-4", "step-5"]
 
 
 def test_another_layout_may_continue_another_job_may_not(folder: RunFolder) -> None:

@@ -340,12 +340,16 @@ class RunFolder:
         shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)
         flush(self.checkpoints_folder)
+        self.keep_newest(keep)
+        return Checkpoint(step, final)
+
+    def keep_newest(self, keep: int) -> None:
+        """Remove all but the newest complete checkpoints."""
         for old in self.checkpoints()[:-keep]:
             # Out of the count at once: of one that a kill left half removed nobody knew that it was to go.
             aside = self._empty_place_aside(old.step)
             old.path.rename(aside)
             shutil.rmtree(aside)
-        return Checkpoint(step, final)
 
     def discard_unfinished(self) -> None:
         """Remove whatever was being written, or removed, when a run stopped."""

@@ -324,6 +324,8 @@ class Trainer:
             kept.enter_context(self.stored.kept_up())
         finished = self.folder.finished(self.plan.job)
         if finished is not None:
+            self.folder.discard_unfinished()  # a kill after the last checkpoint left those that were to go
+            self.folder.keep_newest(self.often["keep"])
             return Outcome(self.folder.path, finished, already_done=True)
         history = run_history.starts(self.folder.history_file)
         if history and history[-1].ended is None:
