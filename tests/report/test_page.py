@@ -108,6 +108,16 @@ def test_damaged_files_neither_end_the_page_nor_write_into_it(run: Path) -> None
         assert words in text, words
 
 
+def test_a_start_that_nobody_wrote_the_end_of_is_shown_as_ended_where_the_run_is(run: Path) -> None:
+    begun = {"began": "2026-01-01T00:00:00+00:00", "plan": "dp2", "workers": 2, "first_step": 0}
+    (run / "starts.jsonl").write_text(f"{json.dumps(begun)}\n" * 2)
+    last = run_sections.RunFiles.read(run).starts[-1]
+    assert (last.why, last.last_step, last.ended) == ("disk <full>", 2, None)
+    (run / "status.json").write_text(json.dumps({"state": "running", "step": 2, "cause": None, "exit_code": None}))
+    last = run_sections.RunFiles.read(run).starts[-1]
+    assert (last.why, last.last_step) == (None, None)
+
+
 @pytest.mark.parametrize("content", [*map(json.dumps, BAD_STATUS), "{", "[" * 9999, b"\xff"])
 def test_a_damaged_status_is_none_or_text(run: Path, content: str | bytes) -> None:
     (run / "status.json").write_bytes(content if isinstance(content, bytes) else content.encode())

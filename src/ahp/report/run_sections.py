@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ class RunFiles:
         plan = Plan.load(folder / "plan.yaml")
         found = read_metrics(folder / "metrics.jsonl", DRAWN)
         metrics = [record for record in found if "loss" in record and record["step_time_s"] > 0]
-        return cls(folder, plan, metrics, judge_status(folder / "status.json"), starts(folder / "starts.jsonl"))
+        status = judge_status(folder / "status.json")
+        return cls(folder, plan, metrics, status, _ended(starts(folder / "starts.jsonl"), status))
 
     def measured(self, name: str, vocabulary: int | None = None) -> Measured:
         """Its steps for the curves."""
@@ -71,6 +72,13 @@ class RunFiles:
     def losses(self) -> list[float]:
         """Of the steps that were not left out."""
         return [m["loss"] for m in self.metrics if m["loss"] is not None]
+
+
+def _ended(found: Sequence[Start], status: Status | None) -> Sequence[Start]:
+    """With why the last one ended, where a run that goes on no more was killed before it wrote that down."""
+    if not found or found[-1].ended is not None or status is None or status.state == "running":
+        return found
+    return [*found[:-1], replace(found[-1], last_step=status.step, why=status.cause or status.state)]
 
 
 def median(values: Sequence[float]) -> float | None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from ahp import run_history
 from ahp.errors import BadInput
 from ahp.job import Job, Optimizer
 from ahp.plan import Plan
@@ -320,6 +321,22 @@ def test_a_finished_run_that_was_killed_before_old_checkpoints_went_removes_them
     folder.write_status(Status("done", 5, exit_code=0))
     assert Trainer(plan, folder=folder, keep=2).run().already_done
     assert sorted(path.name for path in folder.checkpoints_folder.iterdir()) == ["step-4", "step-5"]
+
+
+def test_a_finished_run_that_was_killed_before_its_last_start_ended_says_how_it_did(folder: RunFolder) -> None:
+    plan = Plan(job=Job(steps=5))
+    run_history.began(folder.history_file, run_history.Start("2026-11-24T12:00:00+00:00", "dp1", 1, 0))
+    for step in range(1, 6):
+        folder.append_metrics({"step": step, "step_time_s": 1.0, "tokens_per_s": 10.0})
+    write_checkpoint(folder, 5, plan)
+    folder.write_status(Status("done", 5, exit_code=0))
+    for _ in range(2):
+        assert Trainer(plan, folder=folder).run().already_done
+        [start] = run_history.starts(folder.history_file)
+        assert (start.why, start.failed, start.last_step, start.useful_s) == ("done", False, 5, 5.0)
+        assert start.ended is not None
+        assert json.loads(folder.status_file.read_text())["starts"] == [start.plain()]
+    assert len(folder.history_file.read_text().splitlines()) == 2
 
 
 def test_another_layout_may_continue_another_job_may_not(folder: RunFolder) -> None:

@@ -239,6 +239,21 @@ class Trainer:
         told = {"why": why.partition("\n")[0], "failed": kind is not None, "kind": kind}
         run_history.ended(self.folder.history_file, ended=ended, **steps, **told, **useful)
 
+    def _end_open_start(self, done: str | None) -> bool:
+        """Write down how the last start ended where whoever would have done so was killed; whether that was so. ``done``: why, where it did all."""
+        history = run_history.starts(self.folder.history_file)
+        if not history or history[-1].ended is not None:
+            return False
+        seen = read_heartbeat(self.folder.status_file) or history[-1].began
+        first = failure.read(self.folder)  # by another rank, or a launcher
+        if done is not None:
+            self._end_in_history(seen, done, None)
+        elif first is not None:
+            self._end_in_history(seen, first.message, first.kind)
+        else:
+            self._end_in_history(seen, "gone without a word: what wrote this file was killed too", "gone")
+        return True
+
     def _as_it_failed(self, order: WorkerSettings) -> WorkerSettings:
         """The settings with how often workers fail, as the cluster says and as the run's starts went."""
         rate = (self.plan.cluster or {}).get("failures_per_device_hour")
@@ -326,13 +341,10 @@ class Trainer:
         if finished is not None:
             self.folder.discard_unfinished()  # a kill after the last checkpoint left those that were to go
             self.folder.keep_newest(self.often["keep"])
+            if self._end_open_start(finished.cause or finished.state):
+                self.folder.write_status(finished)  # which has the starts too
             return Outcome(self.folder.path, finished, already_done=True)
-        history = run_history.starts(self.folder.history_file)
-        if history and history[-1].ended is None:
-            seen = read_heartbeat(self.folder.status_file) or history[-1].began
-            first = failure.read(self.folder)  # by another rank, or a launcher
-            why = first.message if first else "gone without a word: what wrote this file was killed too"
-            self._end_in_history(seen, why, first.kind if first else "gone")
+        self._end_open_start(None)
         self._refuse_what_fails_alike()
         lines, step = self._take_up(), self._saved_step()
         kept.enter_context(self.folder.beating())
