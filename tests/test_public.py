@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -57,6 +58,13 @@ def test_unknown_name() -> None:
         (lambda: EngineChoice(name="megatrn"), "name = 'megatrn': there is no such value (valid: ahp, torchtitan"),  # pyright: ignore
         (lambda: ahp.Plan(job={"optimizer": {"nam": 1}}), "Plan: job.optimizer.nam: unknown key (did you mean: name?)"),  # pyright: ignore
         (lambda: ahp.Cluster(), "Cluster: groups: missing"),  # pyright: ignore
+        (lambda: ahp.Job(steps=True), "Job: steps = True: must be a whole number, not true or false"),
+        (lambda: ahp.Job(seed="7"), "Job: seed = '7': must be a whole number, not text"),  # pyright: ignore
+        (lambda: ahp.Job(optimizer={"eps": True}), "Job: optimizer.eps = True: must be a number, not true"),  # pyright: ignore
+        (
+            lambda: ahp.Parallelism(pipeline_parallel_degree=2, layers_per_stage=(2, True)),
+            "Parallelism: layers_per_stage.1 = True: must be a whole number",
+        ),
     ],
 )
 def test_a_record_that_breaks_a_rule_is_bad_input(make: Callable[[], object], told: str) -> None:
@@ -65,6 +73,11 @@ def test_a_record_that_breaks_a_rule_is_bad_input(make: Callable[[], object], to
         make()
     with pytest.raises(ValidationError):
         ahp.Job.model_validate({"sequence_len": 8})
+
+
+def test_whole_numbers_are_taken_as_yaml_and_other_libraries_write_them() -> None:
+    job = ahp.Job(steps=1.0e3, seed=np.int64(3), optimizer={"learning_rate": "1e-3", "weight_decay": 0})  # pyright: ignore
+    assert (job.steps, job.seed, job.optimizer.learning_rate, job.optimizer.weight_decay) == (1000, 3, 0.001, 0.0)
 
 
 def test_search_is_a_verb_whatever_was_imported_first() -> None:

@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from ahp.errors import BadInput
-from ahp.violations import broken_rules, first_few
+from ahp.violations import broken_rules, first_few, taken_for_numbers
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Packing = Literal["packed", "padded"]
@@ -35,6 +35,10 @@ class Record(BaseModel):
         except ValidationError as error:
             name = type(self).__name__
             raise BadInput(f"{name}: {first_few(broken_rules(error, type(self), name))}") from None
+        read = self.__dict__  # a search makes thousands of records: only what may be a number is looked at
+        others = {k: v for k, v in data.items() if type(v) is not type(read.get(k)) or type(v) in (tuple, dict)}
+        if others and (taken := list(taken_for_numbers(others, self))):
+            raise BadInput(f"{type(self).__name__}: {first_few(taken)}")
 
     # As pydantic marks its own: records inside records are validated without this one, which would lose the place of what is wrong.
     __init__.__pydantic_base_init__ = True  # pyright: ignore[reportFunctionMemberAccess]

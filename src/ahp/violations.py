@@ -60,19 +60,26 @@ def taken_for_numbers(given: Any, found: Any, key: str = "") -> Iterator[str]:
 
     Text for a float stays allowed: who reads YAML 1.1 by other means and hands it in has 1e-3 as text.
     """
-    if isinstance(given, Mapping) and isinstance(found, BaseModel):
-        for name in (one for one in given if one in found.model_fields_set):
-            yield from taken_for_numbers(given[name], getattr(found, name), f"{key}.{name}" if key else name)
-    elif isinstance(given, Mapping) and isinstance(found, Mapping):
+    if type(found) is int:
+        if isinstance(given, (bool, str)):
+            what = "true or false" if isinstance(given, bool) else "text"
+            yield f"{key} = {shortened(given)}: must be a whole number, not {what}"
+    elif type(found) is float:
+        if isinstance(given, bool):
+            yield f"{key} = {shortened(given)}: must be a number, not true or false"
+    elif isinstance(found, tuple):
+        # No record has tuples in a tuple: where the types are alike nothing was taken for anything.
+        alike = not isinstance(given, (list, tuple)) or [*map(type, given)] == [*map(type, found)]
+        if not alike and len(given) == len(found):
+            for i, (one, read) in enumerate(zip(given, found, strict=True)):
+                yield from taken_for_numbers(one, read, f"{key}.{i}")
+    elif isinstance(found, BaseModel):
+        if isinstance(given, Mapping):
+            for name in (one for one in given if one in found.model_fields_set):
+                yield from taken_for_numbers(given[name], getattr(found, name), f"{key}.{name}" if key else name)
+    elif isinstance(found, Mapping) and isinstance(given, Mapping):
         for name in (one for one in given if one in found):
             yield from taken_for_numbers(given[name], found[name], f"{key}.{name}")
-    elif isinstance(given, (list, tuple)) and isinstance(found, tuple) and len(given) == len(found):
-        for i, (one, read) in enumerate(zip(given, found, strict=True)):
-            yield from taken_for_numbers(one, read, f"{key}.{i}")
-    elif type(found) is int and isinstance(given, (bool, str)):
-        yield f"{key} = {shortened(given)}: must be a whole number, not {'true or false' if isinstance(given, bool) else 'text'}"
-    elif type(found) is float and isinstance(given, bool):
-        yield f"{key} = {shortened(given)}: must be a number, not true or false"
 
 
 def first_few(words: Iterable[str]) -> str:
