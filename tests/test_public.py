@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,6 +79,23 @@ def test_a_record_that_breaks_a_rule_is_bad_input(make: Callable[[], object], to
 def test_whole_numbers_are_taken_as_yaml_and_other_libraries_write_them() -> None:
     job = ahp.Job(steps=1.0e3, seed=np.int64(3), optimizer={"learning_rate": "1e-3", "weight_decay": 0})  # pyright: ignore
     assert (job.steps, job.seed, job.optimizer.learning_rate, job.optimizer.weight_decay) == (1000, 3, 0.001, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("record", "key"),
+    [
+        (ahp.Job(), "steps"),
+        (ahp.Parallelism(), "zero_stage"),
+        (ahp.Plan(), "model"),
+        (ahp.Cluster.resolve("1x2xH100-SXM-80GB"), "source"),
+    ],
+)
+def test_a_record_is_not_changed_and_says_how_to_make_another(record: Any, key: str) -> None:
+    kind = type(record).__name__
+    told = f"{kind}.{key} = 3: a record is not changed; make another from it: {kind}(**{{**dict(it), '{key}': ...}})"
+    with pytest.raises(ahp.errors.BadInput, match=re.escape(told)):
+        setattr(record, key, 3)
+    assert type(record)(**{**dict(record), key: getattr(record, key)}) == record
 
 
 def test_search_is_a_verb_whatever_was_imported_first() -> None:

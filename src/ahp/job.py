@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from ahp.errors import BadInput
-from ahp.violations import broken_rules, first_few, taken_for_numbers
+from ahp.violations import broken_rules, first_few, shortened, taken_for_numbers
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Packing = Literal["packed", "padded"]
@@ -42,6 +42,18 @@ class Record(BaseModel):
 
     # As pydantic marks its own: records inside records are validated without this one, which would lose the place of what is wrong.
     __init__.__pydantic_base_init__ = True  # pyright: ignore[reportFunctionMemberAccess]
+
+    if not TYPE_CHECKING:  # so that a type checker refuses it as it does for any frozen model
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            try:
+                super().__setattr__(name, value)
+            except ValidationError:
+                kind = type(self).__name__
+                raise BadInput(
+                    f"{kind}.{name} = {shortened(value)}: a record is not changed; make another from it: "
+                    f"{kind}(**{{**dict(it), {name!r}: ...}})"
+                ) from None
 
 
 def _in_quotes(value: Any) -> Any:
