@@ -42,6 +42,21 @@ def test_percent(value: float, text: str) -> None:
     assert words.percent(value) == text
 
 
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [
+        (1.12, "12 % slower"), (0.95, "5.0 % faster"), (1.0, "0.0 % slower"), (2.0, "100 % slower"),
+        (2.04, "2 times as long"), (2.36, "2.4 times as long"), (9.96, "10 times as long"), (19.13, "19 times as long"), (1234.5, "1,234 times as long"),
+    ],
+)  # fmt: skip
+def test_slower(ratio: float, text: str) -> None:
+    assert words.slower(ratio) == text
+
+
+def test_number_of() -> None:
+    assert [words.number_of(number, "worker") for number in (0, 1, 2)] == ["0 workers", "1 worker", "2 workers"]
+
+
 @pytest.mark.parametrize(("value", "text"), [(8.03e9, "8.03 B"), (124e6, "124 M"), (999_999, "1 M"), (12, "12")])
 def test_count(value: float, text: str) -> None:
     assert words.count(value) == text

@@ -23,6 +23,7 @@ from ahp.plan import (
     StagePlace,
     validated,
 )
+from ahp.words import number_of
 from ahp.yaml_text import parse_yaml
 
 Tracker = Literal["tensorboard", "wandb"]
@@ -137,7 +138,7 @@ class Elastic(Record):
     def refuse_more(self, workers: int, told: str) -> None:
         """Raises BadInput where there would be more than ``max_workers``; ``told``: what makes them so many."""
         if self.max_workers is not None and workers > self.max_workers:
-            rule = f"{told} make{'s' * (not told.endswith('s'))} {workers} workers"
+            rule = f"{told} make{'s' * (not told.endswith('s'))} {number_of(workers, 'worker')}"
             raise bad_input("run.elastic.max_workers", self.max_workers, rule, [f"{workers} or more", "fewer workers"])
 
 

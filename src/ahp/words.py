@@ -88,6 +88,23 @@ def percent(share: float) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
+def times(ratio: float) -> str:
+    """``2.4 times``: two figures, or all of a whole number that has more."""
+    return f"{ratio:.2g} times" if ratio < 99.5 else f"{ratio:,.0f} times"
+
+
+def slower(ratio: float) -> str:
+    """What takes ``ratio`` as long: ``12 % slower``, ``5.0 % faster``, or ``19 times as long`` where that is above 100 % slower."""
+    return (
+        f"{times(ratio)} as long" if ratio > 2 else f"{percent(abs(ratio - 1))} {'slower' if ratio >= 1 else 'faster'}"
+    )
+
+
+def number_of(number: int, noun: str) -> str:
+    """``1 worker``, ``3 workers``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def count(number: float) -> str:
     """A large count with its unit: ``8.03 B``, ``124 M``."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,17 @@ def test_other_batches_and_devices_are_compared_by_tokens(tmp_path: Path, capsys
     assert found["verdict"][1].startswith("B has 8 devices, A 4: each of B's trains ")
     assert found["settings"]["devices"] == ["4 x A100-SXM-80GB", "8 x A100-SXM-80GB"]
     assert ("more" if tokens[1] > tokens[0] else "fewer") in found["verdict"][1]
+
+
+def test_many_times_as_much_is_said_as_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = {"nodes": 1, "devices_per_node": 1, "device": "A100-SXM-80GB"}
+    small = write(tmp_path / "a.yaml", {}, cluster=one, job={**JOB, "global_batch_size": 8})
+    large = write(tmp_path / "b.yaml", SHARDED)
+    told = compared([small, large], capsys)["verdict"]
+    assert re.fullmatch(r"B trains \d\d times as many tokens per second; their steps .*", told[0])
+    told = compared([large, small], capsys)["verdict"]
+    assert re.fullmatch(r"B trains 9\d % fewer tokens per second; their steps .*", told[0])
+    assert told[1].startswith("B has 1 device, A 8: each of B's trains ")
 
 
 def test_stages_on_groups_are_said_as_a_user_writes_them() -> None:

@@ -256,7 +256,7 @@ def test_steps_that_were_left_out_and_what_was_waited_for_are_said(tmp_path: Pat
     ]  # fmt: skip
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = page.write(run).read_text()
-    for words in ("from 8.000, 1 steps left out", "25 %", "3.0 GiB", "data 200 ms, checkpoints 0 s"):
+    for words in ("from 8.000, 1 step left out", "25 %", "3.0 GiB", "data 200 ms, checkpoints 0 s"):
         assert words in text, words
 
 

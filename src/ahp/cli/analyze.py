@@ -20,7 +20,7 @@ from ahp.errors import BadInput
 from ahp.job import Job, Precision
 from ahp.optional import OptionalNumber
 from ahp.plan import validated
-from ahp.words import count, percent
+from ahp.words import count, number_of, percent
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -99,7 +99,7 @@ def _show(graph: ModelGraph, arguments: Arguments, *, given: bool) -> None:
 def heading(graph: ModelGraph, attention: str, *, given: bool) -> list[tuple[str, str]]:
     """Model and what was traced, each after what it is about."""
     kinds = len(graph.blocks)
-    layers = f"{graph.num_layers} layers" + (f" of {kinds} kinds" if kinds > 1 else " alike" if kinds else "")
+    layers = number_of(graph.num_layers, "layer") + (f" of {kinds} kinds" if kinds > 1 else " alike" if kinds else "")
     tied = f", {len(graph.tied)} tied" if graph.tied else ""
     note = "" if given else "; length chosen, not given"
     sequences = f"{graph.micro_batch_size} x {graph.sequence_length} tokens"

@@ -124,12 +124,12 @@ def _calibration(cluster: Cluster) -> dict[str, object]:
 
 
 def _lines(cluster: Cluster, found: list[PricedRun], ratios: dict[str, float]) -> list[str]:
-    from ahp.words import seconds
+    from ahp.words import number_of, seconds
 
     lines = []
     for one in found:
         lines += [
-            f"{one.run.folder}: {one.plan.parallelism.short()}, {one.run.steps} steps",
+            f"{one.run.folder}: {one.plan.parallelism.short()}, {number_of(one.run.steps, 'step')}",
             f"  measured   {seconds(one.run.step_s)} a step (median)",
             f"  forecast   {_told(one.before)}; measured is {one.ratio:.3g} times as long",
             f"  calibrated {_told(one.after)}",

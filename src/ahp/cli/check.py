@@ -21,7 +21,7 @@ from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
 from ahp.export.table import Settings, Unreadable
 from ahp.optional import OptionalText
 from ahp.plan import EngineChoice, Forecast, Parallelism, Plan, validated
-from ahp.words import percent, seconds
+from ahp.words import number_of, percent, seconds
 
 if TYPE_CHECKING:
     from ahp.cluster.model import Cluster
@@ -281,7 +281,7 @@ def _show(found: Checked) -> None:
     print(f"File     {dialect.name} {dialect.version}")
     if dialect.name != dialect.engine:
         print(f"Forecast as {dialect.engine}: {dialect.why_priced}")
-    print(f"Job      {job.global_batch_size} sequences of {job.sequence_length}, {job.precision}")
+    print(f"Job      {number_of(job.global_batch_size, 'sequence')} of {job.sequence_length}, {job.precision}")
     if found.assumed:
         plan, them = found.plan.model_dump(mode="json"), "it" if len(found.assumed) == 1 else "them"
         values = [f"{name} = {plan[record][key]}" for name in found.assumed for record, key in [name.split(".")]]

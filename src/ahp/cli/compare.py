@@ -139,7 +139,7 @@ def _verdict(first: Side, second: Side) -> Iterator[str]:
     """Which is better, in sentences."""
     from ahp.report.tables import capacity_bytes
     from ahp.search.reasons import does_not_fit
-    from ahp.words import percent
+    from ahp.words import number_of, percent, times
 
     for name, side in (("A", first), ("B", second)):
         if not side.forecast.fits:
@@ -147,18 +147,26 @@ def _verdict(first: Side, second: Side) -> Iterator[str]:
     if first.plan.job.tokens_per_step == second.plan.job.tokens_per_step:
         yield _which_is_faster(first, second)
     else:
-        more = second.tokens_per_s / first.tokens_per_s - 1
-        yield f"B trains {percent(abs(more))} {'more' if more >= 0 else 'fewer'} tokens per second; their steps do not have the same number of tokens."
+        more = _tokens(second.tokens_per_s / first.tokens_per_s)
+        yield f"B trains {more} per second; their steps do not have the same number of tokens."
     devices = first.plan.parallelism.world_size, second.plan.parallelism.world_size
     if devices[0] != devices[1]:
-        each = second.forecast.tokens_per_s_per_device / first.forecast.tokens_per_s_per_device - 1
-        yield (
-            f"B has {devices[1]} device{'s' * (devices[1] > 1)}, A {devices[0]}: each of B's trains {percent(abs(each))} "
-            f"{'more' if each >= 0 else 'fewer'} tokens per second."
-        )
+        each = _tokens(second.forecast.tokens_per_s_per_device / first.forecast.tokens_per_s_per_device)
+        yield f"B has {number_of(devices[1], 'device')}, A {devices[0]}: each of B's trains {each} per second."
     if first.measured_s_per_token and second.measured_s_per_token:
-        more = second.measured_s_per_token / first.measured_s_per_token - 1
-        yield f"Measured, B takes {percent(abs(more))} {'more' if more >= 0 else 'less'} time for each token than A."
+        ratio = second.measured_s_per_token / first.measured_s_per_token
+        more = f"{percent(abs(ratio - 1))} {'more' if ratio >= 1 else 'less'} time for each token than"
+        yield f"Measured, B takes {f'{times(ratio)} as long for each token as' if ratio > 2 else more} A."
+
+
+def _tokens(ratio: float) -> str:
+    from ahp.words import percent, times
+
+    return (
+        f"{times(ratio)} as many tokens"
+        if ratio > 2
+        else f"{percent(abs(ratio - 1))} {'more' if ratio >= 1 else 'fewer'} tokens"
+    )
 
 
 def _which_is_faster(first: Side, second: Side) -> str:
@@ -236,7 +244,7 @@ def _measured(first: Side, second: Side) -> Iterator[tuple[object, ...]]:
 def _reached(side: Side) -> dict[str, str]:
     """Figures of a run in words, by name; none of a plan."""
     from ahp.report.run_sections import against
-    from ahp.words import gib, percent, seconds
+    from ahp.words import gib, number_of, percent, seconds
 
     run, forecast, found = side.run, side.forecast, dict[str, str]()
     if run is None:
@@ -248,7 +256,7 @@ def _reached(side: Side) -> dict[str, str]:
     if run.peak_bytes is not None:
         found["peak memory"] = f"{gib(run.peak_bytes)}, predicted {gib(forecast.memory_reserved_bytes)}"
     if run.losses:
-        found["last loss"] = f"{run.losses[-1]:.4f} after {run.steps_done} steps"
+        found["last loss"] = f"{run.losses[-1]:.4f} after {number_of(run.steps_done, 'step')}"
     return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ahp.job import Job
+from ahp.words import number_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +21,7 @@ def default_data_words(job: Job) -> str | None:
     if job.data != Job.model_fields["data"].default:
         return None
     return (
-        f"ahp train would run {job.steps} steps on {job.data}, Python's own source code, which is for a trial; "
+        f"ahp train would run {number_of(job.steps, 'step')} on {job.data}, Python's own source code, which is for a trial; "
         "name your text with --job.data"
     )
 

@@ -39,7 +39,7 @@ from ahp.errors import bad_input
 from ahp.job import Job
 from ahp.optional import OptionalText
 from ahp.plan import EngineChoice, Parallelism, Plan, validated
-from ahp.words import count
+from ahp.words import count, number_of
 
 if TYPE_CHECKING:
     from ahp.graph.operators import ModelGraph
@@ -276,9 +276,9 @@ def heading(found: Found) -> list[tuple[str, str]]:
     from ahp.graph.key_heads import has_fused_attention
 
     job, ranking = found.job, found.ranking
-    tokens = f"{job.global_batch_size} sequences of {job.sequence_length} = {count(job.tokens_per_step)} tokens a step"
+    tokens = f"{number_of(job.global_batch_size, 'sequence')} of {job.sequence_length} = {count(job.tokens_per_step)} tokens a step"
     chosen = f" (chosen, not given: {', '.join(found.chosen)})" if found.chosen else ""
-    parameters = f"{count(found.graph.num_parameters)} parameters, {found.graph.num_layers} layers"
+    parameters = f"{count(found.graph.num_parameters)} parameters, {number_of(found.graph.num_layers, 'layer')}"
     return [
         ("Model", f"{found.graph.name}, {parameters}"),
         ("Cluster", cluster_words(found.cluster)),
@@ -297,7 +297,7 @@ def heading(found: Found) -> list[tuple[str, str]]:
 
 def training_words(job: Job) -> str:
     """What the plan does not depend on and ``ahp train`` takes from it."""
-    return f"{job.steps} steps on {job.data_words}, learning rate {job.optimizer.learning_rate:g}"
+    return f"{number_of(job.steps, 'step')} on {job.data_words}, learning rate {job.optimizer.learning_rate:g}"
 
 
 def precision_note(found: Found) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ahp.errors import HardwareMismatch
 from ahp.plan import Plan, Rejected
-from ahp.words import percent
+from ahp.words import number_of, slower
 
 if TYPE_CHECKING:
     from ahp.cluster.model import Cluster
@@ -25,9 +25,9 @@ def require_here(cluster: Cluster, measure: int) -> None:
     try:
         device_for(Plan(cluster=cluster.plain()), cluster.num_devices)
     except HardwareMismatch:
-        names, here = ", ".join(dict.fromkeys(group.device.name for group in cluster.groups)), num_gpus()
+        names = ", ".join(dict.fromkeys(group.device.name for group in cluster.groups))
         raise HardwareMismatch(
-            f"--measure = {measure}: plans are measured on this machine, which has {here} GPU{'s' * (here != 1)}, and the cluster has "
+            f"--measure = {measure}: plans are measured on this machine, which has {number_of(num_gpus(), 'GPU')}, and the cluster has "
             f"{cluster.num_devices} of {names}; leave it out, or plan for this machine: ahp plan MODEL local --measure {measure}"
         ) from None
 
@@ -83,9 +83,8 @@ def _beside(loser: Rejected, first: Plan) -> Rejected:
     """A layout that is no plan of the ranking; its reason was about the forecast's first plan. One that does not fit keeps it."""
     if loser.step_time_s is None or not loser.fits:
         return loser
-    share = loser.step_time_s / first.priced.step_time_s - 1
-    words = f"{percent(abs(share))} {'slower' if share >= 0 else 'faster'} by the forecast"
-    return loser.model_copy(update={"reason": f"not measured; {words}"})
+    words = slower(loser.step_time_s / first.priced.step_time_s)
+    return loser.model_copy(update={"reason": f"not measured; {words} by the forecast"})
 
 
 def _lost(plan: Plan) -> Rejected:

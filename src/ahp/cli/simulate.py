@@ -195,7 +195,7 @@ def _show(plan: Plan, found: Binding, trace: str | None, following: list[str]) -
 
 def _heading(plan: Plan) -> list[tuple[str, str]]:
     """What was priced, and how fast it is."""
-    from ahp.words import percent
+    from ahp.words import number_of, percent
 
     assert plan.cluster is not None, "_subject refuses a plan without one"
     groups, forecast, job = plan.cluster["groups"], plan.priced, plan.job
@@ -203,7 +203,10 @@ def _heading(plan: Plan) -> list[tuple[str, str]]:
     idle = sum(g["nodes"] * g["devices_per_node"] for g in groups) - plan.parallelism.world_size
     left = f", {idle} of them left idle by this layout" if idle else ""
     return [
-        ("Model", f"{_named(plan)}, {job.global_batch_size} sequences of {job.sequence_length}, {job.precision}"),
+        (
+            "Model",
+            f"{_named(plan)}, {number_of(job.global_batch_size, 'sequence')} of {job.sequence_length}, {job.precision}",
+        ),
         ("Cluster", f"{devices}{left}"),
         ("Engine", f"{plan.engine.words()}"),
         ("Layout", f"{plan.parallelism.short()}"),

@@ -30,7 +30,7 @@ from ahp.report.tables import console
 from ahp.run_files import Status, read_metrics
 from ahp.runtime.ranks import slurm
 from ahp.runtime.run.stop_signal import Stopped
-from ahp.words import seconds
+from ahp.words import number_of, seconds, times
 
 if TYPE_CHECKING:
     from ahp.runtime.run.folder import RunFolder
@@ -265,11 +265,13 @@ def words(result: dict[str, Any], *, already_done: bool) -> list[str]:
     if "last_loss" in result:
         speed = result["speed"]
         predicted = f", predicted {seconds(speed['predicted_s'])}" if speed["predicted_s"] is not None else ""
-        lines.append(f"Loss     {result['first_loss']:.3f} -> {result['last_loss']:.3f} in {result['step']} steps")
+        lines.append(
+            f"Loss     {result['first_loss']:.3f} -> {result['last_loss']:.3f} in {number_of(result['step'], 'step')}"
+        )
         lines.append(f"Speed    {seconds(speed['median_s'])} a step{predicted}; {speed['tokens_per_s']:,.0f} tokens/s")
         if speed["in_band"] is False:
             ratio = speed["median_s"] / speed["predicted_s"]
-            lines.append(f"         {ratio:.2g} times the prediction, outside its 90 % band (see ahp calibrate)")
+            lines.append(f"         {times(ratio)} the prediction, outside its 90 % band (see ahp calibrate)")
         if "validation_loss" in result:
             lines.append(f"Held out {result['validation_loss']:.3f}, the loss on text that it was not trained on")
     if "sample" in result:

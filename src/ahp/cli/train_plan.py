@@ -13,6 +13,7 @@ from ahp.config import Config, Constraints
 from ahp.errors import AhpError, HardwareMismatch, NotExpressible
 from ahp.plan import EngineChoice, Parallelism, Plan
 from ahp.whole_files import write_aside
+from ahp.words import number_of
 
 if TYPE_CHECKING:
     from ahp.runtime.run.folder import RunFolder
@@ -86,7 +87,7 @@ def _refuse_here(plan: Plan, config: Config | None) -> None:
     if config is not None and count is not None:
         config.run.elastic.refuse_more(count, told)
     if device_for(plan, count or 1) == "cpu" and count is not None:
-        refuse_workers(f"{told} make {count} workers", count)
+        refuse_workers(f"{told} make {number_of(count, 'worker')}", count)
 
 
 def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, quiet: bool) -> Plan:
@@ -124,11 +125,11 @@ def for_other_workers(config: Config | None, folder: RunFolder, workers: int, *,
     """The best plan of the same job for the workers that are left, or that are back. Raises AhpError where there is none."""
     if config is None:
         raise HardwareMismatch(
-            f"a plan is run as it is, and {workers} workers are left; give a config.yaml to plan again"
+            f"a plan is run as it is, and {number_of(workers, 'worker')} {'is' if workers == 1 else 'are'} left; give a config.yaml to plan again"
         )
     if config.cluster != "local":
         raise HardwareMismatch(
-            f"cluster names its devices, and {workers} workers are left; with cluster: local it is planned again"
+            f"cluster names its devices, and {number_of(workers, 'worker')} {'is' if workers == 1 else 'are'} left; with cluster: local it is planned again"
         )
     plan = search(config, folder, workers, top=top, quiet=quiet)
     # A plan for what is left is no answer for the next start by hand, which counts the devices anew.

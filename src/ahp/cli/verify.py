@@ -15,6 +15,7 @@ from rich.table import Table
 from ahp.cli.following import show_next
 from ahp.plan import Plan
 from ahp.report.tables import console
+from ahp.words import number_of
 
 if TYPE_CHECKING:
     from ahp.runtime.check.verify import Comparison
@@ -62,7 +63,7 @@ def _following(plan: Path, equal: bool) -> str:
 def _print(rows: list[Comparison], plan: Plan, equal: bool) -> None:
     out = console()
     layout = plan.parallelism
-    workers = f"{layout.world_size} worker{'s' * (layout.world_size != 1)}"
+    workers = number_of(layout.world_size, "worker")
     out.print(f"{layout.short()}, {plan.job.precision}", soft_wrap=True)
     out.print(f"loss and gradient norm on {workers}, and on one process in plain PyTorch\n")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -75,7 +76,7 @@ def _print(rows: list[Comparison], plan: Plan, equal: bool) -> None:
         )  # fmt: skip
     out.print(table)
     worst = max(row.difference for row in rows)
-    told = f"largest relative difference {worst:.1e} in {len(rows)} steps"
+    told = f"largest relative difference {worst:.1e} in {number_of(len(rows), 'step')}"
     if not equal:
         told += f", more than allowed from step {next(row.step for row in rows if not row.equal)} on"
     out.print(f"\n{'Equal' if equal else 'NOT EQUAL'}: {told}")

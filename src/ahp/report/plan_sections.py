@@ -17,7 +17,7 @@ from ahp.report.plan_facts import Facts
 from ahp.report.tables import capacity_bytes
 from ahp.report.trace_lanes import lanes_of_trace
 from ahp.violations import shortened
-from ahp.words import gib, of_gib, percent, seconds
+from ahp.words import gib, number_of, of_gib, percent, seconds
 
 
 def figures(plan: Plan) -> list[tuple[str, str, str]]:
@@ -149,7 +149,7 @@ def _said(rows: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, str]]:
 def devices(plan: Plan) -> str:
     """``64 x H100-SXM-80GB``."""
     groups = (f"{nodes * each} x {name}" for nodes, each, name, _ in _groups(plan))
-    return " + ".join(groups) or f"{plan.parallelism.world_size} devices"
+    return " + ".join(groups) or number_of(plan.parallelism.world_size, "device")
 
 
 def fullest_device_bytes(plan: Plan) -> int | None:

@@ -12,7 +12,7 @@ from ahp.report.curves import Measured
 from ahp.report.html_parts import note, section, table
 from ahp.run_files import Status, judge_status, read_metrics, read_noticed
 from ahp.run_history import Start, effect, starts
-from ahp.words import gib, percent, seconds
+from ahp.words import gib, number_of, percent, seconds, times
 
 DRAWN = ("step_time_s", "memory_bytes")
 """Numbers that a line of metrics.jsonl must have to be drawn."""
@@ -88,7 +88,9 @@ def median(values: Sequence[float]) -> float | None:
 
 def _restarted(before: Start, start: Start) -> str:
     why = before.why or "an unknown reason"
-    return f"started again after step {start.first_step}, on {start.workers} workers as {start.plan}: {why}"
+    return (
+        f"started again after step {start.first_step}, on {number_of(start.workers, 'worker')} as {start.plan}: {why}"
+    )
 
 
 def figures(run: RunFiles) -> list[tuple[str, str, str]]:
@@ -99,7 +101,7 @@ def figures(run: RunFiles) -> list[tuple[str, str, str]]:
     cards = []
     if run.losses:
         left_out = len(run.metrics) - len(run.losses)
-        more = f", {left_out} steps left out" if left_out else ""
+        more = f", {number_of(left_out, 'step')} left out" if left_out else ""
         cards.append(("loss", f"{run.losses[-1]:.3f}", f"from {run.losses[0]:.3f}{more}"))
     cards.append(("step time", seconds(step_s), against(step_s, plan) if forecast else "median"))
     cards.append(("tokens per second", f"{plan.job.tokens_per_step / step_s:,.0f}", "all devices together"))
@@ -123,7 +125,7 @@ def against(step_s: float, plan: Plan) -> str:
         return ""
     ratio = step_s / forecast.step_time_s
     if ratio >= 2:
-        return f"{ratio:.2g} times the predicted {seconds(forecast.step_time_s)}"
+        return f"{times(ratio)} the predicted {seconds(forecast.step_time_s)}"
     words = "slower than" if ratio >= 1 else "faster than"
     return f"{percent(abs(ratio - 1))} {words} predicted {seconds(forecast.step_time_s)}"
 

@@ -201,7 +201,7 @@ def test_a_lost_place_is_planned_without(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("AHP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     two = plan(tmp_path / "a.txt", Parallelism(data_parallel_shard_degree=2, zero_stage=3))
-    with pytest.raises(TrainingFailed, match="the plan is for 2 workers, and 1 are left"):
+    with pytest.raises(TrainingFailed, match="the plan is for 2 workers, and 1 is left"):
         Trainer(two, folder=tmp_path / "alone").run()
     started.clear()
     trainer = Trainer(two, folder=tmp_path / "run", replan=lambda workers: plan(tmp_path / "a.txt"))

@@ -13,6 +13,7 @@ from ahp.cluster.scaled import scaled
 from ahp.errors import BadInput
 from ahp.run_files import read_metrics
 from ahp.runtime.run.folder import RunFolder
+from ahp.words import number_of
 
 WARM_UP_STEPS = 3
 """First steps of a start, left out: they allocate, compile and load."""
@@ -69,7 +70,7 @@ def calibrated(cluster: Cluster, ratios: Sequence[float], runs: Sequence[Measure
 
 def _source(runs: Sequence[MeasuredRun]) -> str:
     steps = sum(run.steps for run in runs)
-    return f"{steps} steps of {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {date.today().isoformat()}"
+    return f"{number_of(steps, 'step')} of {number_of(len(runs), 'run')}, {date.today().isoformat()}"
 
 
 STEP_SPREAD, GROUP_SPREAD = 0.05, 0.5

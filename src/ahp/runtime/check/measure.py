@@ -16,7 +16,7 @@ from ahp.plan import Plan
 from ahp.runtime.check import rehearsal
 from ahp.runtime.ranks.device import device_for
 from ahp.runtime.run.worker import end_process
-from ahp.words import percent, seconds
+from ahp.words import seconds, slower
 
 WARMUP = 2
 """Steps before the clock counts: allocators, compilers of kernels and connections of the backend begin in them."""
@@ -42,7 +42,7 @@ class Measured:
         low, high = seconds(min(self.step_times_s)), seconds(max(self.step_times_s))
         found = f"measured here: {seconds(self.step_time_s)} a step ({low} .. {high})"
         if against is not None:
-            found += f", {percent(self.step_time_s / against.step_time_s - 1)} slower"
+            found += f", {slower(self.step_time_s / against.step_time_s)}"
         forecast = self.plan.forecast
         return found if forecast is None else f"{found}, forecast {seconds(forecast.step_time_s)}"
 

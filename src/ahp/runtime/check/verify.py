@@ -34,6 +34,7 @@ from ahp.runtime.ranks.device import choose_device
 from ahp.runtime.run.worker import end_process
 from ahp.runtime.shard.fsdp import COMPUTE_DTYPE
 from ahp.runtime.torch_compat import with_weights
+from ahp.words import number_of
 
 TOLERANCES: dict[str, tuple[float, float]] = {
     "fp32": (1e-5, 1e-4),
@@ -83,7 +84,9 @@ def verify(plan: Plan, *, steps: int = 10, say: Callable[[str], None] = lambda t
         raise bad_input("steps", steps, "must be at least 1")
     _refuse_too_large(plan)
     num_workers = plan.parallelism.world_size
-    say(f"running {steps} steps of random tokens on {num_workers} workers: {plan.parallelism.short()}")
+    say(
+        f"running {number_of(steps, 'step')} of random tokens on {number_of(num_workers, 'worker')}: {plan.parallelism.short()}"
+    )
     found = json.loads(rehearsal.on_workers("ahp.runtime.check.verify", plan, choose_device(num_workers), str(steps)))
     say("running the same steps on one process")
     expected = list(one_device(plan, steps))

@@ -13,6 +13,7 @@ from ahp.errors import HardwareMismatch, bad_input
 from ahp.plan import Plan
 from ahp.runtime.compute.fp8 import refuse_without_fp8
 from ahp.runtime.torch_compat import bound_device
+from ahp.words import number_of
 
 DeviceType = Literal["cpu", "cuda"]
 BACKENDS: dict[DeviceType, str] = {"cpu": "gloo", "cuda": "nccl"}
@@ -33,7 +34,7 @@ def choose_device(num_local_workers: int) -> DeviceType:
 def idle_gpus(num_local_workers: int) -> str | None:
     """Why so many workers of this node compute on the CPU, where it has GPUs; None where it has none."""
     if found := num_gpus():
-        return f"this process sees {found} GPU{'s' * (found > 1)}, and {num_local_workers} workers run on this node"
+        return f"this process sees {number_of(found, 'GPU')}, and {num_local_workers} workers run on this node"
     hidden = any(name in os.environ for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))  # the user's own wish
     driver = next((name for name in DRIVERS if Path("/dev", name).exists()), None)
     if driver is None or hidden:
@@ -51,7 +52,7 @@ def device_for(plan: Plan, num_local_workers: int) -> DeviceType:
         if device == "cpu" and names:
             raise HardwareMismatch(
                 f"the plan was made for {', '.join(names)} and needs {num_local_workers} of them on this node, which has "
-                f"{num_gpus()} GPUs. With several nodes run the same command on each, with --nodes; for this machine plan again: "
+                f"{number_of(num_gpus(), 'GPU')}. With several nodes run the same command on each, with --nodes; for this machine plan again: "
                 "ahp plan MODEL local"
             )
     refuse_without_fp8(plan, device)
@@ -96,7 +97,7 @@ def own_gpu(wanted: torch.device | None = None) -> torch.device:
         index = torch.cuda.current_device() if num_gpus() else 0
         index = index or int(os.environ.get("LOCAL_RANK", 0))
     if index >= num_gpus():
-        raise HardwareMismatch(f"device cuda:{index}: this process sees {num_gpus()} GPUs")
+        raise HardwareMismatch(f"device cuda:{index}: this process sees {number_of(num_gpus(), 'GPU')}")
     return torch.device("cuda", index)
 
 

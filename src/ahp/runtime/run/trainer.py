@@ -39,6 +39,7 @@ from ahp.runtime.run.stored_checkpoints import StoredCheckpoints
 from ahp.runtime.run.texts import Texts, prepare_texts
 from ahp.runtime.run.trackers import check
 from ahp.runtime.run.worker import WorkerSettings, run_rank
+from ahp.words import number_of
 
 WORKER = "ahp.runtime.run.worker"
 
@@ -181,18 +182,18 @@ class Trainer:
         if workers != self.plan.parallelism.world_size:
             if self.replan is None:
                 raise failed.because(
-                    f"the plan is for {self.plan.parallelism.world_size} workers, and {workers} are left"
+                    f"the plan is for {number_of(self.plan.parallelism.world_size, 'worker')}, and {workers} {'is' if workers == 1 else 'are'} left"
                 )
             try:
                 order = self._plan_again(workers)
             except AhpError as error:
-                raise failed.because(f"no plan for {workers} workers: {error}") from error
+                raise failed.because(f"no plan for {number_of(workers, 'worker')}: {error}") from error
         self._take_up(f"started again: {cause}")
         return order
 
     def _plan_again(self, workers: int) -> WorkerSettings:
         assert self.replan is not None
-        say(f"planning again for {workers} worker{'s' * (workers != 1)}")
+        say(f"planning again for {number_of(workers, 'worker')}")
         self.plan = self.replan(workers)
         return self._own_order()
 
@@ -203,7 +204,7 @@ class Trainer:
             try:
                 order = self._plan_again(workers)
             except AhpError as error:
-                say(f"no plan for {workers} workers ({error}); continuing with {before}")
+                say(f"no plan for {number_of(workers, 'worker')} ({error}); continuing with {before}")
                 restarts.stays(before)
         self._take_up(_grown(workers))
         return order
@@ -301,7 +302,7 @@ class Trainer:
         if world_size != self.plan.parallelism.world_size:
             raise HardwareMismatch(
                 f"WORLD_SIZE = {world_size}: the plan {self.plan.parallelism.short()} is for "
-                f"{self.plan.parallelism.world_size} workers; start that many, or plan again"
+                f"{number_of(self.plan.parallelism.world_size, 'worker')}; start that many, or plan again"
             )
         with stops_at_once():
             workers = Preparation()
@@ -387,7 +388,7 @@ class Trainer:
         if order.device == "cpu" and (why := idle_gpus(num_workers)):
             say(f"computing on the CPU beside idle GPUs: {why}")
         where = order.device if order.gpus is None else f"GPUs {', '.join(map(str, order.gpus))}"
-        say(f"starting {num_workers} worker{'s' * (num_workers > 1)} on {where}: {self.plan.parallelism.short()}")
+        say(f"starting {number_of(num_workers, 'worker')} on {where}: {self.plan.parallelism.short()}")
         try:
             with following(self.folder.metrics_file, self.folder.notes_file, self._display()):
                 return launch.launch(
@@ -476,7 +477,7 @@ class Trainer:
 
 
 def _grown(workers: int) -> str:
-    return f"started again: a lost place is tried again, with {workers} workers"
+    return f"started again: a lost place is tried again, with {number_of(workers, 'worker')}"
 
 
 def _now() -> str:
