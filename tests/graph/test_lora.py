@@ -25,6 +25,11 @@ needs_peft = pytest.mark.skipif(
 )
 R = 4
 LORA = {"r": R}
+ATTENTION = r"\[q_proj, k_proj, v_proj, o_proj\]"
+QWEN3_MOE = {
+    "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 4,
+    "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
 
 
 def llama(**lora: Any) -> ModelGraph:
@@ -96,13 +101,33 @@ def test_the_job_says_how_adapters_begin() -> None:
         ("llama", ("q_pro",), r"target_modules = \['q_pro'\].*valid: q_proj"),
         ("llama", ("embed_tokens",), r"embed_tokens is of Embedding, and AHP adapts linear layers alone"),
         ("tied gpt2", ("lm_head",), r"the weight of lm_head is tied"),
-        ("llama", ("layers.0.self_attn.q_proj",), r"block 1 of model.layers has none of them"),
-        ("experts", "all-linear", r"MixtralTopKRouter, and AHP adapts linear layers alone \(valid: k_proj"),
+        (
+            "llama",
+            ("layers.0.self_attn.q_proj",),
+            r"block 1 of model.layers has none of them.*valid: \[q_proj, k_proj,",
+        ),
+        ("experts", "all-linear", rf"MixtralTopKRouter, and AHP adapts linear layers alone \(valid: {ATTENTION}\)"),
+        ("experts", ("lm_head",), rf"every block must have an adapter \(valid: {ATTENTION}\)"),
+        ("experts", ("experts",), r"Target module MixtralExperts is not supported\."),
+        (
+            "qwen3_moe",
+            "all-linear",
+            rf"is of Qwen3MoeExperts, and AHP adapts linear layers alone \(valid: {ATTENTION}\)",
+        ),
     ],
 )
 def test_what_is_refused(model: str, targets: Any, told: str) -> None:
     with pytest.raises(BadInput, match=told):
-        with_adapters(build_model(MODELS[model]), Lora(target_modules=targets))
+        with_adapters(build_model(QWEN3_MOE if model == "qwen3_moe" else MODELS[model]), Lora(target_modules=targets))
+
+
+@needs_peft
+@pytest.mark.parametrize("model", [MODELS["experts"], QWEN3_MOE])
+def test_the_names_that_a_refusal_lists_can_be_used(model: dict[str, Any]) -> None:
+    with pytest.raises(BadInput) as refused:
+        with_adapters(build_model(model), Lora())
+    names = str(refused.value).partition("(valid: [")[2].removesuffix("])").split(", ")
+    assert len(layers_of(with_adapters(build_model(model), Lora(target_modules=tuple(names))))) >= 2 * len(names)
 
 
 @needs_peft

@@ -7,6 +7,7 @@ product is added to it. Nothing else is trained.
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,18 +58,20 @@ def with_adapters(module: nn.Module, lora: Lora | None, *, seed: int = 0) -> nn.
     targets: Any = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
     keys = {"r", "lora_alpha", "lora_dropout", "use_rslora"}
     config = LoraConfig(target_modules=targets, **lora.model_dump(include=keys))
-    linear = _linear_names(module)
+    linear, usable = _linear_names(module), _usable_names(module)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # of layers whose weights are stored transposed: peft finds that out by itself
         torch.manual_seed(seed)
         try:
             inject_adapter_in_model(config, module)
         except ValueError as error:
-            told = str(error).splitlines()[0]
+            told = re.sub(r"\(\n.*?\n\)", "", str(error), count=1, flags=re.DOTALL).splitlines()[
+                0
+            ]  # without a module's repr
             wrong = next((name for name in targets if name not in linear), "") if isinstance(targets, list) else ""
             valid = nearest(wrong, linear) if wrong else linear
             raise bad_input("job.lora.target_modules", targets, told, valid) from None
-    _refuse_what_is_not_split(module, targets, linear)
+    _refuse_what_is_not_split(module, targets, linear, usable)
     return module
 
 
@@ -176,7 +179,28 @@ def _linear_names(module: nn.Module) -> list[str]:
     return sorted(set(names))
 
 
-def _refuse_what_is_not_split(module: nn.Module, targets: Any, linear: list[str]) -> None:
+def _usable_names(module: nn.Module) -> list[str]:
+    """A list that ``target_modules`` may be, as a user writes it: linear layers that every block has, in parts of it without stacked weights (of
+    experts), of which peft takes some names for its own. None where there is no such list."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    from ahp.graph.blocks import NoBlocks, find_blocks
+
+    def names(block: nn.Module) -> dict[str, None]:
+        parts = [(n, part) for n, part in block.named_children() if all(p.dim() <= 2 for p in part.parameters())]
+        found = (one for name, part in parts for one in part.named_modules(prefix=name))
+        return {path.rpartition(".")[2]: None for path, one in found if isinstance(one, (nn.Linear, Conv1D))}
+
+    try:
+        first, *others = map(names, find_blocks(module).blocks)
+    except NoBlocks:
+        return []
+    common = [name for name in first if all(name in other for other in others)]
+    return [f"[{', '.join(common)}]"] if common else []
+
+
+def _refuse_what_is_not_split(module: nn.Module, targets: Any, linear: list[str], usable: list[str]) -> None:
     """Adapters are beside linear layers, not of weights that are used elsewhere too, and in every block: a stage of a pipeline without any
     would have no gradient to send."""
     from peft.tuners.lora.layer import Linear
@@ -190,8 +214,8 @@ def _refuse_what_is_not_split(module: nn.Module, targets: Any, linear: list[str]
         counts[id(parameter)] = counts.get(id(parameter), 0) + 1
     for path, layer in layers.items():
         if type(layer) is not Linear:
-            kind = type(layer.base_layer).__name__
-            raise bad_input(key, targets, f"{path} is of {kind}, and AHP adapts linear layers alone", linear)
+            kind = type(layer.get_base_layer()).__name__
+            raise bad_input(key, targets, f"{path} is of {kind}, and AHP adapts linear layers alone", usable or linear)
         if counts[id(layer.base_layer.weight)] > 1:
             rule = f"the weight of {path} is tied to another one, which an adapter would change too"
             raise bad_input(key, targets, rule, [name for name in linear if name != path.rpartition(".")[2]])
@@ -202,4 +226,4 @@ def _refuse_what_is_not_split(module: nn.Module, targets: Any, linear: list[str]
     for number, block in enumerate(blocks.blocks):
         if not layers_of(block):
             rule = f"block {number} of {blocks.path} has none of them, and every block must have an adapter"
-            raise bad_input(key, targets, rule, ["all-linear", "names that every block has"])
+            raise bad_input(key, targets, rule, usable or ["all-linear"])
