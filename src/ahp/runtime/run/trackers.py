@@ -43,7 +43,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One run of the project ``ahp``, the same one when a folder's run goes on. WANDB_MODE=offline keeps it on this machine."""
+    """One run of the project ``ahp``, the same one when a folder's run goes on. WANDB_MODE=offline keeps it on this machine.
+
+    It ignores a step that is not above the last one: of steps that are computed again it keeps the first values (docs/train/run-folder.md).
+    """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
