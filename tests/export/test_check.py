@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,31 @@ def test_what_cannot_be_judged_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"model: the file does not say it.*--model"):
         run([str(tmp_path / "ds.json"), *CLUSTER])
     assert any("'auto'" in line for line in read_foreign(str(tmp_path / "ds.json"), None, None, 8).read.not_understood)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.toml", "[tool.ruff]\nline-length = 120\n", "no key of torchtitan is in it, such as parallelism.tensor_par"),
+        ("a.py", "import os\n\nlimit = 3\n", "no key of torchtitan is in it"),
+        ("a.json", '{"model_type": "gpt2", "n_layer": 3}', "no key of deepspeed is in it, such as train_micro_batch"),
+        (
+            "a.sbatch",
+            "#SBATCH --nodes=1\nsrun --cpu-bind none ahp train p.yaml --workers-per-node 3",
+            "no key of megatron",
+        ),
+        ("a.sh", "torchrun --nnodes 1 --nproc-per-node 3 train.py --workers 2", "no key of megatron is in it"),
+        ("", "", "file = '': must be a configuration"),
+    ],
+)
+def test_a_file_of_another_program_is_not_judged_by_the_defaults_of_one(
+    name: str, text: str, says: str, tmp_path: Path
+) -> None:
+    file = str(tmp_path / name) if name else ""
+    if name:
+        Path(file).write_text(text)
+    with pytest.raises(BadInput, match=re.escape(says)):
+        run([file, *CLUSTER, "--model", "gpt2"])
 
 
 def test_a_layout_that_cannot_be_read_is_not_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,12 @@ BY_KEYS = (
     ("bridge", ("train.train_iters", "train.global_batch_size", "model.tensor_model_parallel_size")),
 )  # fmt: skip
 """Keys by which a YAML is of another program than accelerate."""
+KEYS_OF = {
+    "torchtitan": "parallelism.tensor_parallel_degree",
+    "megatron": "--tensor-model-parallel-size",
+    "deepspeed": "train_micro_batch_size_per_gpu",
+}
+"""A key of each program whose files are known by their ending alone."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,9 @@ def _settings(
         line = launched(text, found) if engine != "megatron" else None
         if not script or line is None or engine not in (None, line.program):
             name = _named(file, text, engine)
-            settings = _reader(name, version, file, text).parse(text)
+            reader = _reader(name, version, file, text)
+            settings = reader.parse(text)
+            _refuse_anothers(name, reader, settings, text)
             return _plugged(name, file, settings, shape)
         sized, inner = sizes(text, found), {}
         if line.file is not None and Path(line.file).name != OWN_DEFAULTS:
@@ -133,6 +141,14 @@ def _settings(
     nodes, each = (int(word) if word.isdigit() and int(word) else own for word, own in zip(numbers, shape, strict=True))
     settings = inner | line.settings
     return _plugged(line.program, file, settings, (nodes, each))
+
+
+def _refuse_anothers(name: str, reader: Reader, settings: Settings, text: str) -> None:
+    """Raises BadInput for a file that has no key of its program and does not name it: what it does not say would be judged as that program's
+    defaults. The keys of a YAML have told the program."""
+    known = [key for rule in reader.dialect.rules for key in rule.keys if key not in (NODES, EACH)]
+    if name in KEYS_OF and name not in text and not settings.keys() & set(known):
+        raise BadInput(f"no key of {name} is in it, such as {KEYS_OF[name]}; --engine NAME says whose file it is")
 
 
 def _plugged(
@@ -211,6 +227,8 @@ def _beside(script: Path, named: str) -> Path:
 
 
 def _text(file: Path, path: str) -> str:
+    if not path:  # an empty word of a command line, which Path takes for the folder that it is in
+        raise BadInput("file = '': must be a configuration, or the script that starts it")
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
