@@ -86,6 +86,7 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
         ("job: {data: 3}", [": job.data = 3: input should be a valid string; job.data = 3"]),
         ("job: {steps: 0}", ["job.steps = 0", "greater than or equal to 1"]),
         ("job: {steps: yes}", ["job.steps = True: must be a whole number, not true or false"]),
+        ("parallelism: {layers_per_stage: 12}", ["parallelism.layers_per_stage = 12: must be a list"]),
         ("job: {steps: '8'}", ["job.steps = '8': must be a whole number, not text"]),
         ("job: {optimizer: {weight_decay: on}}", ["job.optimizer.weight_decay = True: must be a number"]),
         (

@@ -39,6 +39,8 @@ def broken_rules(error: ValidationError, kind: type[BaseModel], where: str) -> I
                 yield f"{key} = {shortened(item['input'])}: must be a mapping of keys, such as {', '.join(names[:3])}"
             case "literal_error":
                 yield f"{key} = {shortened(item['input'])}: there is no such value (valid: {', '.join(_choices(item))})"
+            case "tuple_type":
+                yield f"{key} = {shortened(item['input'])}: must be a list"
             case "value_error":
                 yield " ".join(str(item.get("ctx", {}).get("error", item["msg"])).split())
             case _:

@@ -167,6 +167,11 @@ def test_what_a_train_job_needs(tmp_path: Path) -> None:
             run(["kubernetes", path, *words])
     with pytest.raises(BadInput, match=r"--name = 'A_b': must be a DNS label"):
         run(["kubernetes", path, *NEEDED, "--name", "A_b"])
+    for key, value in (("image", ""), ("image", "a b"), ("claim", "C!"), ("namespace", "")):
+        with pytest.raises(BadInput, match=f"--{key} = '{value}': is no name that Kubernetes takes"):
+            run(["kubernetes", path, *NEEDED, f"--{key}", value])
+    with pytest.raises(BadInput, match="--ahp = '': must be a program"):
+        run(["slurm", path, "--ahp", ""])
 
 
 def test_on_stdout_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,10 @@ class Kubernetes:
         if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > LONGEST_NAME:
             rule = f"must be a DNS label of up to {LONGEST_NAME} letters"
             raise bad_input("--name", name, rule, ["ahp-plan"])
+        for key, form in FORMS.items():
+            value = getattr(options, key)
+            if value is not None and not re.fullmatch(form, value):
+                raise bad_input(f"--{key}", value, "is no name that Kubernetes takes", [EXAMPLES[key]])
         documents = [_plan(source, name), _runtime(source, options, shape, name), _job(options, shape, name)]
         for document in documents:
             if options.namespace is not None:
@@ -87,7 +91,8 @@ class Kubernetes:
         return Exported(head + body, ("kubectl apply -f {file}", f"kubectl logs -f{where} -l {LABEL}={name}"))
 
 
-EXAMPLES = {"image": "registry.example.com/ahp:1", "claim": "runs"}
+EXAMPLES = {"image": "registry.example.com/ahp:1", "claim": "runs", "namespace": "default"}
+FORMS = {"image": r"\S+", "claim": r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", "namespace": r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"}
 LONGEST_NAME = 40
 """A pod's name, of 63 letters, has the job's number and more behind it."""
 LABEL = "jobset.sigs.k8s.io/jobset-name"

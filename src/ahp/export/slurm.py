@@ -50,6 +50,8 @@ class Slurm:
         """Raises BadInput for options that are none, NotExpressible for a mixed cluster."""
         if options.grace_s < 1:
             raise bad_input("--grace-s", options.grace_s, "must be at least 1")
+        if not options.ahp.strip():
+            raise bad_input("--ahp", options.ahp, "must be a program on the nodes", ["ahp"])
         if options.time is not None and not re.fullmatch(r"\d+(-\d+)?(:\d+){0,2}", options.time):
             raise bad_input(
                 "--time", options.time, "must be a time in Slurm's words", ["120", "12:00:00", "2-00:00:00"]
