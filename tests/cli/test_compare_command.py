@@ -160,6 +160,8 @@ def test_runs_stand_beside_their_forecasts(tmp_path: Path, capsys: pytest.Captur
     assert found["a"]["measured"]["step_time_s"] == 0.5
     assert found["verdict"][-1] == "Measured, B takes 50 % less time for each token than A."
     assert found["next"] == [f"ahp report {' '.join(folders)}"]
+    itself = compared([folders[0], folders[0]], capsys)
+    assert itself["verdict"][-1] == "Measured, B takes as long for each token as A."
     assert run(folders) == 0
     assert "Measured against the forecast" in capsys.readouterr().out
 

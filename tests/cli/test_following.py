@@ -16,6 +16,15 @@ def test_train_runs_plans_of_ahp_alone() -> None:
     assert after("p.yaml", "torchtitan", "explain") == ["ahp explain p.yaml", "ahp export torchtitan p.yaml"]
 
 
+def test_a_run_goes_on_in_its_folder(tmp_path: Path) -> None:
+    """ahp train takes a file, where the others take the folder of a run too."""
+    run = tmp_path / "my run"
+    run.mkdir()
+    train = f"ahp train '{run}/plan.yaml' --run.folder '{run}'"
+    assert after(str(run), "ahp", "explain") == [f"ahp explain '{run}'", train]
+    assert after(str(run), "deepspeed") == [f"ahp export deepspeed '{run}'"]
+
+
 @pytest.mark.slow
 def test_a_plan_for_another_engine_is_never_sent_to_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

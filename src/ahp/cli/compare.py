@@ -155,8 +155,11 @@ def _verdict(first: Side, second: Side) -> Iterator[str]:
         yield f"B has {number_of(devices[1], 'device')}, A {devices[0]}: each of B's trains {each} per second."
     if first.measured_s_per_token and second.measured_s_per_token:
         ratio = second.measured_s_per_token / first.measured_s_per_token
-        more = f"{percent(abs(ratio - 1))} {'more' if ratio >= 1 else 'less'} time for each token than"
-        yield f"Measured, B takes {f'{times(ratio)} as long for each token as' if ratio > 2 else more} A."
+        if ratio > 2 or abs(ratio - 1) < 0.0005:
+            more = f"{f'{times(ratio)} ' if ratio > 2 else ''}as long for each token as"
+        else:
+            more = f"{percent(abs(ratio - 1))} {'more' if ratio >= 1 else 'less'} time for each token than"
+        yield f"Measured, B takes {more} A."
 
 
 def _tokens(ratio: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ahp.job import Job
@@ -28,8 +29,12 @@ def default_data_words(job: Job) -> str | None:
 
 def after(path: str, engine: str, *first: str) -> list[str]:
     """Commands about the plan in ``path``: ``first`` by their names, then what runs it, or writes it for the engine that does."""
-    last = "train" if engine == RUNS else f"export {engine}"
-    return [f"ahp {command} {shlex.quote(path)}" for command in (*first, last)]
+    commands = [f"ahp {command} {shlex.quote(path)}" for command in first]
+    if engine != RUNS:
+        return [*commands, f"ahp export {engine} {shlex.quote(path)}"]
+    if Path(path).is_dir():  # a run's: the others read the plan in it, and it goes on in that folder alone
+        return [*commands, f"ahp train {shlex.quote(str(Path(path, 'plan.yaml')))} --run.folder {shlex.quote(path)}"]
+    return [*commands, f"ahp train {shlex.quote(path)}"]
 
 
 def next_words(commands: Sequence[str], width: int) -> str:
