@@ -5,7 +5,7 @@ from __future__ import annotations
 from ahp.forecast.mesh import axis_group
 from ahp.plan import Forecast, Parallelism
 from ahp.search.ties import TIED
-from ahp.words import gib, of_gib, part_words, percent, seconds
+from ahp.words import gib, of_gib, part_words, percent, seconds, slower
 
 TIE = 0.005
 """Step times nearer than this share are called equal: far inside the error band of any forecast."""
@@ -48,14 +48,14 @@ def slower_because(other: Forecast, best: Forecast) -> str:
 
     One that is tied says so: it may be faster by the forecast, and lost to a simpler one.
     """
-    slower = other.step_time_s / best.step_time_s - 1
-    if slower <= -TIE:
+    more_share = other.step_time_s / best.step_time_s - 1
+    if more_share <= -TIE:
         faster = f"{percent(1 - other.step_time_s / best.step_time_s)} faster by the forecast"
         return f"tied, {faster}" if best.step_time_s <= other.step_time_s * (1 + TIED) else faster
-    if slower < TIE:
+    if more_share < TIE:
         more = needed_bytes(other) - needed_bytes(best)
         amount = f", {gib(more)} more memory" if more > 0 else ""
-        within = f" within {percent(abs(slower))}" if abs(slower) >= 0.0005 else ""
+        within = f" within {percent(abs(more_share))}" if abs(more_share) >= 0.0005 else ""
         return f"as fast{within}{amount}"
     part, more_s = differences(other, best)[0]
     whole_s = other.step.get(part, 0.0)
@@ -64,7 +64,7 @@ def slower_because(other: Forecast, best: Forecast) -> str:
     else:
         what = f"{part_words(part)} {seconds(whole_s)}"
     gap = f", {seconds(more_s)} more" if whole_s > more_s * (1 + TIE) else ""
-    return f"{'tied, ' if slower <= TIED else ''}{percent(slower)} slower: {what}{gap}"
+    return f"{'tied, ' if more_share <= TIED else ''}{slower(1 + more_share)}: {what}{gap}"
 
 
 def on_a_node(layout: Parallelism, devices_per_node: int) -> str:

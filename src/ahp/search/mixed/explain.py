@@ -13,7 +13,7 @@ from ahp.search import reasons
 from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 from ahp.search.result import Ranking
-from ahp.words import gib, percent, seconds
+from ahp.words import gib, number_of, percent, seconds
 
 
 def on_fullest(asked: Problem, pair: Pair) -> Problem:
@@ -31,7 +31,8 @@ def idle(asked: Problem, layout: Parallelism, used: Cluster) -> Iterator[str]:
     for group in asked.cluster.groups:
         count = taken.get(group.name, 0)
         if count < group.num_devices:
-            yield f"{group.name}: {group.num_devices - count} of {group.num_devices} devices are left over"
+            left, whole = group.num_devices - count, number_of(group.num_devices, "device")
+            yield f"{group.name}: {left} of {whole} {'is' if left == 1 else 'are'} left over"
 
 
 def width(pair: Pair, ranked: list[Pair]) -> Iterator[str]:
