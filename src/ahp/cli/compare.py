@@ -174,12 +174,12 @@ def _tokens(ratio: float) -> str:
 
 def _which_is_faster(first: Side, second: Side) -> str:
     """Of two with as many tokens in a step."""
-    from ahp.search.reasons import slower_because
+    from ahp.search.reasons import is_slower_because
     from ahp.search.ties import TIED, complexity
 
     (_, fast), (slow_name, slow) = sorted([("A", first), ("B", second)], key=lambda one: one[1].forecast.step_time_s)
     if slow.forecast.step_time_s > fast.forecast.step_time_s * (1 + TIED):
-        return f"{slow_name} is {slower_because(slow.forecast, fast.forecast)}."
+        return f"{slow_name} {is_slower_because(slow.forecast, fast.forecast)}."
     words = "The forecast cannot tell them apart"
     one, other = complexity(first.plan.parallelism), complexity(second.plan.parallelism)
     if one == other:

@@ -68,5 +68,5 @@ def _gain(share: float) -> str:
 
 def why_eager(best: Plan, compiled: Plan) -> str:
     """Why they are not, where the best layout with compiled blocks is slower."""
-    slower = reasons.slower_because(compiled.priced, best.priced)
-    return f"eager blocks: the best with compiled ones, {compiled.parallelism.short()}, is {slower}"
+    slower = reasons.is_slower_because(compiled.priced, best.priced)
+    return f"eager blocks: the best with compiled ones, {compiled.parallelism.short()}, {slower}"

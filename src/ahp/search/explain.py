@@ -122,8 +122,8 @@ def why(
         others = (pair for pair in ranked if _differs(pair[0], layout, keys) and reasons.decides(pair[0], name))
         rival = next((p for p in others if name != "order" or set(p[0].axes) == set(layout.axes)), None)
         if rival is not None:
-            lost = reasons.slower_because(rival[1], best)
-            yield f"{words}: the best with {reasons.choice_words(rival[0], name)} is {lost}"
+            lost = reasons.is_slower_because(rival[1], best)
+            yield f"{words}: the best with {reasons.choice_words(rival[0], name)} {lost}"
         elif at_least_s[name] < float("inf"):
             more = at_least_s[name] / best.step_time_s - 1
             than = f", {percent(more)} more" if more >= TIE else ""

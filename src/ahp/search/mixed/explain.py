@@ -146,8 +146,8 @@ def against_spread(used: Problem, ranked: list[Pair], best: Forecast) -> Iterato
     spread = ((layout, forecast) for layout, forecast in ranked if _is_spread(layout))
     for layout, forecast in islice(spread, 1):  # the fastest of all may have all its stages on one group
         yield (
-            f"{used.cluster.groups[0].name} alone: the best over several groups, {layout.short()}, is "
-            f"{reasons.slower_because(forecast, best)}"
+            f"{used.cluster.groups[0].name} alone: the best over several groups, {layout.short()}, "
+            f"{reasons.is_slower_because(forecast, best)}"
         )
 
 
