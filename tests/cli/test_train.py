@@ -102,20 +102,23 @@ def test_checkpoints_that_the_folder_has_lost_come_from_the_store(
     assert [checkpoint.step for checkpoint in run.checkpoints()] == [2]
 
 
-@pytest.mark.parametrize(("high_s", "off"), [(0.6, False), (0.3, True)])
+@pytest.mark.parametrize(
+    ("high_s", "steps", "off", "enough"), [(0.6, 8, False, False), (0.3, 7, True, False), (0.3, 8, True, True)]
+)
 def test_a_step_outside_the_band_is_told_with_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], high_s: float, off: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], high_s: float, steps: int, off: bool, enough: bool
 ) -> None:
+    """ahp calibrate refuses a run of fewer than 8 steps."""
     forecast = Forecast(
         step_time_s=0.25, step_time_low_s=0.2, step_time_high_s=high_s, tokens_per_s_per_device=1.0, mfu=0.1,
         mfu_peak="bf16 dense", memory_allocated_bytes=1, memory_reserved_bytes=1, fit_probability=1.0, fits=True,
         step={"forward": 0.25}, memory={"parameters": 1},
     )  # fmt: skip
-    Plan(job=Job(steps=STEPS), forecast=forecast).save(tmp_path / "plan.yaml")
+    Plan(job=Job(steps=steps), forecast=forecast).save(tmp_path / "plan.yaml")
     assert main.main(args(tmp_path / "plan.yaml")) == 0
     out = capsys.readouterr().out
     assert ("2 times the prediction, outside its 90 % band" in out) == off
-    assert (f"ahp calibrate {tmp_path / 'run'}" in out) == off
+    assert (f"ahp calibrate {tmp_path / 'run'}" in out) == enough
 
 
 def test_a_finished_run_shows_the_sample_that_it_has(

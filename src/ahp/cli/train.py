@@ -242,7 +242,8 @@ def report(outcome: Outcome, arguments: Arguments, command: str, *, sample: bool
     if outcome.status.state == "done":
         result |= _sample(folder.path, kept=outcome.already_done) if sample else {}
         text = [f"ahp generate {folder.path}"] if "sample" in result else []
-        calibrate = [f"ahp calibrate {folder.path}"] if result.get("speed", {}).get("in_band") is False else []
+        off = result.get("speed", {}).get("in_band") is False
+        calibrate = [f"ahp calibrate {folder.path}"] if off and _has_steps_to_calibrate(folder) else []
         result["next"] = [*text, f"ahp report {folder.path}", f"ahp explain {folder.plan_file}", *calibrate]
     else:
         result["next"] = [command]
@@ -252,6 +253,16 @@ def report(outcome: Outcome, arguments: Arguments, command: str, *, sample: bool
     else:
         print("\n".join(words(result, already_done=outcome.already_done)))
     return outcome.exit_code
+
+
+def _has_steps_to_calibrate(folder: RunFolder) -> bool:
+    from ahp.runtime.check.calibrate import measured
+
+    try:
+        measured(folder)
+    except BadInput:
+        return False
+    return True
 
 
 def words(result: dict[str, Any], *, already_done: bool) -> list[str]:
@@ -271,7 +282,7 @@ def words(result: dict[str, Any], *, already_done: bool) -> list[str]:
         lines.append(f"Speed    {seconds(speed['median_s'])} a step{predicted}; {speed['tokens_per_s']:,.0f} tokens/s")
         if speed["in_band"] is False:
             ratio = speed["median_s"] / speed["predicted_s"]
-            lines.append(f"         {times(ratio)} the prediction, outside its 90 % band (see ahp calibrate)")
+            lines.append(f"         {times(ratio)} the prediction, outside its 90 % band")
         if "validation_loss" in result:
             lines.append(f"Held out {result['validation_loss']:.3f}, the loss on text that it was not trained on")
     if "sample" in result:
