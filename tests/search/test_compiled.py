@@ -114,7 +114,9 @@ def test_eager_blocks_are_taken_where_they_are_faster() -> None:
     assert ranking.best.engine.compile is False
     alone = ranking_of(with_compile(asked, False))
     assert [plan.parallelism for plan in ranking] == [plan.parallelism for plan in alone]
-    assert re.match(r"eager blocks: the best with compiled ones, dp\S+ .* slower: ", why(ranking.best))
+    assert re.match(
+        r"eager blocks: the best with compiled ones, dp\S+ .* (is .* slower|takes .* as long): ", why(ranking.best)
+    )
     assert ranking.certificate.proven
     assert ranking.certificate.rows == alone.certificate.rows
     assert "compiled and eager" in ranking.proof[0]
