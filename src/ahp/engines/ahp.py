@@ -107,12 +107,6 @@ class AhpEngine(Engine):
         every = zero >= 2 and not pipelined
         wrapped = sharded or job.precision != "fp32"
         buckets = parallelism.weight_replicas > 1 and not wrapped  # runtime/shard/replicas.py
-        if parallelism.tensor_parallel_degree > 1:
-            host_operators = host.value("split_operators") + (host.value("fsdp_of_split_operators") if wrapped else 0)
-        else:
-            host_operators = host.value("fsdp_operators") if wrapped else 0
-        if job.precision == "fp8":
-            host_operators += FUSED_TORCHAO_OPERATORS if fuses else EAGER_TORCHAO_OPERATORS
         # torch's pipeline stage defers the reduction of an FSDP module to its last micro-batch and keeps the weights
         # gathered after each backward (torch 2.13, pipelining/stage.py, backward_maybe_with_nosync). A ZeRO-3 forward
         # then finds them gathered, and frees them, so that each backward gathers once.
@@ -168,14 +162,25 @@ class AhpEngine(Engine):
                 loss_chunk_tokens=choice.loss_chunk_tokens,
                 recent_cudnn=True,  # torch 2.11, the oldest that the runtime takes, brings cuDNN 9.19
             ),
-            host=HostTraits(
-                operators_per_unit=host_operators,
-                launches_per_operator=host.value("eager_launches"),
-                checkpoint=None if fuses else fsdp2.eager_checkpoint(),
-            ),
+            host=_host(job, parallelism, wrapped=wrapped, fuses=fuses),
             fp8=FUSED_TORCHAO_FP8 if fuses else EAGER_TORCHAO_FP8,
             source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",
         )
+
+
+def _host(job: Job, parallelism: Parallelism, *, wrapped: bool, fuses: bool) -> HostTraits:
+    """``wrapped``: whether FSDP2 has the weights; ``fuses``: whether blocks are compiled."""
+    if parallelism.tensor_parallel_degree > 1:
+        operators = host.value("split_operators") + (host.value("fsdp_of_split_operators") if wrapped else 0)
+    else:
+        operators = host.value("fsdp_operators") if wrapped else 0
+    if job.precision == "fp8":
+        operators += FUSED_TORCHAO_OPERATORS if fuses else EAGER_TORCHAO_OPERATORS
+    return HostTraits(
+        operators_per_unit=operators,
+        launches_per_operator=host.value("eager_launches"),
+        checkpoint=None if fuses else fsdp2.eager_checkpoint(),
+    )
 
 
 def needs_masks(job: Job, p: Parallelism, choice: EngineChoice) -> str | None:

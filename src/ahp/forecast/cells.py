@@ -113,10 +113,10 @@ class GroupCells:
 
     def _again_s(self, unit: Unit) -> float:
         data, device_s = self._data, segment_again_s(unit, self._recompute, self._data)
-        if data.host_is_device:
-            return device_s + sum(launched_beside(unit, self._recompute, data.traits.host)) * data.operator_s
         host = data.traits.host
         beside = sum(launched_beside(unit, self._recompute, host))
+        if data.host_is_device:
+            return device_s + beside * data.operator_s
         launches = (recomputed(unit, self._recompute).launches + beside) * host.launches_per_operator
         return max(device_s, launches * data.operator_s)
 

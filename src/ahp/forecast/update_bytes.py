@@ -10,8 +10,8 @@ EIGHT_BIT_UPDATE_BYTES = 242
 the codes of each moment, 32 to take the gradient in, 66 to make codes again, 72 for the update, 30 to write all where the step is not left out."""
 
 COMPILED_EIGHT_BIT_UPDATE_BYTES = 74
-"""The same on a GPU, in one compiled kernel: as many as memory moves while it looks codes up. [H200] torchao's kernel of these steps took 16 ms more than
-fused AdamW (28 bytes) for 1.5 billion parameters; docs/benchmarks.md. The kernel itself moves 16."""
+"""The same on a GPU, in one compiled kernel: as many as memory moves while it looks codes up. [H200] torchao's kernel of these steps took about 16 ms more than
+fused AdamW (28 bytes) for 1.5 billion parameters, the latter measured on another H200 and scaled (docs/benchmarks.md). The kernel itself moves 16."""
 
 CLIP_BYTES = 12
 """Bytes moved per gradient element by clipping in fp32: one read for the norm, one read and write for the scale."""
