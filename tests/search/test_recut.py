@@ -53,6 +53,7 @@ def test_the_cut_is_the_best_of_all(engine: str, layout: Parallelism) -> None:
     for cut, forecast in every.items():
         assert forecast is not None
         assert costs.bounds_s([cut])[0] <= forecast.step_time_s * (1 + 1e-12)
+        assert costs.floors_s([cut])[0] <= costs.bounds_s([cut])[0] * (1 + 1e-12)
     assert costs.floor_s() <= best_s
     moved = _by_moves([costs.usual(), costs.longest[1]], costs)
     assert moved is not None

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from ahp.plan import Parallelism
 from ahp.schedule.makespan import makespan
+from ahp.schedule.registry import get
 from ahp.schedule.simulate import StageTimes
 from ahp.schedule.stages import layers_of_stages
 from ahp.search import stages
-from ahp.search.stages import best_cut, cuts, least_longest, num_cuts
+from ahp.search.stages import best_cut, cuts, least_longest, longest_s, num_cuts
 from tests.lower_bounds import lower_bound_s
 
 
@@ -33,6 +34,11 @@ class Made:
         found[0] += self.ends[0]
         found[-1] += self.ends[1]
         return [StageTimes(forward_s=s, backward_s=2 * s, input_gradient_s=s, weight_gradient_s=s) for s in found]
+
+    def floors_s(self, found: Sequence[stages.Cut]) -> Any:
+        layers, (first, last) = np.array(self.layers), self.ends
+        own = get(self.name).placement.rank_stages(self.p, self.v)
+        return longest_s(found, layers, 3 * self.m * layers, 3 * self.m * first, 3 * self.m * last, own)
 
     def bounds_s(self, found: Sequence[stages.Cut]) -> list[float]:
         return [lower_bound_s(self.name, self.p, self.v, self.m, self.times(cut)) for cut in found]

@@ -85,7 +85,7 @@ class StageCosts:
     def rows(self, table: StageTable) -> list[StageCost]:
         """Of one layout the cost of each stage, where the part ``recompute`` is one of those that recompute a layer."""
         columns = {
-            (field.name, part): np.broadcast_to(seconds[0, 0], len(table.layers)).tolist()
+            (field.name, part): _of_each(seconds[0, 0], len(table.layers))
             for field in fields(self)
             for part, seconds in getattr(self, field.name).items()
         }
@@ -246,8 +246,9 @@ class _Layers:
     def _again(self, figure: Callable[[Unit, Recompute], float], first: Floats | float = 0.0) -> Floats:
         """[1, R, S] Of the layers that are recomputed, added to ``first`` one after another."""
         layers = self._of_kinds(figure)
-        begin = np.broadcast_to(np.asarray(first).reshape(1, -1)[..., None], (*layers.shape[:2], 1))
-        return np.concatenate([begin, layers], axis=-1).cumsum(axis=-1)[None, ..., -1]
+        found = np.empty((*layers.shape[:2], layers.shape[2] + 1))
+        found[..., 0], found[..., 1:] = np.asarray(first).reshape(-1), layers
+        return found.cumsum(axis=-1)[None, ..., -1]
 
     def _of_kinds(self, figure: Callable[[Unit, Recompute], float], otherwise: Recompute | None = None) -> Floats:
         """[R, S, L] A figure of each layer with what is recomputed of it; ``otherwise``: with that where it is not, None = 0."""
@@ -258,6 +259,12 @@ class _Layers:
             return found
         not_s = 0.0 if otherwise is None else self.table.of_layers(np.array([figure(u, otherwise) for u in blocks]))
         return np.where(self.table.is_recomputed, found, not_s)
+
+
+def _of_each(seconds: Floats, num_stages: int) -> list[float]:
+    """Of one number for all stages, or of one for each."""
+    found = seconds.tolist()
+    return found if len(found) == num_stages else found * num_stages
 
 
 def _sum(parts: Iterable[Floats]) -> Floats:

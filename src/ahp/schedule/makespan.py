@@ -229,7 +229,7 @@ class _Run:
         each_s = np.array([t.forward_s + t.first_forward_extra_s + t.send_forward_s for t in self.times])
         late = gathered_s > np.cumsum(each_s) - each_s  # of others all is there when their first micro-batch can be
         first_row, rank = np.divmod(self.table.first, self.idle_s.shape[1])
-        for row in np.unique(first_row[late]).tolist():
+        for row in sorted(set(first_row[late].tolist())):
             self.advance(row + 1)
             begin = np.flatnonzero(first_row == row)
             start_s = (self.idle_s[row + 1] + self.work_s[row])[rank[begin]]

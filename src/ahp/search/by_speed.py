@@ -20,8 +20,6 @@ from ahp.search.feasible_space import LegalRows, legal_rows
 from ahp.search.lighten import Lightened, lighten, ways_of
 from ahp.search.method import Method, find
 from ahp.search.misfit import nothing_fits
-from ahp.search.mixed.misfit import that_fits
-from ahp.search.mixed.over_groups import mixed_ranking
 from ahp.search.nearby import Nearby
 from ahp.search.one_group import fastest_on_one_group
 from ahp.search.problem import Problem
@@ -67,6 +65,8 @@ def ranking_with_any_kernels(
 def _has_a_plan(asked: Problem) -> bool:
     """Whether something fits, as far as a brief look tells on a mixed cluster."""
     if asked.cluster.is_mixed:
+        from ahp.search.mixed.misfit import that_fits  # a room that most searches do not need
+
         return that_fits(asked) is not None
     found = fastest_on_one_group(asked)
     return found is not None and found.best is not None
@@ -92,6 +92,8 @@ def ranking_by_speed(
     ``remedies``: whether to say what would make it fit, where nothing does.
     """
     if asked.cluster.is_mixed:
+        from ahp.search.mixed.over_groups import mixed_ranking
+
         plain = partial(ranking_by_speed, keep=keep, current=None, by=by)
         return mixed_ranking(asked, keep, current, by, plain, remedies=remedies)
     return _ranked(_look(asked, keep, by), keep, current, by, tied, remedies=remedies)

@@ -132,6 +132,7 @@ class Choices:
         self.bad_split = cache(self._bad_split)
         self.refused_sharing = cache(self._refused_sharing)
         self.bad_depth = cache(self._bad_depth)
+        self.refused_pipe = cache(self._refused_pipe)
         self.traits = cache(self._traits)
         self.bad_stages = cache(self._bad_stages)
         self.bad_schedule = cache(self._bad_schedule)
@@ -352,7 +353,7 @@ class Choices:
             enable_sequence_parallel=bool(mesh.sequence_parallel),
         )
 
-    def refused_pipe(self, pipe: ScheduleChoice, pipeline: int) -> str | None:
+    def _refused_pipe(self, pipe: ScheduleChoice, pipeline: int) -> str | None:
         """Why the engine cannot run a schedule, or cannot be told to."""
         if self.bad_depth(pipeline):
             return None

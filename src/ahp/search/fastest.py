@@ -5,7 +5,6 @@ from __future__ import annotations
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Parallelism
 from ahp.search.compiled import compiling
-from ahp.search.mixed.over_groups import fastest_of_groups
 from ahp.search.one_group import Fastest, fastest_on_one_group
 from ahp.search.problem import Problem
 
@@ -26,6 +25,8 @@ def fastest(
 
 def _over_groups(asked: Problem, ceiling_s: float, like: Parallelism | None) -> Fastest | None:
     """Of a cluster of several kinds of devices, which has a search of its own; eager blocks are looked at where compiled ones do not fit."""
+    from ahp.search.mixed.over_groups import fastest_of_groups  # a room that most searches do not need
+
     first: Fastest | None = None
     for used in (asked.compiled, asked.eager) if asked.either_blocks else (asked,):
         try:

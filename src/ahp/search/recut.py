@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ahp.arrays import Floats
 from ahp.forecast.turns import least_share
 from ahp.forecast.unit import Unit
 from ahp.plan import Forecast, Parallelism
 from ahp.schedule.bounds import TimeColumns, lower_bounds_s
 from ahp.schedule.orders import splits_backward
+from ahp.schedule.registry import get
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
-from ahp.search.stages import WORTH_S, BestCut, Cut, best_cut, least_longest
+from ahp.search.stages import WORTH_S, BestCut, Cut, best_cut, least_longest, longest_s
 from ahp.search.ties import WORTH_TELLING
 from ahp.words import percent
 
@@ -74,7 +76,6 @@ class LayoutCosts:
     def __init__(self, asked: Problem, layout: Parallelism) -> None:
         self.asked, self.layout, self.pricer = asked, layout, asked.pricer
         self.m = layout.num_micro_batches(asked.job)
-        self.longest = self._least_longest()
 
     def usual(self) -> Cut:
         """The cut that the layout has where nobody asks for another."""
@@ -83,6 +84,14 @@ class LayoutCosts:
     def _with(self, cut: Cut) -> Parallelism:
         return self.layout.model_copy(update={"layers_per_stage": cut})
 
+    def floors_s(self, found: Sequence[Cut]) -> Floats:
+        """[N] Of each, what the layers of its fullest rank compute."""
+        of = self.layout
+        own = get(of.pipeline_parallel_schedule).placement.rank_stages(
+            of.pipeline_parallel_degree, of.virtual_stages_per_rank
+        )
+        return longest_s(found, *self._layers, own) * self._slowed
+
     def bounds_s(self, found: Sequence[Cut]) -> list[float]:
         """Of each, the longest path through the schedule that has a closed form."""
         of, times = self.layout, TimeColumns.of(*self.pricer.stage_times(self.layout, found))
@@ -90,7 +99,7 @@ class LayoutCosts:
         bounds_s = lower_bounds_s(*shape, times, turns=self.pricer.turns)
         return (bounds_s * self.pricer.stretch).tolist()
 
-    def stage_s(self, cut: Cut) -> NDArray[np.float64]:
+    def stage_s(self, cut: Cut) -> Floats:
         """[S] Seconds of each stage on one micro-batch, forward and backward."""
         return np.array(
             [times.forward_s + times.backward_s for times in self.pricer.stage_times(self.layout, [cut])[0]]
@@ -103,20 +112,30 @@ class LayoutCosts:
 
     def floor_s(self) -> float:
         """Seconds that no cut can go below: of its longest stage, from the layers' own computation."""
-        part = float(least_share(self.pricer.turns, self.layout.pipeline_parallel_degree))
-        return self.longest[0] * self.pricer.stretch * part
+        return self.longest[0] * self._slowed
 
-    def _least_longest(self) -> tuple[float, Cut]:
-        """The floor, and the cut with the shortest longest stage; of several stages a rank, over all of them."""
+    @cached_property
+    def _slowed(self) -> float:
+        """What seconds of computation come to at least on workers that take turns, and on the slowest rank."""
+        return self.pricer.stretch * float(least_share(self.pricer.turns, self.layout.pipeline_parallel_degree))
+
+    @cached_property
+    def _layers(self) -> tuple[Floats, Floats, float, float]:
+        """Seconds of each layer before a later stage can start or end, and over all micro-batches; of both ends."""
         units = self.pricer.units(self.layout)
         layers = np.array([_work_s(units.blocks[kind]) for kind in units.layers])
         forward = np.array([units.blocks[kind].times.forward_s for kind in units.layers])
         before = forward if splits_backward(self.layout) else layers
-        ends = self.m * _work_s(units.embedding), self.m * _work_s(units.head)
-        seconds, cut = least_longest(before, self.m * layers, *ends, self.layout.num_stages)
+        return before, self.m * layers, self.m * _work_s(units.embedding), self.m * _work_s(units.head)
+
+    @cached_property
+    def longest(self) -> tuple[float, Cut]:
+        """The floor, and the cut with the shortest longest stage; of several stages a rank, over all of them."""
+        seconds, cut = least_longest(*self._layers, self.layout.num_stages)
         if self.layout.virtual_stages_per_rank > 1:
             # A rank has stages from several places: all ranks together have all the work.
-            seconds = (self.m * layers.sum() + sum(ends)) / self.layout.pipeline_parallel_degree
+            _, work, *ends = self._layers
+            seconds = (float(work.sum()) + sum(ends)) / self.layout.pipeline_parallel_degree
         return seconds, cut
 
 

@@ -321,7 +321,7 @@ class _Counted:
         """[M, K] Ways to run the pipeline that the engine can express, the layers allow and the micro-batches suit."""
         rows = np.broadcast_to((self.num_splits * self.num_recompute)[:, None], self.micro_batches.shape)
         pipeline, good = self.table[:, 2], np.zeros(self.micro_batches.shape, dtype=np.int64)
-        for p in np.unique(pipeline).tolist():
+        for p in sorted(set(pipeline.tolist())):
             of_p = pipeline == p
             counts, at = np.unique(self.micro_batches[of_p].ravel(), return_inverse=True)
             weights = np.bincount(at, rows[of_p].ravel()).astype(np.int64).tolist()

@@ -1,12 +1,13 @@
 """Where to cut the layers into pipeline stages, so that the step is shortest and every rank has the memory.
 
-Few cuts: each is bounded, and forecast in the order of its bound until none left can win. Many: from the best of some
+Few cuts: each has a floor, those with the lowest are bounded, and forecast in the order of their bounds until none left can win. Many: from the best of some
 starts, one layer moves from a long stage to a short one as long as a forecast gets shorter; a floor under every cut, by
 dynamic programming, says how much better another could be.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -15,14 +16,17 @@ from typing import Protocol
 
 import numpy as np
 
-from ahp.arrays import Floats
+from ahp.arrays import Floats, Ints
 from ahp.plan import Forecast
 
 Cut = tuple[int, ...]
 """Layers of each stage in pipeline order."""
 
-ALL_CUTS = 500
-"""So many cuts are all looked at; a bound takes some 0.2 ms, a forecast some milliseconds."""
+ALL_CUTS = 5_000
+"""So many cuts are all looked at; a floor takes some microseconds, a bound some 0.2 ms, a forecast some milliseconds."""
+
+TOGETHER = 32
+"""Cuts that are bounded at once."""
 
 DONORS, TAKERS = 4, 8
 """Of many cuts: a layer moves from one of the longest stages to one of the shortest, so many of each."""
@@ -37,8 +41,12 @@ WORTH_S = 1e-4
 class Costs(Protocol):
     """What a layout's cuts cost."""
 
+    def floors_s(self, found: Sequence[Cut]) -> Floats:
+        """Of each, seconds that the step takes at least, soon known."""
+        ...
+
     def bounds_s(self, found: Sequence[Cut]) -> list[float]:
-        """Of each, seconds that the step takes at least."""
+        """The same, closer."""
         ...
 
     def stage_s(self, cut: Cut) -> Floats:
@@ -90,10 +98,22 @@ def cuts(num_layers: int, num_stages: int) -> Iterator[Cut]:
 
 
 def _of_all(found: Sequence[Cut], costs: Costs) -> BestCut | None:
-    queue = sorted(zip(costs.bounds_s(found), found, strict=True))
+    floors_s = costs.floors_s(found)
+    order, looked = np.argsort(floors_s, kind="stable").tolist(), 0
+    bounded: list[tuple[float, Cut]] = []
     best: tuple[float, Cut, Forecast] | None = None
     forecasts = 0
-    for bound_s, cut in queue:
+    while looked < len(order) or bounded:
+        lowest_s = bounded[0][0] if bounded else np.inf
+        if looked < len(order) and (floor_s := floors_s[order[looked]]) <= lowest_s:
+            if best is not None and floor_s >= best[0]:
+                break
+            some = [found[at] for at in order[looked : looked + TOGETHER]]
+            looked += len(some)
+            for pair in zip(costs.bounds_s(some), some, strict=True):
+                heapq.heappush(bounded, pair)
+            continue
+        bound_s, cut = heapq.heappop(bounded)
         if best is not None and bound_s >= best[0]:
             break
         forecast = costs.price(cut)
@@ -144,6 +164,23 @@ def moves(cut: Cut, stage_s: Floats) -> Iterator[Cut]:
                 moved[donor] -= 1
                 moved[taker] += 1
                 yield tuple(moved)
+
+
+def longest_s(
+    found: Sequence[Cut], before_s: Floats, work_s: Floats, first_s: float, last_s: float, rank_stages: Ints
+) -> Floats:
+    """[N] What the fullest rank of each cut takes at least: its work; of one stage a rank, what it waits for before too.
+
+    ``rank_stages`` [p, v]: the stages of each rank; the others as ``least_longest`` has them.
+    """
+    edges = np.cumsum(np.pad(np.array(found, dtype=np.int64), ((0, 0), (1, 0))), axis=1)  # [N, S + 1]
+    before, work = (np.concatenate([[0.0], np.cumsum(layers)]) for layers in (before_s, work_s))
+    stages = np.diff(work[edges], axis=1)
+    stages[:, 0] += first_s
+    stages[:, -1] += last_s
+    if rank_stages.shape[1] == 1:
+        stages += before[edges[:, :-1]]
+    return stages[:, rank_stages].sum(axis=-1).max(axis=1)
 
 
 def least_longest(

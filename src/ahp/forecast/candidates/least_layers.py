@@ -25,7 +25,7 @@ from ahp.forecast.overlap import shown_s
 from ahp.forecast.pricer import Pricer
 from ahp.forecast.split import KeysWay, TensorSplit, split, way_of_keys
 from ahp.forecast.tables import PRECISION_OF
-from ahp.graph.operators import Operator, TensorSpec
+from ahp.graph.operators import Operator, Segment, TensorSpec
 from ahp.plan import Parallelism
 
 LEAST_WRITTEN = 2
@@ -72,12 +72,13 @@ class LeastLayers:
 
     def products_s(self) -> float:
         """Seconds of one device alone for the products of a step."""
-        whole = [*(self._graph.blocks[kind] for kind in self._graph.layers), self._graph.embedding, self._graph.head]
-        by_segment = {
-            id(segment): sum(self._least_s(op) for op in segment.operators if "attention" not in op.name)
-            for segment in whole
-        }
-        a_micro_batch_s = sum(by_segment[id(segment)] for segment in whole)
+
+        def of(segment: Segment) -> float:
+            return sum(self._least_s(op) for op in segment.operators if "attention" not in op.name)
+
+        of_kind = [of(block) for block in self._graph.blocks]
+        ends_s = of(self._graph.embedding), of(self._graph.head)
+        a_micro_batch_s = sum((*(of_kind[kind] for kind in self._graph.layers), *ends_s))
         return a_micro_batch_s / self._graph.micro_batch_size * self._job.global_batch_size
 
     def layer_forward_s(self) -> float:

@@ -131,7 +131,7 @@ def fewest_in_flight(pipes: tuple[ScheduleChoice, ...], pipeline: int, micro_bat
     if pipeline == 1:
         return np.ones((1, 1), dtype=np.int64)
     counts = [in_flight(name, pipeline, virtual, micro_batches).min(axis=1) for name, virtual in pipes]
-    found = np.unique(np.stack(counts), axis=0)
+    found = np.array(sorted({tuple(count.tolist()) for count in counts}))
     # A pipeline in which no rank keeps fewer than in another one holds no less.
     no_fewer = (found[:, None] >= found).all(axis=-1)
     return found[no_fewer.sum(axis=1) == 1]

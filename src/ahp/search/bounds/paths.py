@@ -48,9 +48,22 @@ class Path(NamedTuple):
         return cls(**{**dict.fromkeys(cls._fields, none), "head": heads, **parts})
 
 
-@lru_cache(maxsize=1 << 14)
 def longest_paths(schedule: PipelineSchedule, p: int, v: int, m: int, stages: Layers) -> Floats:
     """[L, parts of a ``Path``, K] Of those that are alike in all but one thing the longest."""
+    once, each, waited = _of_any_number(schedule, p, v, stages)
+    found = once + m * each
+    forwards = schedule.forwards_before_gradient(p, v, m) if p > 1 else None
+    if forwards is None:
+        return found
+    own = schedule.placement.rank_stages(p, v)
+    path = _after_first_gradient(schedule, own, m, np.array(stages), forwards)._replace(first_waited=waited)
+    return np.concatenate([found, np.array([path], dtype=float)])
+
+
+@lru_cache(maxsize=1 << 12)
+def _of_any_number(schedule: PipelineSchedule, p: int, v: int, stages: Layers) -> tuple[Floats, Floats, Floats]:
+    """Of the ways that grow with the number of micro-batches: [L, parts of a ``Path``, K] what comes once, and what comes with each; and
+    [K] the layers of the first micro-batch's way whose weights are waited for."""
     each, own = np.array(stages), schedule.placement.rank_stages(p, v)
     sizes, of_ranks, kinds = each.sum(axis=1), each[own].sum(axis=1), each.shape[1]
     before, head = np.cumsum(each[:p], axis=0) - each[:p], own[:, -1] == p * v - 1
@@ -59,26 +72,28 @@ def longest_paths(schedule: PipelineSchedule, p: int, v: int, m: int, stages: La
     # Gathered ahead: those of the first stage; those of a rank's later stages slow it down.
     ahead = gathers_ahead(schedule, v)
     waited = each[0] + CONTENTION * each[p:].sum(axis=0) if ahead else total
-    found = [Path.of(kinds, forward=total, first_forward=total, first_waited=waited, **{back: total})]
+    first = {"first_forward": total, "first_waited": waited}
+    found = [(Path.of(kinds, forward=total, **first, **{back: total}), Path.of(kinds))]
     for rank in _longest(of_ranks, head, before):
         count, filling = of_ranks[rank], before[rank]
         own_waited = each[0] + CONTENTION * (count - each[own[rank, 0]]) if ahead else filling + count
         # With whole backwards the lowest stage ends last.
         last = own[rank, int(sizes[own[rank]].argmin())] if schedule.splits_backward else own[rank, 0]
-        all_work = Path.of(
-            kinds, m * int(head[rank]),
-            forward=filling + m * count, backward=m * count, first_forward=filling + count, first_waited=own_waited,
-        )  # fmt: skip
-        found.append(all_work._replace(last_backward=count, last_stage=each[last]))
+        once = Path.of(kinds, forward=filling, first_forward=filling + count, first_waited=own_waited)
+        all_work = Path.of(kinds, int(head[rank]), forward=count, backward=count)
+        found.append((once._replace(last_backward=count, last_stage=each[last]), all_work))
         if not schedule.splits_backward:  # else weight gradients may fill the time in which gradients drain
-            found.append(all_work._replace(backward=m * count + filling))
+            found.append((once._replace(backward=filling), all_work))
     if schedule.all_forwards_first:
-        passes = total + (m - 1) * longest
-        found.append(Path.of(kinds, forward=passes, backward=passes, first_forward=total, first_waited=waited))
-    forwards = schedule.forwards_before_gradient(p, v, m) if p > 1 else None
-    if forwards is not None:
-        found.append(_after_first_gradient(schedule, own, m, each, forwards)._replace(first_waited=waited))
-    return np.array(found, dtype=float)
+        others = total - longest
+        found.append(
+            (
+                Path.of(kinds, forward=others, backward=others, **first),
+                Path.of(kinds, forward=longest, backward=longest),
+            )
+        )
+    paths = np.array(found, dtype=float)
+    return paths[:, 0], paths[:, 1], np.asarray(waited, dtype=float)
 
 
 def _after_first_gradient(schedule: PipelineSchedule, own: Ints, m: int, each: Ints, forwards: Ints) -> Path:

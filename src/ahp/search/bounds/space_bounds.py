@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.arrays import Floats, Ints
+from ahp.arrays import Floats
 from ahp.forecast import memory
 from ahp.search.bounds.block_bounds import (
     block_bounds_s,
@@ -47,9 +47,8 @@ FIRST_TOGETHER = 8
 class Bounds:
     """Lower bounds for one problem and its space."""
 
-    def __init__(self, problem: Problem, space: Space, ceiling_s: float = float("inf")) -> None:
-        """``ceiling_s``: what takes as long is not wanted, and not asked whether it fits."""
-        self.problem, self.space, self._ceiling_s = problem, space, ceiling_s
+    def __init__(self, problem: Problem, space: Space) -> None:
+        self.problem, self.space = problem, space
         self._pipelines = Pipelines(problem)
         self._shardings = SpaceShardings(problem, space)
         self._layers = BlockLayers(problem, space, self._shardings)
@@ -127,13 +126,9 @@ class Bounds:
     @cached_property
     def _first_s(self) -> tuple[Floats, Floats]:
         """Of every layout of each block, however its layers are cut into stages, and of every row."""
-        found, which = np.full((2, len(self.space.blocks)), np.inf), np.arange(len(self.space.blocks))
-        if self._ceiling_s == np.inf:  # else their times are known sooner
-            which = which[self._bytes(which) <= self.most_that_fits_bytes()]
+        found = np.full((2, len(self.space.blocks)), np.inf)
+        which = np.flatnonzero(self.blocks_bytes() <= self.most_that_fits_bytes())
         found[:, which] = block_bounds_s(self.problem, self.space, self._pipelines, which, self._copies_s[which])
-        if self._ceiling_s < np.inf:
-            wanted = np.flatnonzero(found[1] < self._ceiling_s)
-            found[:, wanted[self._bytes(wanted) > self.most_that_fits_bytes()]] = np.inf
         return found[0], found[1]
 
     def of_any_cut(self, blocks: Iterable[int]) -> dict[int, float]:
@@ -207,8 +202,4 @@ class Bounds:
 
     def blocks_bytes(self) -> Floats:
         """Bytes that every row of each block needs at least."""
-        return self._bytes(np.arange(len(self.space.blocks)))
-
-    def _bytes(self, which: Ints) -> Floats:
-        """The same of some blocks."""
-        return block_needs_bytes(self.problem, self.space, which, self._shardings.states)
+        return block_needs_bytes(self.problem, self.space, np.arange(len(self.space.blocks)), self._shardings.states)
