@@ -290,10 +290,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--model", choices=["small", "tiny"], default="small", help="size of the LLaMA (default: small)"
     )
+    parser.add_argument("--sequences", type=int, default=48, help="of 256 tokens, of one step (default: 48)")
     options.add_output(parser, "two hosts, few layouts and steps")
     arguments = parser.parse_args()
-    if arguments.rounds < 1 or arguments.steps < 1:
-        parser.error("--rounds and --steps: at least 1")
+    if min(arguments.rounds, arguments.steps, arguments.sequences) < 1:
+        parser.error("--rounds, --steps and --sequences: at least 1")
     if arguments.markdown:
         require(arguments.markdown, MARKER)
     return arguments
@@ -308,7 +309,7 @@ def main() -> int:
         print(f"not measured: {reason}")
         return 0
     pace = Pace(1, arguments.steps, arguments.rounds)
-    task = Task(arguments.model, 256, 12, "fp32")
+    task = Task(arguments.model, 256, arguments.sequences, "fp32")
     if arguments.quick:
         pace, task = Pace(1, 2, 2), Task("small", 64, 12, "fp32")
     found = []

@@ -8,6 +8,9 @@ from typing import Any
 
 from task import Task
 
+PARTS = 12
+"""Micro-batches of all replicas together, where shares of the batch are drawn around the ratio of the speeds."""
+
 MOST_RANKED, MOST_EVEN = 4, 2
 """Of the search's own ranking, and of the ranking for a cluster whose hosts are all taken for the slowest."""
 
@@ -97,14 +100,15 @@ def uneven(cluster: Any, job: Any, layers: int) -> Iterator[Any]:
 
     groups = [group for group in cluster.groups for _ in range(group.nodes)]
     speeds = [group.device.peak_flops_per_s[job.precision] for group in groups]
-    for shares in _around(job.global_batch_size, speeds):
+    each = max(1, job.global_batch_size // PARTS)
+    for shares in _around(job.global_batch_size // each, speeds):
         yield ahp.Parallelism(
-            data_parallel_replicate_degree=len(groups), micro_batch_size=1, micro_batches_per_replica=shares
+            data_parallel_replicate_degree=len(groups), micro_batch_size=each, micro_batches_per_replica=shares
         )
     for cut in _around(layers, speeds):
         stages = [{"group": group.name, "layers": count} for group, count in zip(groups, cut, strict=True)]
         yield ahp.Parallelism.model_validate(
-            {"pipeline_parallel_degree": len(groups), "micro_batch_size": 2, "stages": stages}
+            {"pipeline_parallel_degree": len(groups), "micro_batch_size": 2 * each, "stages": stages}
         )
 
 

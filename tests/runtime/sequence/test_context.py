@@ -168,7 +168,8 @@ MODELS_OF: dict[str, tuple[str, ...]] = {
     "all-to-all+1f1b": ("biased",),
     "ring-4-ways": ("packed",),
     "ring+1f1b": ("packed",),
-    "ring+tp": ("gpt2", "packed"),
+    "ring+tp": ("gpt2", "packed", "custom"),
+    "all-to-all+tp": ("llama", "custom"),
     "ring+sequence": ("packed",),
     "ring+zbv-recompute": ("custom",),
 }

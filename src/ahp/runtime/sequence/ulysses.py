@@ -115,9 +115,10 @@ def _tokens_for_heads(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGrou
 
 
 def _heads_for_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[B, heads / ranks, S, D] -> [B, heads, S / ranks, D]"""
+    """[B, heads / ranks, S, D] -> [B, heads, S / ranks, D], in memory [B, S / ranks, heads, D] as torch's kernels leave it: where a captured block
+    views that, its ``contiguous()`` is no more there."""
     (found,) = _exchanged((x.unflatten(2, (group.size(), -1)).movedim(2, 0),), group)
-    return found.movedim(0, 1).flatten(1, 2)
+    return found.permute(1, 3, 0, 2, 4).flatten(2, 3).contiguous().transpose(1, 2)
 
 
 def _exchanged(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
