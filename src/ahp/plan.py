@@ -165,11 +165,7 @@ class Parallelism(Record):
         )
         check_shards(self.widths, self.micro_batch_size, self.data_parallel_shard_degree, self.zero_stage)
         if self.has_unlike_widths:
-            check_beside_unlike_widths(
-                {key: getattr(self, key) for key in ("context_parallel_degree", "expert_parallel_degree")},
-                self.mesh_order,
-                self.pipeline_parallel_degree,
-            )
+            check_beside_unlike_widths(self.expert_parallel_degree, self.mesh_order, self.pipeline_parallel_degree)
 
     def _check_micro_batches(self) -> None:
         given, replicas = self.micro_batches_per_replica, self.data_parallel_replicate_degree
@@ -259,7 +255,7 @@ class Parallelism(Record):
                 "data_parallel_shard_degree": shard,
                 "tensor_parallel_degree": tensor,
                 "micro_batch_size": whole // shard,
-                "zero_stage": self.zero_stage if shard > 1 else 0,
+                "zero_stage": self.zero_stage if shard * self.context_parallel_degree > 1 else 0,
                 "enable_sequence_parallel": self.enable_sequence_parallel and tensor > 1,
                 "stages": tuple(stage.as_wide_as_the_layout() for stage in self.stages or ()),
             }

@@ -119,15 +119,13 @@ def check_shards(widths: Iterable[Width], micro_batch_size: int, layout_shards: 
             )
 
 
-def check_beside_unlike_widths(degrees: Mapping[str, int], mesh_order: Sequence[str] | None, ranks: int) -> None:
+def check_beside_unlike_widths(expert_degree: int, mesh_order: Sequence[str] | None, ranks: int) -> None:
     """Raises ValueError for what goes on only where all stages are as wide as the layout."""
-    why = {
-        "context_parallel_degree": "that share a sequence would hold other tokens and other shards of the weights from stage to stage",
-        "expert_parallel_degree": "that share the experts would not be as many in each",
-    }
-    for key, degree in degrees.items():
-        if degree > 1:
-            raise ValueError(f"{key} = {degree}: with stages of unlike width the ranks {why[key]} (valid: 1)")
+    if expert_degree > 1:
+        raise ValueError(
+            f"expert_parallel_degree = {expert_degree}: with stages of unlike width the ranks that share the experts would not be as many "
+            "in each (valid: 1)"
+        )
     if mesh_order is not None:
         raise ValueError(
             f"mesh_order = {list(mesh_order)}: ranks of stages of unlike width are numbered stage by stage (valid: null)"

@@ -48,20 +48,20 @@ def test_widths_that_are_the_layouts_change_nothing(tiny):
     assert priced(tiny, said).forecast == priced(tiny, unsaid).forecast
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    "others",
+    [{}, {"data_parallel_replicate_degree": 2}, {"context_parallel_degree": 2, "context_parallel_method": "ring"}],
+)
 @pytest.mark.parametrize("widths", [((1, 4), (1, 1)), ((2, 1), (1, 2)), ((1, 1), (2, 2))])
-def test_a_stage_costs_what_it_does_in_a_layout_of_its_width(tiny, widths, replicas):
-    found = priced(tiny, layout(*widths, data_parallel_replicate_degree=replicas, zero_stage=1))
+def test_a_stage_costs_what_it_does_in_a_layout_of_its_width(tiny, widths, others):
+    found = priced(tiny, layout(*widths, zero_stage=1, **others))
     for number, (shard, tensor) in enumerate(widths):
         keys = {
             "data_parallel_shard_degree": shard,
-            "zero_stage": 1 if shard > 1 else 0,
+            "zero_stage": 1 if shard > 1 or "context_parallel_degree" in others else 0,
             "micro_batch_size": 2 // shard,
         }
-        alike = priced(
-            tiny,
-            layout(None, None, tensor_parallel_degree=tensor, data_parallel_replicate_degree=replicas, **keys),
-        )
+        alike = priced(tiny, layout(None, None, tensor_parallel_degree=tensor, **others, **keys))
         assert found.stages[number] == alike.stages[number]
         assert found.memory.kept[number] == alike.memory.kept[number]
         assert found.memory.weights.total[number] == alike.memory.weights.total[number]
@@ -107,6 +107,25 @@ def test_receivers_that_hold_hidden_states_whole_gather_them(tiny):
     assert there > back
     # Gradients go to the one rank, which gathers nothing.
     assert plain.span.times[1].send_backward_s == sequence.span.times[1].send_backward_s == back
+
+
+def test_context_ranks_hand_over_their_tokens(tiny):
+    keys = {"context_parallel_degree": 2, "context_parallel_method": "ring", "enable_sequence_parallel": True}
+    alike, unlike = (priced(tiny, layout(*widths, **keys), SLOW) for widths in ([(1, 2)] * 2, [(1, 2), (1, 1)]))
+    whole = priced(tiny, layout((1, 2), (1, 1), enable_sequence_parallel=True), SLOW)
+    sent, of_alike, of_whole = (one.span.times[0].send_forward_s for one in (unlike, alike, whole))
+    assert (
+        of_alike < sent < of_whole
+    )  # of twice the tensor ranks each sends half as much, and of all tokens twice as much
+
+
+def test_all_stages_see_tokens_in_one_way(tiny):
+    # The 8 heads go over the 4 context ranks of the first stage, and not over the 16 ranks of the last.
+    larger, keys = mixed(group("a", 2, 4), group("b", 4, 4)), {"context_parallel_degree": 4, "micro_batch_size": 2}
+    chosen = price(tiny, larger, JOB, layout((1, 1), (1, 4), **keys)).parallelism
+    assert chosen.context_parallel_method == "ring"
+    with pytest.raises(BadInput, match=r"context_parallel_method = 'all-to-all'.*= 16 does not divide 8"):
+        price(tiny, larger, JOB, layout((1, 1), (1, 4), context_parallel_method="all-to-all", **keys))
 
 
 def test_cells_of_several_widths_follow_each_other_on_nodes():
@@ -171,9 +190,11 @@ def test_tensor_ranks_hand_over_equal_parts_of_a_sequence():
     )
 
 
-def test_experts_are_refused(tiny):
+def test_the_balance_loss_of_experts_is_refused(tiny):
     experts = dataclasses.replace(tiny, config={**tiny.config, "num_experts": 4})
-    assert rules.unlike_widths(experts, layout((1, 2), (1, 1))) == rules.EXPERTS_OF_UNLIKE_WIDTHS
+    assert rules.unlike_widths(experts, layout((1, 2), (1, 1))) is None
+    balanced = dataclasses.replace(experts, config={**experts.config, "balance_loss": True})
+    assert rules.unlike_widths(balanced, layout((1, 2), (1, 1))) == rules.BALANCE_OF_UNLIKE_WIDTHS
 
 
 def test_a_timeline_draws_every_rank_of_every_stage(tiny):

@@ -128,7 +128,8 @@ class MixedPricer:
         if parallelism.context_parallel_degree > 1:  # an illegal layout has no groups to choose a method by
             legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
         any_group = next(iter(self.groups.values()))
-        return faster_method(self._price, parallelism, any_group.methods(parallelism))
+        first, *others = map(any_group.methods, parallelism.layouts_of_ranks)
+        return faster_method(self._price, parallelism, [way for way in first if all(way in of for of in others)])
 
     def units(self, parallelism: Parallelism, group: str) -> Units:
         """The model's blocks and ends, priced for one rank on a group's devices and one micro-batch."""
@@ -315,10 +316,10 @@ class MixedPricer:
     def _laid_anew_s(self, layout: _Layout, cells: Sequence[Cell], one: int, other: int) -> float:
         """``_send_s`` between cells of unlike width (runtime/pipeline/borders.py): every rank sends or takes its share, and where tensor ranks hold
         hidden states whole the receivers gather them."""
-        own, traits = layout.own[one], layout.traits[one]
+        own, traits, context = layout.own[one], layout.traits[one], layout.parallelism.context_parallel_degree
         shard, tensor = layout.widths[one]
         ours = message_bytes(own, traits, self.units(own, cells[one].group))
-        whole = ours * shard * (tensor if own.enable_sequence_parallel else 1)
+        whole = ours * context * shard * (tensor if own.enable_sequence_parallel else 1)
         network = self.groups[cells[one].group].network
         sent_s = self.network.handed_s(network, cells[one], cells[other], whole)
         theirs, (shard, tensor) = layout.own[other], layout.widths[other]
@@ -326,7 +327,7 @@ class MixedPricer:
             return sent_s
         nodes = self.groups[cells[other].group]
         group = strided_group(tensor, 1, nodes.nodes.devices_per_node)
-        return sent_s + nodes.network.time_s("all_gather", whole / shard, group)
+        return sent_s + nodes.network.time_s("all_gather", whole / context / shard, group)
 
     def _tied_s(self, layout: _Layout, cells: Sequence[Cell]) -> float:
         """The gradient of weights that the first and the last stage of a replica share, summed over both: of parts that line up in pairs of

@@ -53,7 +53,6 @@ def illegal(
         or batch(job, parallelism)
         or _divided(graph, job, parallelism, engine)
         or asynchronous(parallelism, engine)
-        or context(graph, parallelism, engine)
         or experts(graph, job, parallelism, engine)
         or _stages(graph, job, parallelism, engine)
         or _schedule(job, parallelism, engine)
@@ -86,6 +85,7 @@ def _divided(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engi
             or products(graph, job, own, engine)
             or sequence(graph, own)
             or whole_attention(graph, job, own, engine)
+            or context(graph, own, engine)
         )
         if reason is not None:
             return of_stage(reason, own, parallelism)
@@ -100,23 +100,24 @@ def of_stage(reason: str, own: Parallelism, parallelism: Parallelism) -> str:
 
 
 def unlike_widths(graph: ModelGraph | Job, parallelism: Parallelism) -> str | None:
-    """What stages of unlike width ask of a model: tensor ranks hand each other parts of a sequence, and a model without experts."""
+    """What stages of unlike width ask of a model: tensor ranks hand each other parts of a sequence, and no balance loss of experts."""
     if not parallelism.has_unlike_widths:
         return None
+    context = parallelism.context_parallel_degree
+    own, of_context = graph.sequence_length // context, f" / context_parallel_degree {context}" if context > 1 else ""
     for _, tensor in parallelism.widths:
-        if graph.sequence_length % tensor:
-            rule = (
-                f"its ranks hand over a part each of sequence_length {graph.sequence_length}, which it does not divide"
-            )
-            return _broken("stages.tensor_parallel_degree", tensor, rule, divisors(graph.sequence_length))
-    if isinstance(graph, ModelGraph) and isinstance(graph.config.get("num_experts"), int):
-        return EXPERTS_OF_UNLIKE_WIDTHS
+        if own % tensor:
+            rule = f"its ranks hand over a part each of sequence_length {graph.sequence_length}{of_context}, which it does not divide"
+            return _broken("stages.tensor_parallel_degree", tensor, rule, divisors(own))
+    if isinstance(graph, ModelGraph) and "balance_loss" in graph.config:
+        return BALANCE_OF_UNLIKE_WIDTHS
     return None
 
 
-EXPERTS_OF_UNLIKE_WIDTHS = (
-    "stages: a model with experts on stages of unlike width: what routers add up is of a rank's own part of a micro-batch, and that differs "
-    "from stage to stage (valid: the layout's tensor_parallel_degree and data_parallel_shard_degree for every stage)"
+BALANCE_OF_UNLIKE_WIDTHS = (
+    "stages: a balance loss of experts (output_router_logits) on stages of unlike width: what routers add up is of a rank's own part of a "
+    "micro-batch, and that differs from stage to stage (valid: the layout's tensor_parallel_degree and data_parallel_shard_degree for every "
+    "stage; or output_router_logits false in the model's config)"
 )
 
 

@@ -223,6 +223,8 @@ def _facts(module: nn.Module, vocab_size: int) -> dict[str, Any]:
         found["intermediate_size"] = _fact(config, "n_inner") or 4 * found["hidden_size"]
     if "num_attention_heads" in found:
         found.setdefault("num_key_value_heads", found["num_attention_heads"])
+    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0.0):
+        found["balance_loss"] = True
     return found
 
 

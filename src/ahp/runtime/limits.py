@@ -86,8 +86,8 @@ def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | N
     if plan.engine.loss_chunk_tokens is not None:
         _refuse_chunks(plan.engine.loss_chunk_tokens, blocks)
     check_experts(module, found, p.expert_parallel_degree)
-    if p.has_unlike_widths and ((found and found.experts) or balance_of(module) is not None):
-        raise BadInput(rules.EXPERTS_OF_UNLIKE_WIDTHS)
+    if p.has_unlike_widths and balance_of(module) is not None:
+        raise BadInput(rules.BALANCE_OF_UNLIKE_WIDTHS)
     if plan.job.precision == "fp8":
         check_linear(blocks)
     if found and (reason := rules.between_blocks(found.uncuttable, p, plan.engine)):

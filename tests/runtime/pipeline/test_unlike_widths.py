@@ -21,6 +21,7 @@ from tests.runtime.models import BUILDERS, JOB, batch
 from tests.runtime.ranks.test_device_order import plan
 from tests.runtime.shard import test_buffers
 from tests.runtime.test_equality import FEWER_STEPS, assert_same_curve, assert_same_weights, train
+from tests.runtime.test_families import CALM, EPS
 from tests.runtime.weights.test_checkpoint import AFTER, BEFORE, continue_from, save_after
 from tests.runtime.workers import Pool
 
@@ -69,10 +70,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas-tp2-1": layout((1, 2), (1, 1), data_parallel_replicate_degree=2, micro_batch_size=1, micro_batches_per_replica=(5, 3)),
     "replicas-both": layout((2, 1), (1, 2), data_parallel_replicate_degree=2, zero_stage=1),
     "as-wide-as-neighbour": layout((1, 2), (1, 2), (1, 1)),
+    "context-tp2-1": layout((1, 2), (1, 1), context_parallel_degree=2),
+    "context-zero3-2-1": layout((2, 1), (1, 1), context_parallel_degree=2),
+    "context-zero1-both": layout((2, 1), (1, 2), context_parallel_degree=2, zero_stage=1),
+    "ring-sequence1-2": layout((1, 1), (1, 2), context_parallel_degree=2, context_parallel_method="ring", enable_sequence_parallel=True),
+    "all-to-all-tp1-2": layout((1, 1), (1, 2), context_parallel_degree=2, context_parallel_method="all-to-all"),
+    "context-zero2-zbv": layout((1, 2), (1, 1), context_parallel_degree=2, zero_stage=2, **ZBV),
+    "context-replicas": layout((1, 2), (1, 1), context_parallel_degree=2, data_parallel_replicate_degree=2, micro_batch_size=1),
+    "chosen-tp4-1": layout((1, 4), (1, 1), context_parallel_degree=2),
 }  # fmt: skip
 FAST = {("tp2-1", "gpt2"), ("both", "custom")}
 SLOW = {
     "tp4-1-2", "sequence2-1", "zero3-2-1", "zero2-1-2", "both-in-three", "interleaved-both", "zbv-tp1-2", "replicas-both", "order-both",
+    "context-zero1-both", "ring-sequence1-2", "context-replicas",
 }  # fmt: skip
 """Once each; all others are wide."""
 MODELS = ("gpt2", "custom", "llama")
@@ -94,6 +104,31 @@ def test_equals_one_process(pool: Pool, plain_run: Callable[..., dict[str, Any]]
     for result in results:
         assert result["losses"] == results[0]["losses"], "ranks disagree about the loss"
         assert result["norms"] == results[0]["norms"], "ranks disagree about the gradient norm"
+    assert_same_curve(results[0], expected)
+    assert_same_weights(results, expected)
+
+
+EXPERTS = {
+    "tp2-1": layout((1, 2), (1, 1), layers=(1, 1)),
+    "sequence-zero1-both": layout((2, 1), (1, 2), layers=(1, 1), zero_stage=1, enable_sequence_parallel=True),
+    "ring-tp1-2": layout((1, 1), (1, 2), layers=(1, 1), context_parallel_degree=2, context_parallel_method="ring"),
+}
+EXPERT_CASES = [(name, family) for name in EXPERTS for family in ("mixtral", "qwen3_moe")]
+
+
+def train_calm(rank: int, world: int, family: str, layout: dict[str, Any]) -> dict[str, Any]:
+    return train(rank, world, f"family {family}", layout, FEWER_STEPS, CALM)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    cases(EXPERT_CASES, wide={("tp2-1", "mixtral"), ("sequence-zero1-both", "qwen3_moe"), ("ring-tp1-2", "mixtral")}),
+)
+def test_experts_equal_one_process(
+    pool: Pool, plain_run: Callable[..., dict[str, Any]], name: str, family: str
+) -> None:
+    results = pool.run(train_calm, Parallelism(**EXPERTS[name]).world_size, family, EXPERTS[name])
+    expected = plain_run(f"family {family}", FEWER_STEPS, EPS)
     assert_same_curve(results[0], expected)
     assert_same_weights(results, expected)
 
@@ -248,10 +283,6 @@ def _part(whole: torch.Tensor, place: Place) -> torch.Tensor:
         (
             {"zero_stage": 0, "stages": [(2, 1), (1, 1)]},
             "stages.data_parallel_shard_degree = 2: zero_stage 0 shards nothing",
-        ),
-        (
-            {"context_parallel_degree": 2, "stages": [(1, 2), (1, 1)]},
-            "context_parallel_degree = 2: with stages of unlike width",
         ),
         (
             {"expert_parallel_degree": 2, "stages": [(1, 2), (1, 1)]},

@@ -144,7 +144,7 @@ class Pipeline:
         if here == there:
             return None
         mesh, (shards, tensors) = self.mesh, here
-        rows, positions = self.ids[0] * shards, self.ids[1]
+        rows, positions = self.ids[0] * shards, self.ids[1] // p.context_parallel_degree
         own = Place(mesh.rank("dp_shard"), shards, mesh.rank("tp"), tensors)
         found = pieces(own, mesh.peers(self.stage_ranks[other]).tolist(), rows, positions)
         part = (self.ids[0], positions // tensors, *self.hidden.shape[2:])

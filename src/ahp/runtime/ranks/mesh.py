@@ -6,6 +6,7 @@ rank, over process groups that all ranks make alike; and one group holds all ran
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,14 +73,14 @@ class Mesh:
         return self.joined[axes] if self.joined else flatten_axes(self.weights, axes, name).get_group()
 
     def peers(self, pipeline_rank: int) -> torch.Tensor:
-        """The ranks of a pipeline rank that compute the same replica as this one, by shard and tensor rank. Not with context ranks."""
-        return self.places[pipeline_rank][self.rank("dp_replicate"), :, 0]
+        """The ranks of a pipeline rank that compute the same part of the same replica's sequences as this one, by shard and tensor rank."""
+        return self.places[pipeline_rank][self.rank("dp_replicate"), :, self.rank("cp")]
 
     def place_in_pipeline(self, pipeline_rank: int) -> int:
         """In the group ``pipeline``: that of a pipeline rank, or of its first one where stages are of unlike width."""
         if not self.joined:
             return pipeline_rank
-        return dist.get_group_rank(self.pipeline, int(self.peers(pipeline_rank)[0, 0]))
+        return dist.get_group_rank(self.pipeline, int(self.places[pipeline_rank][self.rank("dp_replicate"), 0, 0, 0]))
 
     def holding(self, axis: str) -> DeviceMesh:
         """The mesh that has an axis."""
@@ -146,45 +147,57 @@ def _build(parallelism: Parallelism, device: torch.device) -> Mesh:
     )
 
 
-STAGE_AXES = AXES[1:]
+STAGE_AXES, STAGE_WEIGHT_AXES = AXES[1:], WEIGHT_AXES[1:]
 """Of the ranks of one stage."""
-JOINED = (("dp_replicate", "dp_shard"), ("dp_shard", "tp"), ("dp_replicate", "dp_shard", "tp"))
-"""Axes along which one group is asked for (``Mesh.over``, ``Mesh.data``)."""
+DATA = ("dp_replicate", "dp_shard")
+JOINED = (DATA, ("dp_shard", "tp"), (*DATA, "tp"))
+"""Axes of ``STAGE_WEIGHT_AXES`` along which one group is asked for (``Mesh.over``)."""
 
 
 def _build_by_stage(parallelism: Parallelism, device: torch.device) -> Mesh:
-    places = ranks_by_stage(parallelism)
+    places, layouts = (
+        ranks_by_stage(parallelism),
+        [*map(parallelism.of_rank, range(parallelism.pipeline_parallel_degree))],
+    )
     groups = _Groups()
-    found: dict[tuple[str, ...], dist.ProcessGroup] = {}
-    for ranks in places:
-        for axes in (*((axis,) for axis in STAGE_AXES), *JOINED):
-            if (group := groups.along(ranks, axes)) is not None:
-                found[axes] = group
+    of_ranks: dict[tuple[str, ...], dist.ProcessGroup] = {}
+    of_weights: dict[tuple[str, ...], dist.ProcessGroup] = {}
+    for ranks, own in zip(places, layouts, strict=True):
+        of_ranks |= groups.along(ranks, STAGE_AXES, (DATA,))
+        of_weights |= groups.along(_by_weights(ranks, own), STAGE_WEIGHT_AXES, JOINED)
     pipelines = [
         groups.of([int(rank) for ranks in places for rank in ranks[replica].flatten()])
         for replica in range(parallelism.data_parallel_replicate_degree)
     ]
     alone = [groups.of([rank]) for rank in range(parallelism.world_size)]
     stage = next(number for number, ranks in enumerate(places) if dist.get_rank() in ranks)
-    ranks = places[stage]
-    dims = [_mine(alone), *(found[axis,] for axis in STAGE_AXES)]
-    whole = DeviceMesh.from_group(dims, device.type, mesh=ranks[None], mesh_dim_names=AXES)
-    own = parallelism.of_rank(stage)
+    ranks, own = places[stage], layouts[stage]
+    dims = [_mine(alone), *(of_ranks[axis,] for axis in STAGE_AXES)]
+    weights = whole = DeviceMesh.from_group(dims, device.type, mesh=ranks[None], mesh_dim_names=AXES)
+    if own.context_parallel_degree > 1:
+        dims = [_mine(alone), *(of_weights[axis,] for axis in STAGE_WEIGHT_AXES)]
+        held = _by_weights(ranks, own)[None]
+        weights = DeviceMesh.from_group(dims, device.type, mesh=held, mesh_dim_names=WEIGHT_AXES)
     at = {axis: whole.get_local_rank(axis) for axis in AXES} | {"pp": stage}
     return Mesh(
         device,
         places,
         whole,
-        whole,
-        DeviceMesh.from_group(found["dp_replicate", "dp_shard"], device.type, mesh_dim_names=("dp",)),
+        weights,
+        DeviceMesh.from_group(of_ranks[DATA], device.type, mesh_dim_names=("dp",)),
         {**{axis: own.degree(axis) for axis in AXES}, "efsdp": own.weight_shards, "ep": 1},
         at,
-        (at["dp_shard"], own.weight_shards),
+        (weights.get_local_rank("dp_shard"), own.weight_shards),
         own.weight_replicas,
         None,
         _mine(pipelines),
-        found,
+        of_weights,
     )
+
+
+def _by_weights(ranks: torch.Tensor, own: Parallelism) -> torch.Tensor:
+    """The ranks of one stage by ``STAGE_WEIGHT_AXES``; ``ranks``: by ``STAGE_AXES``, of which ``dp_shard`` and ``cp`` are neighbours."""
+    return ranks.reshape(own.weight_replicas, own.weight_shards, own.tensor_parallel_degree)
 
 
 class _Groups:
@@ -201,12 +214,19 @@ class _Groups:
             self._made[key] = group if isinstance(group, dist.ProcessGroup) and dist.get_rank() in key else None
         return self._made[key]
 
-    def along(self, ranks: torch.Tensor, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
-        """This rank's group along some of ``STAGE_AXES``; ``ranks``: of a stage, by these. Collective."""
-        dims = [STAGE_AXES.index(axis) for axis in axes]  # type: ignore[arg-type]
-        others = [dim for dim in range(len(STAGE_AXES)) if dim not in dims]
-        lines = ranks.permute(*others, *dims).reshape(-1, torch.Size(ranks.shape[dim] for dim in dims).numel())
-        return _mine([self.of(line) for line in lines.tolist()], needed=False)
+    def along(
+        self, ranks: torch.Tensor, names: tuple[str, ...], joined: Iterable[tuple[str, ...]]
+    ) -> dict[tuple[str, ...], dist.ProcessGroup]:
+        """This rank's groups along each axis and along some together, where it is one of these. ``ranks``: of a stage, by the axes ``names``.
+        Collective."""
+        found = {}
+        for axes in (*((axis,) for axis in names), *joined):
+            dims = [names.index(axis) for axis in axes]
+            others = [dim for dim in range(len(names)) if dim not in dims]
+            lines = ranks.permute(*others, *dims).reshape(-1, torch.Size(ranks.shape[dim] for dim in dims).numel())
+            if (group := _mine([self.of(line) for line in lines.tolist()], needed=False)) is not None:
+                found[axes] = group
+        return found
 
 
 def _mine(groups: list[dist.ProcessGroup | None], *, needed: bool = True) -> Any:

@@ -8,6 +8,7 @@ tokens, and the sums over data-parallel ranks are over these ranks too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -123,8 +124,10 @@ def _parts_of_kinds(module: nn.Module, found: Outline, job: Job, documents: Docu
 
 
 def _method(p: Parallelism, attentions: list[Attention]) -> ContextMethod:
-    """The method that was asked for if it can be; else all-to-all, which runs the kernels of one device, where heads allow."""
-    tensor, context, key = p.tensor_parallel_degree, p.context_parallel_degree, "context_parallel_method"
+    """The method that was asked for if it can be; else all-to-all, which runs the kernels of one device, where heads allow. One for all stages:
+    it decides which tokens a rank has."""
+    context, key = p.context_parallel_degree, "context_parallel_method"
+    tensor = math.lcm(*(tensor for _, tensor in p.widths))
     heads = sorted({count for attention in attentions for count in attention.heads})
     undivided = next((count for count in heads if count % (tensor * context)), None)
     if p.context_parallel_method == "all-to-all" or (p.context_parallel_method is None and undivided is None):

@@ -102,7 +102,8 @@ class TiedParameters:
             if self._line_up(ranks):
                 columns = torch.stack([mesh.places[r].flatten() for r in ranks], dim=1).tolist()
             else:
-                by_replica = zip(*(mesh.places[r].flatten(1).tolist() for r in ranks), strict=True)
+                # A context rank that holds all weights is a replica of its own.
+                by_replica = zip(*(mesh.places[r].reshape(mesh.num_replicas, -1).tolist() for r in ranks), strict=True)
                 columns = [[rank for some in replica for rank in some] for replica in by_replica]
             for members in columns:
                 group = dist.new_group(members, timeout=time_limit(mesh.device))
