@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -90,6 +91,19 @@ def test_the_cut_is_the_best_of_all(costs: Made) -> None:
     assert sum(found.layers) == len(costs.layers)
     assert costs.fits(found.layers)
     assert costs.floor_s() <= found.forecast.step_time_s * (1 + 1e-12)
+
+
+@given(made)
+@settings(max_examples=60, deadline=None)
+def test_where_few_fit_no_more_are_forecast_than_are_worth_it(costs: Made) -> None:
+    costs.most = min(costs.most, 4)
+    every = [costs.step_s(cut) for cut in cuts(len(costs.layers), costs.p) if costs.fits(cut)]
+    with mock.patch("ahp.search.stages.MOST_FORECASTS", 3):
+        found = best_cut(len(costs.layers), costs.p, costs, [])
+    assert costs.priced <= 3
+    if found is not None:
+        assert found.floor_s <= min(every) * (1 + 1e-12)
+        assert not found.proven or found.forecast.step_time_s == pytest.approx(min(every), rel=1e-12)
 
 
 @given(made)

@@ -25,6 +25,9 @@ Cut = tuple[int, ...]
 ALL_CUTS = 5_000
 """So many cuts are all looked at; a floor takes some microseconds, a bound some 0.2 ms, a forecast some milliseconds."""
 
+MOST_FORECASTS = 200
+"""Of these: more would be needed where the memory is so tight that few fit, and then layers move from the starts."""
+
 TOGETHER = 32
 """Cuts that are bounded at once."""
 
@@ -80,9 +83,14 @@ def best_cut(num_layers: int, num_stages: int, costs: Costs, starts: Sequence[Cu
 
     ``starts``: cuts to begin with where there are too many to look at each.
     """
+    found = None
     if num_cuts(num_layers, num_stages) <= ALL_CUTS:
-        return _of_all(list(cuts(num_layers, num_stages)), costs)
-    return _by_moves(starts, costs)
+        found = _of_all(list(cuts(num_layers, num_stages)), costs)
+    if found is not None and found.proven:
+        return found
+    moved = _by_moves(starts, costs)
+    both = [one for one in (found, moved) if one is not None]
+    return min(both, key=lambda one: one.forecast.step_time_s, default=None)
 
 
 def num_cuts(num_layers: int, num_stages: int) -> int:
@@ -102,27 +110,26 @@ def _of_all(found: Sequence[Cut], costs: Costs) -> BestCut | None:
     order, looked = np.argsort(floors_s, kind="stable").tolist(), 0
     bounded: list[tuple[float, Cut]] = []
     best: tuple[float, Cut, Forecast] | None = None
-    forecasts = 0
-    while looked < len(order) or bounded:
-        lowest_s = bounded[0][0] if bounded else np.inf
-        if looked < len(order) and (floor_s := floors_s[order[looked]]) <= lowest_s:
-            if best is not None and floor_s >= best[0]:
-                break
+    forecasts, lowest_s = 0, np.inf
+    while forecasts < MOST_FORECASTS:
+        floor_s = float(floors_s[order[looked]]) if looked < len(order) else np.inf
+        lowest_s = min(floor_s, bounded[0][0] if bounded else np.inf)
+        if lowest_s >= (np.inf if best is None else best[0]):
+            break
+        if floor_s == lowest_s:
             some = [found[at] for at in order[looked : looked + TOGETHER]]
             looked += len(some)
             for pair in zip(costs.bounds_s(some), some, strict=True):
                 heapq.heappush(bounded, pair)
             continue
-        bound_s, cut = heapq.heappop(bounded)
-        if best is not None and bound_s >= best[0]:
-            break
+        _, cut = heapq.heappop(bounded)
         forecast = costs.price(cut)
         forecasts += 1
         if forecast is not None and (best is None or forecast.step_time_s < best[0]):
             best = forecast.step_time_s, cut, forecast
     if best is None:
         return None
-    return BestCut(best[1], best[2], forecasts, proven=True, floor_s=best[0])
+    return BestCut(best[1], best[2], forecasts, proven=lowest_s >= best[0], floor_s=min(lowest_s, best[0]))
 
 
 def _by_moves(starts: Sequence[Cut], costs: Costs) -> BestCut | None:
