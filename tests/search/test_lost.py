@@ -82,6 +82,23 @@ def test_of_a_mixed_cluster_a_node_of_the_largest_group_is_lost() -> None:
     assert last.links == ()
 
 
+def test_nothing_that_fits_on_what_is_left_of_a_mixed_cluster_is_told_of_a_group() -> None:
+    groups = [
+        {"name": "new", "nodes": 2, "devices_per_node": 1, "device": "H100-SXM-80GB"},
+        {"name": "old", "nodes": 1, "devices_per_node": 1, "device": "A100-SXM-80GB"},
+    ]
+    roomy = small(cluster="3xH100-SXM-80GB")
+    cluster = Cluster.from_dict({"groups": groups, "links": [{"between": ["new", "old"], "gbps": 100}]})
+    small_ones = [
+        group.model_copy(update={"device": group.device.model_copy(update={"memory_bytes": 1_000_000})})
+        for group in cluster.groups
+    ]
+    tight = roomy.on(cluster.model_copy(update={"groups": tuple(small_ones)}))
+    lost = one_lost(tight, best(roomy))
+    assert lost.plan is None
+    assert lost.verdict.startswith("no plan of the same batch fits on what is left; the nearest, dp1x1")
+
+
 @pytest.mark.parametrize(("loss", "told"), [(0.25, "25 % fewer"), (-0.02, "2.0 % more"), (-0.0004, "as many")])
 def test_what_is_left_is_as_fast_where_it_nearly_is(loss: float, told: str) -> None:
     assert _compared(loss) == f"{told} tokens/s"

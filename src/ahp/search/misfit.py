@@ -73,7 +73,10 @@ def _larger_and_shorter(used: Problem) -> str | None:
 
 
 def nearest(used: Problem) -> Nearest | None:
-    """The legal layout that needs the least memory; the one that fits, where one does. None without a legal one."""
+    """The legal layout that needs the least memory; the one that fits, where one does. None without a legal one, and on several groups of
+    devices, whose placements have no order by memory."""
+    if used.cluster.is_mixed:
+        return None
     try:
         space = build(used)
     except BadInput:
