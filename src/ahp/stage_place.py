@@ -10,6 +10,7 @@ from pydantic import Field
 from ahp.divisors import divisors
 from ahp.errors import nearest
 from ahp.job import Record
+from ahp.words import number_of
 
 
 class StagePlace(Record):
@@ -113,7 +114,7 @@ def check_shards(widths: Iterable[Width], micro_batch_size: int, layout_shards: 
             )
         if whole % shards:
             raise ValueError(
-                f"stages.data_parallel_shard_degree = {shards}: does not divide the {whole} sequences of a replica's micro-batch, "
+                f"stages.data_parallel_shard_degree = {shards}: does not divide the {number_of(whole, 'sequence')} of a replica's micro-batch, "
                 f"micro_batch_size {micro_batch_size} x data_parallel_shard_degree {layout_shards} of the layout (valid: "
                 f"{', '.join(map(str, nearest(shards, divisors(whole))))})"
             )

@@ -182,6 +182,15 @@ def test_what_is_neither_is_refused(two: list[str], second: str, says: str) -> N
         run([two[0], second])
 
 
+def test_the_second_is_refused_before_the_first_is_forecast(two: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(plan: Plan) -> Plan:
+        raise AssertionError("forecast before B was read")
+
+    monkeypatch.setattr("ahp.cli.compare.price", never)
+    with pytest.raises(BadInput, match="B = 'nowhere'"):
+        run([two[0], "nowhere"])
+
+
 def test_the_first_must_be_a_plan_or_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "tp=2", "tp=4"]) == 2
     assert "plan = 'tp=2'" in capsys.readouterr().err

@@ -206,6 +206,8 @@ def test_what_cannot_be_judged_is_refused(tmp_path: Path) -> None:
             run([str(tmp_path / name), *CLUSTER])
     with pytest.raises(BadInput, match="cannot be read"):
         run([str(tmp_path / "none.toml"), *CLUSTER])
+    with pytest.raises(BadInput, match=r"c\.json': DeepSpeed's JSON: a mapping of keys was expected, not a list"):
+        run([str(tmp_path / "c.json"), *CLUSTER])
     (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "train_micro_batch_size_per_gpu": "auto"}')
     with pytest.raises(BadInput, match=r"model: the file does not say it.*--model"):
         run([str(tmp_path / "ds.json"), *CLUSTER])

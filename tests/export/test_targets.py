@@ -14,6 +14,7 @@ from ahp.cli.export import read, run
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput, HardwareMismatch, NotExpressible
 from ahp.export.registry import TARGETS
+from ahp.export.slurm import time_s
 from ahp.plan import EngineChoice, Parallelism, Plan
 
 EIGHT = Parallelism(data_parallel_shard_degree=16, zero_stage=3)
@@ -86,13 +87,32 @@ def test_a_config_is_for_as_many_nodes_as_there_are(tmp_path: Path) -> None:
         (["--cpu"], HardwareMismatch, r"--cpu: .* is for H100-SXM-80GB"),
         (["--time", "long"], BadInput, r"--time = 'long': must be a time"),
         (["--partition", "a b"], BadInput, r"--partition = 'a b'"),
-        (["--grace-s", "0"], BadInput, r"--grace-s = 0: must be at least 1"),
+        (["--grace-s", "0"], BadInput, r"--grace-s = 0: must be 1 to 65535"),
+        (["--grace-s", "65536"], BadInput, r"--grace-s = 65536: must be 1 to 65535"),
+        (["--time", "5"], BadInput, r"--grace-s = 300: must be less than --time 5, which is 300 s"),
+        (["--time", "1-0:30", "--grace-s", "60000", "--partition", "a b"], BadInput, r"--partition"),
     ],
 )
 def test_options_that_do_not_fit(words: list[str], error: type[Exception], says: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=says):
         run(["slurm", a_plan(tmp_path), *words])
     assert not (tmp_path / "plan.sbatch").exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "limit_s"),
+    [
+        ("120", 7200),
+        ("2:30", 150),
+        ("12:00:01", 43201),
+        ("2-12", 216000),
+        ("1-0:30", 88200),
+        ("1-01:00:05", 90005),
+        ("0", 0),
+    ],
+)
+def test_limits_in_slurms_words(said: str, limit_s: int) -> None:
+    assert time_s(said) == limit_s
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))

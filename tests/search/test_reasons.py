@@ -97,3 +97,5 @@ def test_a_decision_that_a_layout_does_not_have() -> None:
     assert decides(Parallelism(pipeline_parallel_degree=2), "schedule")
     assert decides(Parallelism(tensor_parallel_degree=2), "sequence")
     assert decides(Parallelism(), "pipeline")
+    assert not decides(Parallelism(), "data")  # one device
+    assert decides(Parallelism(tensor_parallel_degree=2), "data")

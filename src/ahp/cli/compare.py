@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,8 +81,9 @@ def run(argv: list[str]) -> int:
     from ahp.report.differences import differences
 
     arguments = tyro.cli(Arguments, args=argv, prog="ahp compare", description=__doc__)
-    first = _side(arguments.first)
-    second = _side(arguments.second, first.plan)
+    given = _given(arguments.first)
+    other = _given(arguments.second, given.plan)  # read before the first is forecast, which may have to trace its model
+    first, second = _with_forecast(given), _with_forecast(other)
     differ = differences([first.plan, second.plan])
     lines, following = list(_verdict(first, second)), _following(first, second)
     if arguments.json:
@@ -103,9 +104,8 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _side(said: str, other: Plan | None = None) -> Side:
-    """``other``: the plan that a layout in words is for. Raises BadInput for what is neither."""
-    from ahp.cluster.model import Cluster
+def _given(said: str, other: Plan | None = None) -> Side:
+    """As the files have it. ``other``: the plan that a layout in words is for. Raises BadInput for what is neither."""
     from ahp.report.run_sections import RunFiles
 
     path, run = Path(said), None
@@ -116,14 +116,21 @@ def _side(said: str, other: Plan | None = None) -> Side:
         plan = Plan.load(said)
     else:
         plan = other.model_copy(update={"parallelism": _layout(said)})
+    return Side(said, plan, run if run is not None and run.metrics else None)
+
+
+def _with_forecast(side: Side) -> Side:
+    """Forecast again. Raises BadInput where it cannot be."""
+    from ahp.cluster.model import Cluster
+
     try:
-        priced = price(plan)
+        priced = price(side.plan)
     except BadInput as refusal:
-        raise BadInput(f"{said}: {refusal}") from refusal
-    assert plan.cluster is not None, "price refuses a plan without one"
-    cluster = Cluster.resolve(plan.cluster).plain()
+        raise BadInput(f"{side.said}: {refusal}") from refusal
+    assert side.plan.cluster is not None, "price refuses a plan without one"
+    cluster = Cluster.resolve(side.plan.cluster).plain()
     told = {"forecast": priced.forecast, "parallelism": priced.parallelism, "cluster": cluster}
-    return Side(said, plan.model_copy(update=told), run if run is not None and run.metrics else None)
+    return replace(side, plan=side.plan.model_copy(update=told))
 
 
 def _layout(said: str) -> Any:

@@ -203,8 +203,8 @@ def _those_there(named: str | dict[str, Any], workers: int | None) -> Cluster:
         return cluster
     if (found := of_size(cluster, workers)) is None:
         raise HardwareMismatch(
-            f"{workers} workers were started, and the cluster has {cluster.num_devices} devices; start as many, or as many as some of its nodes "
-            "have where they are all alike"
+            f"{number_of(workers, 'worker')} started, and the cluster has {number_of(cluster.num_devices, 'device')}; start as many, or as "
+            "many as some of its nodes have where they are all alike"
         )
     return found
 

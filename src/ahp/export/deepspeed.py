@@ -204,6 +204,8 @@ def _render(settings: Settings, subject: Subject, shape: Shape, head: list[str])
 def _parse(text: str) -> Settings:
     try:
         return flat(mapping(json.loads(text), "DeepSpeed's JSON"))
+    except BadInput:  # which is a ValueError too
+        raise
     except (ValueError, RecursionError) as error:
         raise BadInput(f"not JSON: {error}") from None
 

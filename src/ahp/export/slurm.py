@@ -15,6 +15,8 @@ from ahp.optional import OptionalNumber, OptionalText
 
 GRACE_S = 300
 """[Empirical] To finish a step and write a checkpoint; of large models on a slow file system it takes longer."""
+LONGEST_GRACE_S = 65_535
+"""That sbatch takes after the @ of --signal."""
 KNOWN_THERE = {"slurm": "the allocation"}
 
 
@@ -48,14 +50,19 @@ class Slurm:
 
     def write(self, source: Source, options: Options) -> Exported:
         """Raises BadInput for options that are none, NotExpressible for a mixed cluster."""
-        if options.grace_s < 1:
-            raise bad_input("--grace-s", options.grace_s, "must be at least 1")
+        if not 1 <= options.grace_s <= LONGEST_GRACE_S:
+            raise bad_input(
+                "--grace-s", options.grace_s, f"must be 1 to {LONGEST_GRACE_S}, what --signal of sbatch takes"
+            )
         if not options.ahp.strip():
             raise bad_input("--ahp", options.ahp, "must be a program on the nodes", ["ahp"])
         if options.time is not None and not re.fullmatch(r"\d+(-\d+)?(:\d+){0,2}", options.time):
             raise bad_input(
                 "--time", options.time, "must be a time in Slurm's words", ["120", "12:00:00", "2-00:00:00"]
             )
+        if options.time is not None and 0 < (limit_s := time_s(options.time)) <= options.grace_s:
+            rule = f"must be less than --time {options.time}, which is {limit_s:,} s"
+            raise bad_input("--grace-s", options.grace_s, rule)
         for key in ("partition", "account"):
             value = getattr(options, key)
             if value is not None and not re.fullmatch(r"[\w.,@+-]+", value):
@@ -66,6 +73,15 @@ class Slurm:
                 f"--cpu: {source.file} is for {shape.device}; plan again for cores: ahp plan MODEL NODESxCORESxcpu@GBPS"
             )
         return Exported(script(source, options, shape), ("sbatch {file}",))
+
+
+def time_s(said: str) -> int:
+    """A limit in Slurm's words in seconds; 0 is no limit: MINUTES[:SECONDS], HOURS:MINUTES:SECONDS or DAYS-HOURS[:MINUTES[:SECONDS]]."""
+    days, dash, rest = said.rpartition("-")
+    parts = [int(word) for word in rest.split(":")]
+    first = 0 if dash or len(parts) == 3 else 1  # hours, or minutes where they are alone
+    units = (3600, 60, 1)[first : first + len(parts)]
+    return int(days or 0) * 86_400 + sum(part * unit for part, unit in zip(parts, units, strict=True))
 
 
 def script(source: Source, options: Options, shape: Shape) -> str:

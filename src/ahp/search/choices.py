@@ -18,6 +18,7 @@ from ahp.plan import Parallelism
 from ahp.schedule.registry import PLAIN, SCHEDULES
 from ahp.search.orders import Degrees, Order, Ordered, Orders, Within
 from ahp.search.problem import Problem
+from ahp.words import number_of
 
 DEEPEST_UNEVEN_VIRTUAL = 8
 """Virtual stages per rank are tried up to here whatever the number of layers; beyond only where all stages are even.
@@ -145,7 +146,7 @@ class Choices:
         """Those that multiply to the devices."""
         for key in DEGREES:
             if key in self.given and self.world % self.given[key]:
-                rule = f"must divide the {self.world} devices"
+                rule = f"must divide the {number_of(self.world, 'device')}"
                 raise bad_input(f"parallelism.{key}", self.given[key], rule, divisors(self.world))
         num_experts = self.asked.graph.config.get("num_experts")
         experts = self._values(
@@ -184,7 +185,7 @@ class Choices:
         keys = (*DEGREES, "zero_stage", "context_parallel_method", "mesh_order")
         fixed = {key: self.given[key] for key in keys if key in self.given}
         words = ", ".join(f"{key} {value}" for key, value in fixed.items())
-        return BadInput(f"parallelism: no layout of {self.world} devices has {words}; free one of them")
+        return BadInput(f"parallelism: no layout of {number_of(self.world, 'device')} has {words}; free one of them")
 
     def _sequence_parallel(self, tensor: int) -> tuple[int, ...]:
         return tuple(map(int, self._values("enable_sequence_parallel", (False, True) if tensor > 1 else (False,))))

@@ -24,7 +24,7 @@ from ahp.search.objective import Objective, Scale
 from ahp.search.one_group import Fastest, Pair
 from ahp.search.problem import Problem, with_devices
 from ahp.search.ties import WORTH_TELLING
-from ahp.words import duration, percent
+from ahp.words import duration, number_of, percent
 
 ALL_UP_TO = 16
 """Every number of nodes, or of devices within one, is tried up to here; beyond it those of three binary digits, 20, 24, 28,
@@ -149,9 +149,7 @@ def _none(scale: Scale, settled: list[Settled]) -> AhpError:
     if scale.objective.name == "fewest-devices":
         return _out_of_reach(scale, asked, found.best)
     apart = duration(1.0 / scale.failures(settled[0].found.problem.cluster).per_s)
-    rule = (
-        f"a failure every {apart} on {settled[0].devices} devices leaves no time to train, nor does one on more of them"
-    )
+    rule = f"a failure every {apart} on {number_of(settled[0].devices, 'device')} leaves no time to train, nor does one on more of them"
     return BadInput(f"objective.failures_per_device_hour = {scale.objective.failures_per_device_hour}: {rule}")
 
 
@@ -171,7 +169,7 @@ def _out_of_reach(scale: Scale, asked: Problem, best: Pair) -> NothingFits:
     devices = asked.cluster.num_devices
     share = f", {percent(speed / target)} of it" if speed / target >= WORTH_TELLING else ""
     missed = f"{best[0].short()}, makes {speed:,.0f} tokens/s{share}"
-    rule = f"out of reach: the fastest layout of {devices} devices, {missed}"
+    rule = f"out of reach: the fastest layout of {number_of(devices, 'device')}, {missed}"
     lines = [f"objective.target_tokens_per_s = {target:g}: {rule}"]
     for words, larger in more_nodes(asked):
         found = fastest(larger, larger.job.tokens_per_step / target)

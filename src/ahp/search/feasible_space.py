@@ -10,6 +10,7 @@ from ahp.search.busy import busy_counts
 from ahp.search.choices import DEGREES
 from ahp.search.problem import Problem, with_devices
 from ahp.search.space import Rule, Space, build
+from ahp.words import number_of
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,12 @@ def legal_rows(asked: Problem) -> LegalRows:
         return LegalRows(asked, space)
     rule = _binding(space, asked.constraints.given)
     fewer = next(_on_fewer(asked), None)
-    refusal = f"parallelism: no legal layout of {total} devices: {rule.says}"
+    refusal = f"parallelism: no legal layout of {number_of(total, 'device')}: {rule.says}"
     if fewer is None:
         raise (NotExpressible if rule.name.startswith("engine") else BadInput)(refusal)
     count = fewer.problem.cluster.num_devices
     if any(key in asked.constraints.given for key in DEGREES):
-        raise BadInput(f"{refusal}; {count} devices would do")
+        raise BadInput(f"{refusal}; {number_of(count, 'device')} would do")
     note = f"{count} of {total} devices are used: with all of them no layout is legal ({rule.says})"
     return LegalRows(fewer.problem, fewer.space, (note,))
 

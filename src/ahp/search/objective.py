@@ -20,7 +20,7 @@ from ahp.plan import validated
 from ahp.search.checkpoint_cost import checkpoint_bytes, write_bytes_per_s
 from ahp.search.problem import Problem
 from ahp.search.ties import WORTH_TELLING
-from ahp.words import count, duration, percent
+from ahp.words import count, duration, number_of, percent
 
 ObjectiveName = Literal["speed", "cost", "tokens-per-day", "fewest-devices"]
 Positive = Annotated[float, Field(gt=0)]
@@ -167,7 +167,7 @@ class Scale:
     def why(self, worth: Worth) -> tuple[str, ...]:
         """The first plan's figures by the objective, in words."""
         cost, speed = worth.figures.get("cost_per_token", 0.0), count(worth.figures["tokens_per_s"])
-        on = f"on {worth.devices} of {self.asked.cluster.num_devices} devices"
+        on = f"on {worth.devices} of {number_of(self.asked.cluster.num_devices, 'device')}"
         if self.objective.name == "cost":
             hour = worth.figures["cost_per_hour"]
             return (f"cheapest: {1e6 * cost:.4g} for a million tokens, {hour:.6g} an hour {on}, {speed} tokens/s",)

@@ -28,6 +28,7 @@ from ahp.search.objective import Objective, ObjectiveName, Scale, Worth, objecti
 from ahp.search.problem import Problem, problem
 from ahp.search.result import Ranking
 from ahp.search.ties import TIED
+from ahp.words import number_of
 
 
 @among_new_objects()
@@ -136,7 +137,8 @@ def _by_objective(
     first = _worth(scale, ranking.best)
     rivals = [(one, one.found.best, one.worth) for one in choice.others if one.found.best and one.worth]
     others = tuple(
-        Rejected.of(*pair, f"{worth.devices} devices: {scale.compared(worth, first)}") for _, pair, worth in rivals
+        Rejected.of(*pair, f"{number_of(worth.devices, 'device')}: {scale.compared(worth, first)}")
+        for _, pair, worth in rivals
     )
     kernels = (why_compiled(ranking.best, used),) if asked.engine.compile is None and used.engine.compile else ()
     why = (*scale.why(first), choice.words(), *kernels, *ranking.best.why)
@@ -166,7 +168,7 @@ def _today(
     worth = None if today.forecast is None else scale.worth(used.cluster, today.forecast.step_time_s)
     if worth is None or worth.devices == first.devices or not (today.forecast and today.forecast.fits):
         return compared(today, (best.parallelism, best.priced), used)
-    return replace(today, against_best=f"{worth.devices} devices: {scale.compared(worth, first)}")
+    return replace(today, against_best=f"{number_of(worth.devices, 'device')}: {scale.compared(worth, first)}")
 
 
 def _worth(scale: Scale, plan: Plan) -> Worth:

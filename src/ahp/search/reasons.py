@@ -26,13 +26,16 @@ CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def decides(layout: Parallelism, name: str) -> bool:
-    """Whether a layout has that decision to make: a schedule orders nothing without a pipeline, and stages of unlike width are several decisions."""
+    """Whether a layout has that decision to make: a schedule orders nothing without a pipeline, one device shares no data, and stages of
+    unlike width are several decisions."""
     if layout.has_unlike_widths and name in ("tensor", "sequence", "data"):
         return False
     if name == "schedule":
         return layout.pipeline_parallel_degree > 1
     if name == "order":
         return len(layout.axes) > 1
+    if name == "data":
+        return layout.world_size > 1
     return name != "sequence" or layout.tensor_parallel_degree > 1
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
 
 from ahp.cluster.cells import link_between, place
@@ -59,15 +59,23 @@ def groups(asked: Problem, pair: Pair) -> Iterator[str]:
         units = found.units(layout.of_rank(cells[0][1]), group.name)
         one = units.blocks[units.layers[0]].times
         each_s = one.forward_s + one.backward_s
-        counts = sorted({shared[r] for r in replicas})
         work = sum(shared[r] * layers[s] for r, s in held_by) / (sum(shared) * sum(layers))
         where = "all stages" if len(stages) == len(layers) else _runs("stage", stages)
         yield (
-            f"{group.name}: {where} ({held} of {sum(layers)} layers{_recomputed(layout, held_by)}) of {len(replicas)} of {len(rows)} replicas, "
-            f"{' or '.join(map(str, counts))} of {sum(shared)} micro-batches each: {percent(work)} of the work on "
+            f"{group.name}: {where} ({held} of {sum(layers)} layers{_recomputed(layout, held_by)}){_share(replicas, shared)}: "
+            f"{percent(work)} of the work on "
             f"{percent(sum(rows[r][rank].width for r, rank in cells) / layout.world_size)} of the devices; "
             f"a layer takes {seconds(each_s)} a micro-batch there"
         )
+
+
+def _share(replicas: list[int], shared: Sequence[int]) -> str:
+    """Which part of the batch passes ``replicas``, those of all that a group takes part in; nothing where one replica makes all of it."""
+    if len(shared) == 1:
+        return ""
+    counts = " or ".join(map(str, sorted({shared[r] for r in replicas})))
+    each = " each" if len(replicas) > 1 else ""
+    return f" of {len(replicas)} of {len(shared)} replicas, {counts} of {sum(shared)} micro-batches{each}"
 
 
 def _recomputed(layout: Parallelism, held_by: list[tuple[int, int]]) -> str:
