@@ -74,7 +74,8 @@ def test_where_a_terminal_is_narrow_reasons_stand_below_their_rows() -> None:
         lines = drawn(Ranked([FLAT, PIPED]), width).splitlines()
         assert max(map(len, lines)) <= width
         assert lines[0] == "All rows: zero 3"
-        assert "of 80.0 GiB" in lines[1]
+        assert lines[1].split()[-2:] == ["MFU", "GiB"]
+        assert any("GiB = memory of the fullest rank, of 80.0;" in line for line in lines)
         assert "5.91-7.36 s" in lines[2]
         assert lines[3].split()[:3] == ["2", "1x16", "2"]
         assert lines[4] == "    Interleaved1F1B; 8 % slower: pipeline bubble 9 %"

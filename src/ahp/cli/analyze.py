@@ -18,7 +18,7 @@ from ahp.cli.following import show_next
 from ahp.cli.planning_job import LONGEST_DEFAULT_SEQUENCE
 from ahp.errors import BadInput
 from ahp.job import Job, Precision
-from ahp.optional import OptionalNumber
+from ahp.optional import Flag, OptionalNumber
 from ahp.plan import validated
 from ahp.words import count, number_of, percent
 
@@ -45,9 +45,9 @@ class Arguments:
     """What matrix products compute in."""
     attention: Literal["flash", "math"] = "flash"
     """One fused operator, or scores that are written to memory."""
-    json: bool = False
+    json: Flag = False
     """Print the whole graph as one JSON object."""
-    dot: bool = False
+    dot: Flag = False
     """Print the data dependencies in graphviz' DOT."""
 
 

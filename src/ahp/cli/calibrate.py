@@ -17,6 +17,7 @@ import tyro
 
 from ahp.cli.writable import require_writable
 from ahp.errors import BadInput
+from ahp.optional import Flag
 from ahp.plan import Forecast, Plan
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Arguments:
     """Folders of runs of ahp train on the same cluster."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("cluster.calibrated.yaml")
     """File to write."""
-    json: bool = False
+    json: Flag = False
     """Print one JSON object."""
 
 

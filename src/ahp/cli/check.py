@@ -19,7 +19,7 @@ import tyro
 from ahp.cli.overrides import refuse_unknown, split_overrides
 from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
 from ahp.export.table import Settings, Unreadable
-from ahp.optional import OptionalText
+from ahp.optional import Flag, OptionalText
 from ahp.plan import EngineChoice, Forecast, Parallelism, Plan, validated
 from ahp.words import number_of, percent, seconds
 
@@ -54,7 +54,7 @@ class Arguments:
     """torchtitan, megatron, deepspeed, accelerate, accelerate-megatron, nanotron, maxtext, nemo or bridge, where the file's ending and keys do not say it."""
     target_version: Annotated[OptionalText, tyro.conf.arg(metavar="VERSION")] = None
     """Release of the engine; without it the one whose keys the file has."""
-    json: bool = False
+    json: Flag = False
     """Print one JSON object."""
 
 

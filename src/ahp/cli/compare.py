@@ -19,6 +19,7 @@ from ahp.cli.explain import more_by_part
 from ahp.cli.following import show_next
 from ahp.cli.simulate import price
 from ahp.errors import BadInput, bad_input
+from ahp.optional import Flag
 from ahp.plan import Forecast, Plan
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Arguments:
     """plan.yaml, or a run's folder."""
     second: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="B")]
     """The same, or a layout for A's job: "tp=8 pp=1 dp=1x8 zero=3"."""
-    json: bool = False
+    json: Flag = False
     """Print one JSON object."""
 
 

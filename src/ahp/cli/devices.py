@@ -12,6 +12,7 @@ import tyro
 
 from ahp.cli.listing import show_catalogue
 from ahp.cluster.catalogue import BYTES_PER_S_PER_GBPS, CPU, Entry, find, names
+from ahp.optional import Flag
 from ahp.words import GIB
 
 COLUMNS = (
@@ -22,7 +23,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Arguments:
-    json: bool = False
+    json: Flag = False
     """Print one JSON list, with every figure, its source and the other names."""
 
 

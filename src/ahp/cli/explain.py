@@ -21,7 +21,7 @@ from ahp.cli.layout_words import constraints_of
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints
 from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
-from ahp.optional import OptionalText
+from ahp.optional import Flag, OptionalText
 from ahp.plan import Forecast, Parallelism, Plan, Rejected, validated
 from ahp.words import percent, seconds
 
@@ -37,7 +37,7 @@ class Arguments:
     """plan.yaml, or a run's folder."""
     why_not: Annotated[OptionalText, tyro.conf.arg(metavar="KEYS")] = None
     """Another layout to price beside the plan's, such as "tp=8 pp=1"."""
-    json: bool = False
+    json: Flag = False
     """Print one JSON object."""
 
 
@@ -184,8 +184,7 @@ def _show(
         told("Why this one", plan.why)
     if plan.rejected:
         console.print("\nWhy not the others", style="bold")
-        rows = [(loser.parallelism.short(), _lost(loser)) for loser in plan.rejected]
-        console.print(tables.Hanging([(f"  - {layout}:", words) for layout, words in rows]))
+        console.print(tables.bulleted(f"{loser.parallelism.short()}: {_lost(loser)}" for loser in plan.rejected))
     if other is not None:
         console.print()
         _show_alternative(other, plan)

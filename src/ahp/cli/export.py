@@ -27,7 +27,7 @@ import tyro
 from ahp.cli.following import next_words
 from ahp.cli.writable import require_writable
 from ahp.errors import BadInput
-from ahp.optional import OptionalText
+from ahp.optional import Flag, OptionalText
 from ahp.report.tables import console
 from ahp.whole_files import save
 
@@ -41,7 +41,7 @@ class Arguments:
     """A plan.yaml, a run's folder, or a config.yaml."""
     out: Annotated[OptionalText, tyro.conf.arg(name="out", aliases=["-o"])] = None
     """The file; without it the plan's name with another end; - for stdout."""
-    json: bool = False
+    json: Flag = False
     """Print what was written as one JSON object."""
 
 

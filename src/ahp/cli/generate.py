@@ -10,6 +10,7 @@ import tyro
 
 from ahp.cli.following import next_words
 from ahp.errors import bad_input
+from ahp.optional import Flag
 from ahp.report.tables import console
 
 
@@ -24,7 +25,7 @@ class Arguments:
     """0 = the likeliest token each time."""
     seed: int = 0
     """The same seed gives the same text."""
-    json: bool = False
+    json: Flag = False
     """Print one JSON object."""
 
 

@@ -11,6 +11,7 @@ import tyro
 
 from ahp.cli.listing import Row, show_catalogue
 from ahp.graph.catalogue import CATALOGUE
+from ahp.optional import Flag
 from ahp.words import count
 
 OTHERS = "Any other: a Hugging Face config.json, the folder that it is in, or pkg.mod:factory for a module of your own."
@@ -18,7 +19,7 @@ OTHERS = "Any other: a Hugging Face config.json, the folder that it is in, or pk
 
 @dataclass(frozen=True)
 class Arguments:
-    json: bool = False
+    json: Flag = False
     """Print one JSON list, with each model's config and source."""
 
 

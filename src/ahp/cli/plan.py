@@ -37,7 +37,7 @@ from ahp.cluster.parse import width_words
 from ahp.config import Constraints, set_dotted
 from ahp.errors import bad_input
 from ahp.job import Job
-from ahp.optional import OptionalText
+from ahp.optional import Flag, OptionalText
 from ahp.plan import EngineChoice, Parallelism, Plan, validated
 from ahp.words import count, number_of
 
@@ -74,9 +74,9 @@ class Arguments:
     """Layouts that anneal and evolve may forecast."""
     seed: int = 0
     """Of anneal and evolve: the same seed, the same plans."""
-    wide: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    wide: Flag = False
     """Every column of the table, each plan on one line, however narrow the terminal."""
-    json: bool = False
+    json: Flag = False
     """Print the ranking as one JSON object."""
 
 

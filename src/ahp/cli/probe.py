@@ -17,8 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from ahp.cli.writable import require_writable
 from ahp.cluster.catalogue import CPU
 from ahp.cluster.model import Cluster, Device, Measurements, NodeGroup
-
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+from ahp.optional import Flag, OptionalFigure, OptionalNumber, OptionalText
 
 
 @dataclass
@@ -32,13 +31,13 @@ class Arguments:
     """File to write."""
     quick: Flag = False
     """Fewer shapes and sizes: well under a minute instead of up to three."""
-    workers: int | None = None
+    workers: OptionalNumber = None
     """Devices to measure and to have; by default all GPUs, else all physical cores."""
-    inter_node_gbps: float | None = None
+    inter_node_gbps: OptionalFigure = None
     """Network of one node in a job of several, Gb/s per direction; by default what is usual, or what the cards say."""
-    nodes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    nodes: Annotated[OptionalNumber, tyro.conf.arg(metavar="N")] = None
     """Hosts that run this command together; under srun those of the step."""
-    rendezvous: Annotated[str | None, tyro.conf.arg(metavar="HOST[:PORT]")] = None
+    rendezvous: Annotated[OptionalText, tyro.conf.arg(metavar="HOST[:PORT]")] = None
     """An address of one of them, the same on all: this one writes the file. The port is 29500 where none is given."""
     json: Flag = False
     """Print the cluster as JSON instead of tables."""

@@ -18,7 +18,7 @@ import tyro
 from ahp.cli.following import RUNS, after, next_words
 from ahp.cli.writable import require_writable
 from ahp.errors import bad_input
-from ahp.optional import OptionalText
+from ahp.optional import Flag, OptionalText
 from ahp.plan import Plan
 from ahp.report.tables import console
 from ahp.run_files import Status, judge_status, read_noticed
@@ -33,9 +33,9 @@ class Arguments:
     """A run's folder, or a plan.yaml; or the folders of several runs."""
     out: Annotated[OptionalText, tyro.conf.arg(aliases=["-o"])] = None
     """The page; without it report.html in the run's folder, plan.html beside plan.yaml, runs.html here of several runs."""
-    follow: bool = False
+    follow: Flag = False
     """Draw the page again every 10 seconds while the run goes on. An open page loads itself again."""
-    json: bool = False
+    json: Flag = False
     """Print the path of the page as one JSON object."""
 
 

@@ -20,7 +20,7 @@ from ahp.cli.overrides import refuse_unknown, split_overrides
 from ahp.cli.writable import require_writable
 from ahp.config import set_dotted
 from ahp.errors import BadInput, NotExpressible, bad_input
-from ahp.optional import OptionalText
+from ahp.optional import Flag, OptionalText
 from ahp.plan import Plan, validated
 from ahp.words import part_words
 
@@ -49,7 +49,7 @@ class Arguments:
     """Write the timeline to this file."""
     all_ranks: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Draw every rank in the timeline, not one of those that do the same."""
-    json: bool = False
+    json: Flag = False
     """Print one JSON object."""
 
 

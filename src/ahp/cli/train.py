@@ -25,6 +25,7 @@ from ahp.cli.overrides import CONFIG_ROOTS, refuse_unknown, split_overrides
 from ahp.cli.plan_job import with_job
 from ahp.config import Config, Run, config_help, load_config, read_yaml, set_dotted
 from ahp.errors import AhpError, BadInput, bad_input
+from ahp.optional import Flag, OptionalNumber, OptionalText
 from ahp.plan import Forecast, Plan, validated
 from ahp.report.tables import console
 from ahp.run_files import Status, read_metrics
@@ -54,19 +55,19 @@ parameters learns most in a few minutes on two cores (docs/decisions/the-demonst
 
 @dataclass(frozen=True)
 class Arguments:
-    config: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="CONFIG|PLAN")] = None
+    config: Annotated[tyro.conf.Positional[OptionalText], tyro.conf.arg(metavar="CONFIG|PLAN")] = None
     """config.yaml or plan.yaml; without it the demo: every key has its default but job.steps 600, job.global_batch_size 8,
     job.optimizer.learning_rate 0.003 and job.optimizer.warmup_steps 30."""
     top: int = 5
     """Plans that are shown."""
-    json: bool = False
+    json: Flag = False
     """Print the result as one JSON object; nothing else goes to stdout."""
-    nodes: Annotated[str | None, tyro.conf.arg(metavar="N|MIN:MAX")] = None
+    nodes: Annotated[OptionalText, tyro.conf.arg(metavar="N|MIN:MAX")] = None
     """Nodes that run this command together, such as 2, or 2:4 where some may be lost and come back; under srun those of the step."""
-    rendezvous: Annotated[str | None, tyro.conf.arg(metavar="HOST[:PORT],...")] = None
+    rendezvous: Annotated[OptionalText, tyro.conf.arg(metavar="HOST[:PORT],...")] = None
     """An address of one of the nodes, the same on all, or of several: the second one takes over where the first is lost. The port is 29500 where
     none is given."""
-    workers_per_node: int | None = None
+    workers_per_node: OptionalNumber = None
     """Workers of this node, with --nodes; without it one for each GPU, else for each core."""
 
 

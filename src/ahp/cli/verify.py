@@ -13,14 +13,13 @@ import tyro
 from rich.table import Table
 
 from ahp.cli.following import show_next
+from ahp.optional import Flag
 from ahp.plan import Plan
 from ahp.report.tables import console
 from ahp.words import number_of
 
 if TYPE_CHECKING:
     from ahp.runtime.check.verify import Comparison
-
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
 @dataclass

@@ -11,7 +11,7 @@ import tyro
 
 from ahp.errors import HardwareMismatch, bad_input
 from ahp.export.target import UNKNOWN, Exported, Shape, Source, shape_of
-from ahp.optional import OptionalNumber, OptionalText
+from ahp.optional import Flag, OptionalNumber, OptionalText
 
 GRACE_S = 300
 """[Empirical] To finish a step and write a checkpoint; of large models on a slow file system it takes longer."""
@@ -26,7 +26,7 @@ class Options:
     """Nodes to ask for, with a config.yaml; a plan says how many it is for. MIN:MAX: Slurm gives what it has, and ahp train plans for that."""
     workers_per_node: OptionalNumber = None
     """With a config.yaml whose cluster is slurm or local: GPUs to ask for on each node, one for each worker."""
-    cpu: bool = False
+    cpu: Flag = False
     """Workers compute on cores: ask for no GPUs. Needed where the config's cluster is slurm or local."""
     time: OptionalText = None
     """Limit, in Slurm's words: 2-00:00:00. Without it the partition's own."""

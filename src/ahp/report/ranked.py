@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ahp.plan import Parallelism, Plan
 from ahp.report.tables import band, capacity_bytes, lines_of
-from ahp.words import GIB, count, percent, seconds
+from ahp.words import count, of_gib, percent, seconds
 
 Columns = dict[str, list[str]]
 
@@ -83,7 +83,7 @@ class Ranked:
         if not narrow:
             columns["tok/s/device"] = [f"{forecast.tokens_per_s_per_device:,.0f}" for forecast in forecasts]
         columns["MFU"] = [percent(forecast.mfu) for forecast in forecasts]
-        columns |= self._memory()
+        columns["GiB"] = self._memory()
         if self.values:
             columns[self.title] = list(self.values)
         return columns
@@ -95,18 +95,25 @@ class Ranked:
         degrees = _degrees([plan.parallelism for plan in self.plans], narrow=False)
         return {title: cells[0] for title, cells in degrees.items() if len(set(cells)) == 1}
 
-    def _memory(self) -> Columns:
-        """What the fullest rank needs; of how much stands in the title where all devices have the same."""
+    def _memory(self) -> list[str]:
+        """What the fullest rank needs; of how much stands below the table where all devices have the same."""
         needs = [sum(plan.priced.memory.values()) for plan in self.plans]
-        of = [capacity_bytes(plan) for plan in self.plans]
-        digits = 1 if min(of) >= 10 * GIB else 2
-        if len(set(of)) == 1:
-            return {f"of {of[0] / GIB:.{digits}f} GiB": [f"{need / GIB:.{digits}f}" for need in needs]}
-        pairs = zip(needs, of, strict=True)
-        return {"GiB": [f"{need / GIB:.{digits}f} of {most / GIB:.{digits}f}" for need, most in pairs]}
+        if (room := self._room()) is not None:
+            return [of_gib(need, room).split()[0] for need in needs]
+        return [
+            of_gib(need, capacity_bytes(plan)).removesuffix(" GiB")
+            for need, plan in zip(needs, self.plans, strict=True)
+        ]
+
+    def _room(self) -> int | None:
+        """Memory of the fullest rank's device in all plans; None where they differ."""
+        rooms = {capacity_bytes(plan) for plan in self.plans}
+        return rooms.pop() if len(rooms) == 1 else None
 
     def _caption(self) -> str:
-        said = "dp = replicate x shard degree, mb = micro-batch; memory of the fullest rank"
+        room = self._room()
+        of = "" if room is None else f", of {of_gib(room, room).split()[0]}"
+        said = f"dp = replicate x shard degree, mb = micro-batch, GiB = memory of the fullest rank{of}"
         return f"{said}; MFU against {self.plans[0].priced.mfu_peak}"
 
 
