@@ -139,7 +139,7 @@ def test_an_unknown_target_or_file(tmp_path: Path) -> None:
 
 def test_help_names_every_target(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert all(f"ahp export {name} PLAN" in shown and target.what in shown for name, target in TARGETS.items())
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from ahp.cli.following import show_next
+from ahp.cli.options import options_of
 from ahp.cli.planning_job import LONGEST_DEFAULT_SEQUENCE
 from ahp.errors import BadInput
 from ahp.job import Job, Precision
@@ -53,7 +54,7 @@ class Arguments:
 
 def run(argv: list[str]) -> int:
     """``ahp analyze MODEL``. Returns the exit code; raises AhpError."""
-    arguments = tyro.cli(Arguments, args=argv, prog="ahp analyze", description=__doc__)
+    arguments = options_of(Arguments, argv, "ahp analyze", __doc__)
     if arguments.json and arguments.dot:
         raise BadInput("--json, --dot: one of them at a time")
     from ahp.graph.export import to_dot, to_json

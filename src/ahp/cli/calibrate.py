@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ahp.cli.options import options_of
 from ahp.cli.writable import require_writable
 from ahp.errors import BadInput
 from ahp.optional import Flag
@@ -53,7 +54,7 @@ class PricedRun:
 
 def run(argv: list[str]) -> int:
     """``ahp calibrate RUN ...``. Returns the exit code; raises AhpError."""
-    arguments = tyro.cli(Arguments, args=argv, prog="ahp calibrate", description=__doc__)
+    arguments = options_of(Arguments, argv, "ahp calibrate", __doc__)
     if not arguments.runs:
         raise BadInput("RUN = (none): give the folder of at least one run of ahp train")
     require_writable(arguments.output)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from ahp.cli.options import options_of
 from ahp.cli.overrides import refuse_unknown, split_overrides
 from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
 from ahp.export.table import Settings, Unreadable
@@ -102,7 +103,7 @@ def run(argv: list[str]) -> int:
     """``ahp check FILE --cluster CLUSTER``. Returns the exit code; raises AhpError."""
     overrides, rest = split_overrides(argv, ROOTS)
     refuse_unknown(rest, Arguments, ROOTS, "ahp check")
-    arguments = tyro.cli(Arguments, args=rest, prog="ahp check", description=__doc__)
+    arguments = options_of(Arguments, rest, "ahp check", __doc__)
     foreign, plan = understood(arguments, overrides)
     print("searching the engine's layouts ...", file=sys.stderr)
     found = judged(foreign, plan, tuple(overrides))

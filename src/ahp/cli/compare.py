@@ -17,6 +17,7 @@ import tyro
 
 from ahp.cli.explain import more_by_part
 from ahp.cli.following import show_next
+from ahp.cli.options import options_of
 from ahp.cli.simulate import price
 from ahp.errors import BadInput, bad_input
 from ahp.optional import Flag
@@ -81,7 +82,7 @@ def run(argv: list[str]) -> int:
     """``ahp compare A B``. Returns the exit code; raises AhpError."""
     from ahp.report.differences import differences
 
-    arguments = tyro.cli(Arguments, args=argv, prog="ahp compare", description=__doc__)
+    arguments = options_of(Arguments, argv, "ahp compare", __doc__)
     given = _given(arguments.first)
     other = _given(arguments.second, given.plan)  # read before the first is forecast, which may have to trace its model
     first, second = _with_forecast(given), _with_forecast(other)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import tyro
-
 from ahp.cli.listing import show_catalogue
+from ahp.cli.options import options_of
 from ahp.cluster.catalogue import BYTES_PER_S_PER_GBPS, CPU, Entry, find, names
 from ahp.optional import Flag
 from ahp.words import GIB
@@ -29,7 +28,7 @@ class Arguments:
 
 def run(argv: list[str]) -> int:
     """``ahp devices``. Returns the exit code."""
-    arguments = tyro.cli(Arguments, args=argv, prog="ahp devices", description=__doc__)
+    arguments = options_of(Arguments, argv, "ahp devices", __doc__)
     entries = [find(name) for name in names() if name != CPU]  # this machine's own cores are measured, not known
     rows = [entry.model_dump(mode="json") for entry in entries]
     show_catalogue(

@@ -18,6 +18,7 @@ import tyro
 
 from ahp.cli.following import after, show_next
 from ahp.cli.layout_words import constraints_of
+from ahp.cli.options import options_of
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints
 from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
@@ -55,7 +56,7 @@ def run(argv: list[str]) -> int:
     from ahp.report.schedules import compared_schedules
     from ahp.search.sensitivity import sensitivity
 
-    arguments = tyro.cli(Arguments, args=argv, prog="ahp explain", description=__doc__)
+    arguments = options_of(Arguments, argv, "ahp explain", __doc__)
     plan = Plan.load(arguments.plan)
     alternatives = None if arguments.why_not is None else constraints_of(arguments.why_not)
     subject = _subject(plan)

@@ -1,15 +1,21 @@
 """Write a plan, or a config, as what another program starts.
 
-  ahp export slurm PLAN|CONFIG         {slurm}
-  ahp export kubernetes PLAN|CONFIG    {kubernetes}
-  ahp export torchtitan PLAN           {torchtitan}
-  ahp export megatron PLAN             {megatron}
-  ahp export deepspeed PLAN            {deepspeed}
-  ahp export accelerate PLAN           {accelerate}
+  ahp export slurm PLAN|CONFIG
+      {slurm}
+  ahp export kubernetes PLAN|CONFIG
+      {kubernetes}
+  ahp export torchtitan PLAN
+      {torchtitan}
+  ahp export megatron PLAN
+      {megatron}
+  ahp export deepspeed PLAN
+      {deepspeed}
+  ahp export accelerate PLAN
+      {accelerate}
 
-To slurm and kubernetes a plan is run as it is, on as many nodes as it was made for. A config is planned where it starts, for the nodes that are there: after a drained
-node for those that are left. The others are engines: what their file cannot say of the layout is refused
-(exit code 5), what it cannot say of the job is listed. --target-version names the release. ahp export TARGET --help lists the options of one.
+slurm and kubernetes run a plan as it is, on as many nodes as it was made for. A config is planned where it starts, for the nodes that are there:
+after a drained node for those that are left. The others are engines: what their file cannot say of the layout is refused (exit code 5), what it
+cannot say of the job is listed. --target-version names the release. ahp export TARGET --help lists the options of one.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from ahp.cli.following import next_words
+from ahp.cli.options import in_columns, options_of
 from ahp.cli.writable import require_writable
 from ahp.errors import BadInput
 from ahp.optional import Flag, OptionalText
@@ -50,7 +57,8 @@ def run(argv: list[str]) -> int:
     from ahp.export.registry import TARGETS, get
 
     if not argv or argv[0] in ("-h", "--help"):
-        print((__doc__ or "").format(**{name: target.what for name, target in TARGETS.items()}).strip())
+        told = (__doc__ or "").format(**{name: target.what for name, target in TARGETS.items()})
+        print(in_columns(told, console().width))
         return 0
     target = get(argv[0])
     arguments, options = _parsed(target, argv[1:])
@@ -92,7 +100,7 @@ def _tell_left(exported: Exported) -> None:
 def _parsed(target: Target, words: list[str]) -> tuple[Arguments, Any]:
     """The command's own arguments and those of the target, from one line."""
     both = dataclasses.make_dataclass("Both", [], bases=(target.options, Arguments), kw_only=True, frozen=True)
-    found = tyro.cli(both, args=words, prog=f"ahp export {target.name}", description=f"{target.what}.")
+    found = options_of(both, words, f"ahp export {target.name}", f"{target.what}.")
     own = {name: getattr(found, name) for name in (f.name for f in dataclasses.fields(Arguments))}
     theirs = {f.name: getattr(found, f.name) for f in dataclasses.fields(target.options)}
     return Arguments(**own), target.options(**theirs)

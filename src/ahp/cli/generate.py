@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from ahp.cli.following import next_words
+from ahp.cli.options import options_of
 from ahp.errors import bad_input
 from ahp.optional import Flag
 from ahp.report.tables import console
@@ -31,7 +32,7 @@ class Arguments:
 
 def run(argv: list[str]) -> int:
     """``ahp generate RUN``. Returns the exit code; raises AhpError."""
-    arguments = tyro.cli(Arguments, args=argv, prog="ahp generate", description=__doc__)
+    arguments = options_of(Arguments, argv, "ahp generate", __doc__)
     if arguments.seed < 0:
         raise bad_input("seed", arguments.seed, "must be 0 or above")
     from ahp.runtime.run.generate import Sampling, generate

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-import tyro
-
 from ahp.cli.listing import Row, show_catalogue
+from ahp.cli.options import options_of
 from ahp.graph.catalogue import CATALOGUE
 from ahp.optional import Flag
 from ahp.words import count
@@ -25,7 +24,7 @@ class Arguments:
 
 def run(argv: list[str]) -> int:
     """``ahp models``. Returns the exit code."""
-    arguments = tyro.cli(Arguments, args=argv, prog="ahp models", description=__doc__)
+    arguments = options_of(Arguments, argv, "ahp models", __doc__)
     rows = [{"name": name, **asdict(model)} for name, model in CATALOGUE.items()]
     show_catalogue(rows, [_cells(row) for row in rows], OTHERS, "ahp plan llama3-8b 8xH100", as_json=arguments.json)
     return 0

@@ -2,7 +2,8 @@
 
 Columns: dp = data parallel, replicate x shard degree (as FSDP and HSDP); zero = ZeRO stage of the shards; tp = tensor
 parallel, +sp with Megatron's sequence parallel; pp = pipeline parallel, x virtual stages per rank; cp = context parallel; ep = expert
-parallel; mb = sequences of a micro-batch; recompute = activation checkpointing; 90 % band = where the measured step should lie.
+parallel; mb = sequences of a micro-batch; recompute = activation checkpointing, as in selective(6 9 0) of so many layers of each stage;
+90 % band = where the measured step should lie.
 
 The job is given by --job FILE (a config.yaml or its job) and --job.KEY VALUE; what is not given is chosen as large
 models are pre-trained, and printed. --parallelism.KEY VALUE fixes a part of the layout, the rest is searched; what runs it is
@@ -27,6 +28,7 @@ from rich.console import Console, Group
 
 from ahp.cli.following import RUNS, after, default_data_words, show_next
 from ahp.cli.layout_words import layout_of
+from ahp.cli.options import options_of
 from ahp.cli.overrides import refuse_unknown, split_overrides
 from ahp.cli.plan_measured import by_measurement, require_here
 from ahp.cli.planning_job import given_job, precision_for, with_batch, with_sequence
@@ -106,7 +108,7 @@ def run(argv: list[str]) -> int:
     refuse_unknown(rest, Arguments, ROOTS, "ahp plan")
     if "objective" in overrides:  # the option itself, not one of its keys
         rest += ["--objective", str(overrides.pop("objective"))]
-    arguments = tyro.cli(Arguments, args=rest, prog="ahp plan", description=__doc__)
+    arguments = options_of(Arguments, rest, "ahp plan", __doc__)
     require_writable(arguments.out, "--out")  # before the search, which may take a while
     if arguments.top < 1:
         raise bad_input("--top", arguments.top, "must be 1 or more")

@@ -14,6 +14,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ahp.cli.options import options_of
 from ahp.cli.writable import require_writable
 from ahp.cluster.catalogue import CPU
 from ahp.cluster.model import Cluster, Device, Measurements, NodeGroup
@@ -45,7 +46,7 @@ class Arguments:
 
 def run(argv: list[str]) -> int:
     """Parse, probe, write, print. Returns the exit code."""
-    arguments = tyro.cli(Arguments, prog="ahp probe", args=argv)
+    arguments = options_of(Arguments, argv, "ahp probe")
     from ahp.cli import probe_hosts
 
     if (place := probe_hosts.place(arguments.nodes, arguments.rendezvous)) is not None:

@@ -16,6 +16,7 @@ from typing import Annotated
 import tyro
 
 from ahp.cli.following import RUNS, after, next_words
+from ahp.cli.options import options_of
 from ahp.cli.writable import require_writable
 from ahp.errors import bad_input
 from ahp.optional import Flag, OptionalText
@@ -29,7 +30,7 @@ FOLLOW_S = 10
 
 @dataclass(frozen=True)
 class Arguments:
-    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN|PLAN")] = ("runs/demo",)
+    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[RUN|PLAN ...]")] = ("runs/demo",)
     """A run's folder, or a plan.yaml; or the folders of several runs."""
     out: Annotated[OptionalText, tyro.conf.arg(aliases=["-o"])] = None
     """The page; without it report.html in the run's folder, plan.html beside plan.yaml, runs.html here of several runs."""
@@ -41,7 +42,7 @@ class Arguments:
 
 def run(argv: list[str]) -> int:
     """``ahp report RUN|PLAN ...``. Returns the exit code; raises AhpError."""
-    arguments = tyro.cli(Arguments, args=argv, prog="ahp report", description=__doc__)
+    arguments = options_of(Arguments, argv, "ahp report", __doc__)
     sources = [_found(given) for given in arguments.runs or Arguments.runs]
     if len(sources) > 1:
         return _beside(sources, arguments)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from ahp.cli.following import after, show_next
+from ahp.cli.options import options_of
 from ahp.cli.overrides import refuse_unknown, split_overrides
 from ahp.cli.writable import require_writable
 from ahp.config import set_dotted
@@ -60,7 +61,7 @@ def run(argv: list[str]) -> int:
 
     overrides, rest = split_overrides(argv, ROOTS)
     refuse_unknown(rest, Arguments, ROOTS, "ahp simulate")
-    arguments = tyro.cli(Arguments, args=rest, prog="ahp simulate", description=__doc__)
+    arguments = options_of(Arguments, rest, "ahp simulate", __doc__)
     if arguments.all_ranks and arguments.trace is None:
         raise bad_input("--all-ranks", True, "is about the timeline; say where it goes: --trace FILE", [False])
     if arguments.trace is not None:

@@ -21,6 +21,7 @@ import yaml
 
 from ahp.cli import nodes
 from ahp.cli.following import next_words
+from ahp.cli.options import options_of
 from ahp.cli.overrides import CONFIG_ROOTS, refuse_unknown, split_overrides
 from ahp.cli.plan_job import with_job
 from ahp.config import Config, Run, config_help, load_config, read_yaml, set_dotted
@@ -55,7 +56,7 @@ parameters learns most in a few minutes on two cores (docs/decisions/the-demonst
 
 @dataclass(frozen=True)
 class Arguments:
-    config: Annotated[tyro.conf.Positional[OptionalText], tyro.conf.arg(metavar="CONFIG|PLAN")] = None
+    config: Annotated[tyro.conf.Positional[OptionalText], tyro.conf.arg(metavar="[CONFIG|PLAN]")] = None
     """config.yaml or plan.yaml; without it the demo: every key has its default but job.steps 600, job.global_batch_size 8,
     job.optimizer.learning_rate 0.003 and job.optimizer.warmup_steps 30."""
     top: int = 5
@@ -84,7 +85,7 @@ def run(argv: list[str]) -> int:
     """``ahp train``. Returns the exit code; raises AhpError."""
     given, rest = split_overrides(argv)
     refuse_unknown(rest, Arguments, CONFIG_ROOTS, "ahp train")
-    arguments = tyro.cli(Arguments, args=rest, prog="ahp train", description=f"{__doc__}\n{config_help()}")
+    arguments = options_of(Arguments, rest, "ahp train", f"{__doc__}\n{config_help()}")
     overrides = given if arguments.config is not None else DEMO | given
     place = slurm.task()
     several = nodes.asked(arguments.nodes, arguments.rendezvous, arguments.workers_per_node, place)

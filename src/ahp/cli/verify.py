@@ -13,6 +13,7 @@ import tyro
 from rich.table import Table
 
 from ahp.cli.following import show_next
+from ahp.cli.options import options_of
 from ahp.optional import Flag
 from ahp.plan import Plan
 from ahp.report.tables import console
@@ -37,7 +38,7 @@ class Arguments:
 
 def run(argv: list[str]) -> int:
     """Parse, verify, print. Returns 0 when every step is equal within tolerance, else 1."""
-    arguments = tyro.cli(Arguments, prog="ahp verify", args=argv)
+    arguments = options_of(Arguments, argv, "ahp verify")
     from ahp.runtime.check.verify import verify
 
     file = arguments.plan / "plan.yaml" if arguments.plan.is_dir() else arguments.plan
