@@ -239,6 +239,46 @@ def test_a_file_of_another_program_is_not_judged_by_the_defaults_of_one(
         run([file, *CLUSTER, "--model", "gpt2"])
 
 
+def test_without_a_cluster_it_is_as_large_as_the_degrees_make_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(
+        TITAN.replace("tensor_parallel_degree = 8", "tensor_parallel_degree = 8\ncontext_parallel_degree = 2")
+    )
+    assert run([str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["assumed_cluster"] == "2x8xH100"
+    assert found["parallelism"]["data_parallel_shard_degree"] == 1
+    monkeypatch.setenv("COLUMNS", "80")
+    file.write_text(
+        TITAN.replace("data_parallel_shard_degree = -1", "data_parallel_shard_degree = 1").replace(
+            "tensor_parallel_degree = 8", "tensor_parallel_degree = 4"
+        )
+    )
+    assert run([str(file)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "Assumed  4xH100: give what it runs on as --cluster" in shown
+    assert max(map(len, shown)) <= 80
+    file.write_text(TITAN.replace("tensor_parallel_degree = 8", "tensor_parallel_degree = 3"))
+    with pytest.raises(BadInput, match="does not divide 8 devices; --cluster says what it runs on"):
+        run([str(file)])
+
+
+def test_states_in_host_memory_are_listed_with_what_that_means(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    offload = (
+        '{"offload_optimizer": {"device": "cpu", "pin_memory": true}, "offload_param": {"device": "none"}, "stage": 3}'
+    )
+    file.write_text(
+        f'{{"train_micro_batch_size_per_gpu": 1, "bf16": {{"enabled": true}}, "zero_optimization": {offload}}}'
+    )
+    [told] = read_foreign(str(file), None, None, 8).read.not_understood
+    assert told.startswith(
+        "zero_optimization.offload_optimizer.device = 'cpu': in host memory; AHP prices DeepSpeed without"
+    )
+
+
 def test_a_layout_that_cannot_be_read_is_not_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text(TITAN.replace('mode = "full"', 'mode = "selective"'))

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -39,6 +39,8 @@ LAYOUT = ("parallelism.", "job.precision")
 """Fields without which nothing can be said of a file's cost."""
 KEPT = 40
 """Plans of the ranking among which the first is sought that the file can say."""
+DEVICE, EACH, NODES = "H100", 8, (1, 2, 4, 8, 16, 32, 64, 128)
+"""What a file is judged on where no cluster is given: the usual node of today's recipes, as many as the degrees make."""
 MOST_LISTED = 12
 """Lines of what was not understood that are printed; --json has all."""
 
@@ -47,8 +49,8 @@ MOST_LISTED = 12
 class Arguments:
     file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
     """The engine's configuration, or the script that starts it."""
-    cluster: Annotated[str, tyro.conf.arg(metavar="CLUSTER")]
-    """What it runs on: 8x8xH100, or a cluster.yaml."""
+    cluster: Annotated[OptionalText, tyro.conf.arg(metavar="CLUSTER")] = None
+    """What it runs on: 8x8xH100, or a cluster.yaml; without it as many H100 as the file's degrees make, eight to a node."""
     model: Annotated[OptionalText, tyro.conf.arg(metavar="MODEL")] = None
     """Catalogue name or config.json, where the file does not say it."""
     engine: Annotated[OptionalText, tyro.conf.arg(metavar="NAME")] = None
@@ -80,6 +82,8 @@ class Checked:
     """Keys that the user gave beside the file."""
     can_be_said: bool
     """Whether the file can say the best plan."""
+    cluster: str | None = None
+    """The one that was assumed, in short."""
 
     @property
     def today(self) -> Forecast | None:
@@ -107,6 +111,8 @@ def run(argv: list[str]) -> int:
     foreign, plan = understood(arguments, overrides)
     print("searching the engine's layouts ...", file=sys.stderr)
     found = judged(foreign, plan, tuple(overrides))
+    if arguments.cluster is None:
+        found = replace(found, cluster=_short(plan.parallelism.world_size))
     if arguments.json:
         print(json.dumps(_plain(found)))
     else:
@@ -117,9 +123,34 @@ def run(argv: list[str]) -> int:
 def understood(arguments: Arguments, overrides: dict[str, Any]) -> tuple[Foreign, Plan]:
     """The file, and the plan that it says with what was given beside it. Raises BadInput where it says no layout, or no model that AHP knows."""
     from ahp.cluster.model import Cluster
+
+    if arguments.cluster is not None:
+        return _understood(arguments, overrides, Cluster.resolve(arguments.cluster))
+    # A file that leaves a degree to the devices takes the fewest nodes that its others divide.
+    refusals: list[BadInput] = []
+    for nodes in NODES:
+        try:
+            plan = _understood(arguments, overrides, Cluster.resolve(_short(nodes * EACH)))[1]
+        except BadInput as error:
+            refusals.append(error)
+            continue
+        return _understood(arguments, overrides, Cluster.resolve(_short(plan.parallelism.world_size)))
+    raise BadInput(f"{refusals[0]}; --cluster says what it runs on") from refusals[0]
+
+
+def _short(devices: int) -> str:
+    """The cluster that is assumed for so many devices. Raises BadInput where they are no whole nodes."""
+    nodes, left = divmod(devices, EACH)
+    if nodes and left:
+        raise BadInput(
+            f"--cluster: the file's degrees make {devices} devices, no whole nodes of {EACH}; give what it runs on: --cluster 3x4xH100"
+        )
+    return f"{nodes}x{EACH}x{DEVICE}" if nodes else f"{left}x{DEVICE}"
+
+
+def _understood(arguments: Arguments, overrides: dict[str, Any], cluster: Cluster) -> tuple[Foreign, Plan]:
     from ahp.export.reading import read_foreign
 
-    cluster = Cluster.resolve(arguments.cluster)
     each = cluster.groups[0].devices_per_node if len(cluster.groups) == 1 else None
     foreign = read_foreign(arguments.file, arguments.engine, arguments.target_version, cluster.num_devices, each)
     return foreign, _plan(foreign, arguments.model, cluster, overrides)
@@ -268,6 +299,7 @@ def _plain(found: Checked) -> dict[str, Any]:
         "parallelism": found.plan.parallelism.model_dump(mode="json"),
         "job": found.plan.job.model_dump(mode="json"),
         "assumed": found.assumed,
+        "assumed_cluster": found.cluster,
         "forecast": None if today is None else today.model_dump(mode="json"),
         "refused": None if today is not None or found.current is None else found.current.against_best,
         "best": found.best.model_dump(mode="json", include={"parallelism", "engine", "forecast"}),
@@ -278,48 +310,59 @@ def _plain(found: Checked) -> dict[str, Any]:
 
 
 def _show(found: Checked) -> None:
+    from ahp.report import tables
+
+    rows = (*_judgement(found), *_changes_in_words(found), *_ignored(found))
+    tables.console().print(tables.Hanging([(f"{lead:<8}", words) for lead, words in rows], gap=1))
+
+
+def _judgement(found: Checked) -> Iterator[tuple[str, str]]:
+    """Lines for people, each with the word that stands before it."""
     dialect, today, job = found.foreign.form.dialect, found.today, found.plan.job
-    print(f"File     {dialect.name} {dialect.version}")
+    yield "File", f"{dialect.name} {dialect.version}"
     if dialect.name != dialect.engine:
-        print(f"Forecast as {dialect.engine}: {dialect.why_priced}")
-    print(f"Job      {number_of(job.global_batch_size, 'sequence')} of {job.sequence_length}, {job.precision}")
+        yield "Forecast", f"as {dialect.engine}: {dialect.why_priced}"
+    yield "Job", f"{number_of(job.global_batch_size, 'sequence')} of {job.sequence_length}, {job.precision}"
+    if found.cluster is not None:
+        yield "Assumed", f"{found.cluster}: give what it runs on as --cluster"
     if found.assumed:
         plan, them = found.plan.model_dump(mode="json"), "it" if len(found.assumed) == 1 else "them"
         values = [f"{name} = {plan[record][key]}" for name in found.assumed for record, key in [name.split(".")]]
         flags, another = [_flag(name) for name in found.assumed], "another" if len(found.assumed) == 1 else "others"
-        print(f"Assumed  {', '.join(values)}: the file does not say {them}; give {another} as {', '.join(flags)}")
-    print(f"Layout   {found.plan.parallelism.short()}")
+        yield "Assumed", f"{', '.join(values)}: the file does not say {them}; give {another} as {', '.join(flags)}"
+    yield "Layout", found.plan.parallelism.short()
     if today is None:
-        print(f"Cost     {'' if found.current is None else found.current.against_best}")
+        yield "Cost", "" if found.current is None else found.current.against_best
     else:
-        print(
-            f"Cost     {seconds(today.step_time_s)} a step (90 % band {seconds(today.step_time_low_s)} .. {seconds(today.step_time_high_s)})"
-        )
-        print(f"Fits     {'yes' if today.fits else 'no'}: probability {percent(today.fit_probability)}")
-        print(f"Binds    {_binds(today.step)}")
+        band = f"{seconds(today.step_time_low_s)} .. {seconds(today.step_time_high_s)}"
+        yield "Cost", f"{seconds(today.step_time_s)} a step (90 % band {band})"
+        yield "Fits", f"{'yes' if today.fits else 'no'}: probability {percent(today.fit_probability)}"
+        yield "Binds", _binds(today.step)
     assert found.best.forecast is not None
     gain = "" if found.saves is None else f", {percent(found.saves)} less" if found.saves > 0 else ", no faster"
     if today is not None and not today.fits:
         gain = ", and it fits"
-    print(f"Best     {found.best.parallelism.short()}: {seconds(found.best.forecast.step_time_s)} a step{gain}")
+    yield "Best", f"{found.best.parallelism.short()}: {seconds(found.best.forecast.step_time_s)} a step{gain}"
     if not found.can_be_said:
-        print("         the file has no keys for it, nor for the next best ones")
-    if found.saves is None or found.saves > 0 or (today is not None and not today.fits):
-        _show_changes(found.changes)
-    told = found.foreign.read.not_understood
-    for line in told[:MOST_LISTED]:
-        print(f"Ignored  {line}")
-    if len(told) > MOST_LISTED:
-        print(f"Ignored  {len(told) - MOST_LISTED} more (--json has them)")
+        yield "", "the file has no keys for it, nor for the next best ones"
 
 
-def _show_changes(changes: tuple[Change, ...]) -> None:
-    for change in changes:
+def _changes_in_words(found: Checked) -> Iterator[tuple[str, str]]:
+    """The lines to change; none where the best layout is no better."""
+    if found.saves is not None and found.saves <= 0 and (found.today is None or found.today.fits):
+        return
+    for change in found.changes:
         for key, now, best in change.lines:
-            print(f"Change   {key}: {_word(now)} -> {_word(best)}")
-        alone = change.saves_alone_s
-        if alone:
-            print(f"         by itself {seconds(abs(alone))} a step {'less' if alone > 0 else 'more'}")
+            yield "Change", f"{key}: {_word(now)} -> {_word(best)}"
+        if alone := change.saves_alone_s:
+            yield "", f"by itself {seconds(abs(alone))} a step {'less' if alone > 0 else 'more'}"
+
+
+def _ignored(found: Checked) -> Iterator[tuple[str, str]]:
+    told = found.foreign.read.not_understood
+    yield from (("Ignored", line) for line in told[:MOST_LISTED])
+    if len(told) > MOST_LISTED:
+        yield "Ignored", f"{len(told) - MOST_LISTED} more (--json has them)"
 
 
 def _binds(step: dict[str, float]) -> str:
@@ -331,5 +374,4 @@ def _binds(step: dict[str, float]) -> str:
 
 
 def _word(value: Any) -> str:
-    text = "not there" if value is None else str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return "not there" if value is None else str(value)

@@ -35,6 +35,7 @@ STAGE, RECOMPUTE = "zero_optimization.stage", "activation_checkpointing.partitio
 TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
 EXPERT, EXPERTS = "expert_parallel.autoep_size", "expert_parallel.enabled"
 CLIP, RATE = "gradient_clipping", "scheduler.params."
+OFFLOADED = ("zero_optimization.offload_optimizer.", "zero_optimization.offload_param.")
 
 
 def _write_data(s: Subject) -> Settings:
@@ -168,6 +169,17 @@ RATE_KEYS = ("type", *(f"params.{key}" for key in ("total_num_steps", "warmup_mi
              "warmup_min_lr", "warmup_max_lr")))  # fmt: skip
 
 
+def _read_offload(settings: Settings) -> Fields:
+    for device in (f"{part}device" for part in OFFLOADED):
+        if settings.get(device, "none") != "none":
+            told = "in host memory; AHP prices DeepSpeed without, with more memory and less time than the file's"
+            raise Unreadable(f"{device} = {settings[device]!r}: {told}")
+    return {}
+
+
+OFFLOAD = Rule(tuple(f"{part}device" for part in OFFLOADED), ("engine.offload_optimizer",), lambda s: {}, _read_offload)
+
+
 def _write_clip(s: Subject) -> Settings:
     return {CLIP: s.job.optimizer.grad_clip or 0.0}  # 0: no clipping (runtime/constants.py)
 
@@ -188,12 +200,13 @@ DIALECT = Dialect(
         Rule((EXPERTS, EXPERT), (P + "expert_parallel_degree",), _write_experts, _read_experts),
         Rule((RECOMPUTE,), (P + "activation_checkpoint",), _write_recompute, _read_recompute),
         Rule(("bf16.enabled", "fp16.enabled"), ("job.precision",), _write_precision, _read_precision),
+        OFFLOAD,
         Rule((CLIP,), (ADAM + "grad_clip",), _write_clip, _read_clip),
         Rule(ADAMW_KEYS, tuple(ADAM + name for name in ADAMW_FIELDS), _write_adamw, _read_adamw),
         Rule(tuple(f"scheduler.{key}" for key in RATE_KEYS), tuple(ADAM + name for name in ("schedule", "warmup_steps", "decay_share", "min_lr_factor")), _write_rate, _read_rate),
     ),
     other=("steps_per_print", "wall_clock_breakdown", "activation_checkpointing.", "tensorboard.", "wandb.", "csv_monitor.", "comms_logger.",
-           "flops_profiler.", "zero_allow_untested_optimizer", "checkpoint.", "memory_breakdown", "dump_state", "fp16.", "zero_optimization.stage3_gather_16bit"),
+           "flops_profiler.", "zero_allow_untested_optimizer", "checkpoint.", "memory_breakdown", "dump_state", "fp16.", "zero_optimization.stage3_gather_16bit", *OFFLOADED),
 )  # fmt: skip
 
 
