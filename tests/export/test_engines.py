@@ -293,6 +293,20 @@ def test_configs_models_and_mixed_clusters_are_refused(tmp_path: Path) -> None:
         run(["deepspeed", a_plan(tmp_path, "deepspeed", cluster={"groups": groups})])
 
 
+@pytest.mark.parametrize(
+    ("version", "name", "says"),
+    [
+        ("0.2.2", "llama3", "must be two names, NAME/FLAVOR"),
+        ("0.2.2", "a/b/c", "must be two names"),
+        ("0.3.0", "llama3/8B", r"torchtitan 0.3.0 has a module and a function .*\(valid: llama3/llama3_8b"),
+        ("main", "", "must be two names"),
+    ],
+)
+def test_a_model_of_torchtitan_that_is_no_name_is_refused(version: str, name: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=f"--model = '{name}': {says}"):
+        run(["torchtitan", a_plan(tmp_path, "torchtitan"), "--target-version", version, "--model", name])
+
+
 def test_accelerate_starts_one_process_on_cores(tmp_path: Path) -> None:
     path = a_plan(tmp_path, "accelerate")
     cores = cpu_workers(8, 8).plain()

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from ahp.errors import BadInput, NotExpressible
+from ahp.errors import BadInput, NotExpressible, bad_input
 from ahp.export.engine_target import EngineTarget, Format, commented, torchrun
 from ahp.export.engine_target import Options as EngineOptions
 from ahp.export.table import Settings, Subject, flat
@@ -40,7 +40,15 @@ class Options(EngineOptions):
 
 
 def _named(plan: Plan, version: str, options: Options) -> str:
-    return options.model or _model(plan.model, version)
+    if options.model is None:
+        return _model(plan.model, version)
+    parts = options.model.split("/")
+    if len(parts) != 2 or not all(re.fullmatch(r"[\w.-]+", part) for part in parts):
+        raise bad_input("--model", options.model, "must be two names, NAME/FLAVOR", ["llama3/8B", "llama3/llama3_8b"])
+    if version != "0.2.2" and not all(part.isidentifier() for part in parts):
+        rule = f"torchtitan {version} has a module and a function of its config_registry, which are names in Python"
+        raise bad_input("--model", options.model, rule, ["llama3/llama3_8b"])
+    return options.model
 
 
 def _model(model: str | dict[str, Any], version: str) -> str:
