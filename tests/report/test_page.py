@@ -15,12 +15,15 @@ import pytest
 from ahp.cli.report import run as report
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
+from ahp.forecast.step import price
+from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.plan import Forecast, Parallelism, Plan, Rejected
 from ahp.report import page, plan_sections, run_sections
 from ahp.run_files import judge_status
 from ahp.schedule.orders import order_text
 from ahp.schedule.patterns import make
+from tests.search.small import cpu_workers
 
 FORECAST = Forecast(
     step_time_s=0.5, step_time_low_s=0.4, step_time_high_s=0.6, tokens_per_s_per_device=100.0, mfu=0.31,
@@ -287,3 +290,12 @@ def test_a_schedule_of_its_own_is_drawn_beside_the_best_fixed_pattern(tmp_path: 
     keys["model"] = "a model that is not here"
     Plan(**{**PLAN.model_dump(exclude={"rejected"}), **keys}).save(tmp_path / "plan.yaml")
     assert "Its schedule beside" not in page.write(tmp_path / "plan.yaml").read_text()
+
+
+@pytest.mark.parametrize(("cluster", "on_cores"), [("2xH100-SXM-80GB", False), (cpu_workers(2, 2).plain(), True)])
+def test_what_is_predicted_of_the_peak_is_what_is_measured_there(cluster: Any, on_cores: bool) -> None:
+    plan = Plan(cluster=Cluster.resolve(cluster).plain(), parallelism=Parallelism(data_parallel_replicate_degree=2))
+    graph = analyze("gpt2", plan.job)
+    priced = price(graph, Cluster.resolve(cluster), plan.job, plan.parallelism).forecast
+    found = run_sections.predicted_peak_bytes(plan.model_copy(update={"forecast": priced}))
+    assert found == (sum(priced.memory.values()) if on_cores else priced.memory_reserved_bytes)

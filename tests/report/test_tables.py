@@ -228,3 +228,12 @@ def test_parts_that_differ_by_rounding_do_not_differ() -> None:
     one = forecast()
     other = forecast(step=one.step | {"bubble": one.step["bubble"] * (1 + 1e-15)})
     assert not re.search(r"e-\d", drawn(tables.part_by_part(other, one)))
+
+
+def test_a_difference_too_small_to_be_told_has_no_sign() -> None:
+    one = forecast()
+    part = max(one.memory, key=lambda name: one.memory[name])
+    other = forecast(memory=one.memory | {part: one.memory[part] - 1000})
+    shown = drawn(tables.memory_by_part(other, one, 80 * 2**30))
+    assert "0 MiB" in shown
+    assert not re.search(r"[+-]0(\.0)? ", shown)

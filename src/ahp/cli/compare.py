@@ -255,7 +255,7 @@ def _measured(first: Side, second: Side) -> Iterator[tuple[object, ...]]:
 
 def _reached(side: Side) -> dict[str, str]:
     """Figures of a run in words, by name; none of a plan."""
-    from ahp.report.run_sections import against
+    from ahp.report.run_sections import against, predicted_peak_bytes
     from ahp.words import gib, number_of, percent, seconds
 
     run, forecast, found = side.run, side.forecast, dict[str, str]()
@@ -266,7 +266,7 @@ def _reached(side: Side) -> dict[str, str]:
     if run.mfu is not None:
         found["MFU"] = f"{percent(run.mfu)}, predicted {percent(forecast.mfu)}"
     if run.peak_bytes is not None:
-        found["peak memory"] = f"{gib(run.peak_bytes)}, predicted {gib(forecast.memory_reserved_bytes)}"
+        found["peak memory"] = f"{gib(run.peak_bytes)}, predicted {gib(predicted_peak_bytes(side.plan))}"
     if run.losses:
         found["last loss"] = f"{run.losses[-1]:.4f} after {number_of(run.steps_done, 'step')}"
     return found

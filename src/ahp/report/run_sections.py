@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ahp.cluster.catalogue import CPU
 from ahp.plan import Plan
 from ahp.report.curves import Measured
 from ahp.report.html_parts import note, section, table
@@ -93,6 +94,14 @@ def _restarted(before: Start, start: Start) -> str:
     )
 
 
+def predicted_peak_bytes(plan: Plan) -> int:
+    """What a run measures at its peak, by the forecast: what the allocator holds; of workers on cores, whose whole process is measured, all
+    that they take."""
+    assert plan.cluster is not None, "a plan with a forecast has one"
+    on_cores = all(group["device"]["name"].lower().startswith(CPU) for group in plan.cluster["groups"])
+    return sum(plan.priced.memory.values()) if on_cores else plan.priced.memory_reserved_bytes
+
+
 def figures(run: RunFiles) -> list[tuple[str, str, str]]:
     """(name, value, note) of what a run reached, beside what was forecast."""
     plan, forecast, step_s = run.plan, run.plan.forecast, run.median_s
@@ -109,7 +118,7 @@ def figures(run: RunFiles) -> list[tuple[str, str, str]]:
         predicted = f"predicted {percent(forecast.mfu)}" if forecast else "median"
         cards.append(("MFU", percent(run.mfu), predicted))
     if run.peak_bytes is not None:
-        expected = f"predicted {gib(forecast.memory_reserved_bytes)}" if forecast else "fullest rank"
+        expected = f"predicted {gib(predicted_peak_bytes(plan))}" if forecast else "fullest rank"
         cards.append(("peak memory", gib(run.peak_bytes), expected))
     if any("data_wait_s" in m for m in run.metrics):
         waits_s = [sum(m.get(key) or 0.0 for m in run.metrics) for key in ("data_wait_s", "checkpoint_wait_s")]

@@ -171,7 +171,10 @@ def _beside(titles: Titles) -> Table:
 
 
 def _signed(value: float, words: Callable[[float], str] = seconds) -> str:
-    return f"+{words(value)}" if value > 0 else words(value)
+    told = words(value)
+    if not re.search("[1-9]", told):
+        return words(0.0)  # neither +0 nor -0
+    return f"+{told}" if value > 0 else told
 
 
 def bars(parts: Mapping[str, float], whole: float) -> list[tuple[str, float, float]]:
