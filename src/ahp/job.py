@@ -84,9 +84,9 @@ class Optimizer(Record):
     warmup_steps: int = Field(default=20, ge=0)
     """Steps over which the rate rises linearly; step 0 already takes ``1 / warmup_steps`` of it."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """What the rate does after the warm-up, down to ``min_lr_factor`` of it at the last step of the job."""
+    """What the rate does after the warm-up, down to ``min_lr_factor`` of it, which a step after the last one would have."""
     min_lr_factor: float = Field(default=0.1, ge=0, le=1)
-    """Share of the rate that is left at the last step; not for constant. The name is torchtitan's."""
+    """Share of the rate that a step after the last one would have; not for constant. The name is torchtitan's."""
     decay_share: float = Field(default=0.2, gt=0, le=1)
     """wsd only: share of the job's steps, at the end, over which the rate falls."""
     grad_clip: float | None = Field(default=1.0, gt=0)
