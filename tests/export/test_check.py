@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ahp.cli.check import run
-from ahp.errors import AhpError, BadInput
+from ahp.errors import AhpError, BadInput, NothingFits
 from ahp.export.reading import READERS, read_foreign
 from ahp.export.table import plan_of
 from tests.export.test_engines import a_plan
@@ -277,6 +277,30 @@ def test_states_in_host_memory_are_listed_with_what_that_means(tmp_path: Path) -
     assert told.startswith(
         "zero_optimization.offload_optimizer.device = 'cpu': in host memory; AHP prices DeepSpeed without"
     )
+
+
+def test_megatrons_arguments_beside_deepspeeds_file_are_not_left_out_of_account(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}}')
+    file = tmp_path / "run.sh"
+    file.write_text("deepspeed --num_gpus 8 pretrain_gpt.py --tensor-model-parallel-size 2 --deepspeed_config ds.json")
+    with pytest.raises(BadInput, match=r"run.sh': it starts Megatron-DeepSpeed.*--engine deepspeed the JSON"):
+        run([str(file), *CLUSTER, "--model", "gpt2"])
+    assert read_foreign(str(file), "deepspeed", None, 8).form.dialect.name == "deepspeed"
+
+
+def test_a_default_that_a_script_assigns_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "s.sh"
+    file.write_text(MEGATRON.replace("${TP_SIZE}", "${TENSOR:=4}"))
+    assert read_foreign(str(file), None, None, 8).read.fields["parallelism.tensor_parallel_degree"] == 4
+
+
+def test_where_nothing_fits_the_files_own_layout_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(TITAN.replace('"8B"', '"70B"').replace("tensor_parallel_degree = 8", "tensor_parallel_degree = 2"))
+    with pytest.raises(
+        NothingFits, match=r"(?s)^the file's layout, dp1x1 zero0 tp2\+sp mb1 full: .*does not fit: .*nothing fits: "
+    ):
+        run([str(file), "--cluster", "2xH100"])
 
 
 def test_a_layout_that_cannot_be_read_is_not_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

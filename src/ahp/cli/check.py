@@ -135,7 +135,9 @@ def understood(arguments: Arguments, overrides: dict[str, Any]) -> tuple[Foreign
             refusals.append(error)
             continue
         return _understood(arguments, overrides, Cluster.resolve(_short(plan.parallelism.world_size)))
-    raise BadInput(f"{refusals[0]}; --cluster says what it runs on") from refusals[0]
+    if str(refusals[0]) != str(refusals[-1]):  # it depends on the devices
+        raise BadInput(f"{refusals[0]}; --cluster says what it runs on") from refusals[0]
+    raise refusals[0]
 
 
 def _short(devices: int) -> str:
@@ -170,7 +172,11 @@ def judged(foreign: Foreign, plan: Plan, given: tuple[str, ...] = ()) -> Checked
     def ranked(space: Mapping[str, Any]) -> Ranking:
         return search(graph, cluster, plan.job, constraints=space, engine=choice, current=plan.parallelism, keep=KEPT)
 
-    ranking, best, wanted = _best(foreign, plan, ranked)
+    try:
+        ranking, best, wanted = _best(foreign, plan, ranked)
+    except NothingFits as refusal:
+        own = _own_words(plan, lambda layout: forecast(graph, cluster, plan.job, layout, plan.engine))
+        raise NothingFits(f"the file's layout, {own}\n  {refusal}") from refusal
 
     def price(layout: Parallelism) -> Forecast:
         return forecast(graph, cluster, plan.job, layout, best.engine)
@@ -235,6 +241,19 @@ def _best(
         said, key=lambda one: (one[1] is None, one[0].forecast.step_time_s if one[0].forecast else 0)
     )
     return ranking, best, wanted
+
+
+def _own_words(plan: Plan, price: Price) -> str:
+    """The file's layout, and what it costs, where neither it nor another fits."""
+    from ahp.report.tables import capacity_of
+    from ahp.search.reasons import does_not_fit
+
+    layout = plan.parallelism
+    try:
+        own = price(layout)
+    except AhpError as refusal:
+        return f"{layout.short()}: {refusal}"
+    return f"{layout.short()}: {seconds(own.step_time_s)} a step, {does_not_fit(own, capacity_of(plan, layout, own))}"
 
 
 def _first_said(foreign: Foreign, plan: Plan, ranking: Ranking) -> tuple[Plan, Settings | None]:

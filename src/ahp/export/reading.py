@@ -12,7 +12,7 @@ from ahp.export import accelerate, accelerate_megatron, deepspeed, maxtext, mega
 from ahp.export.accelerate import KIND
 from ahp.export.launch_line import EACH, NODES, launched, sizes
 from ahp.export.megatron_model import config_of
-from ahp.export.shell import words
+from ahp.export.shell import arguments, words
 from ahp.export.table import Dialect, Read, Settings, Unreadable, whole
 from ahp.export.torchtitan_keys import with_rest
 
@@ -83,6 +83,8 @@ BY_KEYS = (
     ("bridge", ("train.train_iters", "train.global_batch_size", "model.tensor_model_parallel_size")),
 )  # fmt: skip
 """Keys by which a YAML is of another program than accelerate."""
+MEGATRONS = {"--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-layers"}
+"""Arguments of Megatron's own, any of which says that a script with DeepSpeed's JSON starts the fork that takes both."""
 KEYS_OF = {
     "torchtitan": "parallelism.tensor_parallel_degree",
     "megatron": "--tensor-model-parallel-size",
@@ -131,6 +133,11 @@ def _settings(
             settings = reader.parse(text)
             _refuse_anothers(name, reader, settings, text)
             return _plugged(name, file, settings, shape)
+        if line.program == "deepspeed" and engine is None and arguments(found).keys() & MEGATRONS:
+            raise BadInput(
+                "it starts Megatron-DeepSpeed, whose arguments and JSON are one configuration that AHP does not read; "
+                "--engine megatron judges the arguments alone, --engine deepspeed the JSON"
+            )
         sized, inner = sizes(text, found), {}
         if line.file is not None and Path(line.file).name != OWN_DEFAULTS:
             beside = _beside(file, line.file)

@@ -86,13 +86,13 @@ def _cut(text: str) -> list[str]:
 
 
 def _filled(word: str, known: dict[str, str]) -> str:
-    """With ``$NAME``, ``${NAME}`` and ``${NAME:-default}`` replaced where they are known."""
+    """With ``$NAME``, ``${NAME}``, ``${NAME:-default}`` and ``${NAME:=default}`` replaced where they are known."""
 
     def value(found: re.Match[str]) -> str:
         name, default = found[1] or found[3], found[2]
         return known.get(name, default if default is not None else found[0])
 
-    return re.sub(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)", value, word).strip("\"'")
+    return re.sub(r"\$\{(\w+)(?::?[-=]([^}]*))?\}|\$(\w+)", value, word).strip("\"'")
 
 
 def _ends(word: str) -> bool:
