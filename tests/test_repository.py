@@ -89,7 +89,9 @@ def test_documented_commands_exist(path: Path) -> None:
             assert words[1] in COMMANDS, f"no such command: {' '.join(words)}"
 
 
-@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*documents(), *ROOT.glob("*/README.md")], ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_table_rows_are_read_at_a_glance(path: Path) -> None:
     rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     assert [row for row in rows if len(row) > MOST_IN_A_ROW] == []
