@@ -226,6 +226,11 @@ def test_what_cannot_be_judged_is_refused(tmp_path: Path) -> None:
             "no key of megatron",
         ),
         ("a.sh", "torchrun --nnodes 1 --nproc-per-node 3 train.py --workers 2", "no key of megatron is in it"),
+        (
+            "a.sh",
+            "torchrun --nproc-per-node 8 run_clm.py --fsdp full_shard --bf16 --lr 1e-4",
+            "no key of megatron is in it",
+        ),
         ("", "", "file = '': must be a configuration"),
     ],
 )

@@ -83,8 +83,11 @@ BY_KEYS = (
     ("bridge", ("train.train_iters", "train.global_batch_size", "model.tensor_model_parallel_size")),
 )  # fmt: skip
 """Keys by which a YAML is of another program than accelerate."""
-MEGATRONS = {"--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-layers"}
-"""Arguments of Megatron's own, any of which says that a script with DeepSpeed's JSON starts the fork that takes both."""
+MEGATRONS = {
+    *(f"--{axis}-parallel-size" for axis in ("tensor-model", "pipeline-model", "expert-model", "context")),
+    *("--num-layers", "--use-distributed-optimizer"),
+}
+"""Arguments of Megatron's own. Beside DeepSpeed's JSON any of them says that a script starts the fork that takes both."""
 KEYS_OF = {
     "torchtitan": "parallelism.tensor_parallel_degree",
     "megatron": "--tensor-model-parallel-size",
@@ -131,7 +134,7 @@ def _settings(
             name = _named(file, text, engine)
             reader = _reader(name, version, file, text)
             settings = reader.parse(text)
-            _refuse_anothers(name, reader, settings, text)
+            _refuse_anothers(name, reader, settings, text, asked=engine is not None)
             return _plugged(name, file, settings, shape)
         if line.program == "deepspeed" and engine is None and arguments(found).keys() & MEGATRONS:
             raise BadInput(
@@ -150,11 +153,14 @@ def _settings(
     return _plugged(line.program, file, settings, (nodes, each))
 
 
-def _refuse_anothers(name: str, reader: Reader, settings: Settings, text: str) -> None:
+def _refuse_anothers(name: str, reader: Reader, settings: Settings, text: str, *, asked: bool) -> None:
     """Raises BadInput for a file that has no key of its program and does not name it: what it does not say would be judged as that program's
     defaults. The keys of a YAML have told the program."""
-    known = [key for rule in reader.dialect.rules for key in rule.keys if key not in (NODES, EACH)]
-    if name in KEYS_OF and name not in text and not settings.keys() & set(known):
+    known = {key for rule in reader.dialect.rules for key in rule.keys if key not in (NODES, EACH)}
+    words = (name,)
+    if name == "megatron" and not asked:  # scripts of all programs have --bf16 and --lr
+        known, words = {*MEGATRONS, "--micro-batch-size", "--global-batch-size"}, (name, "pretrain_")
+    if name in KEYS_OF and not any(word in text.lower() for word in words) and not settings.keys() & known:
         raise BadInput(f"no key of {name} is in it, such as {KEYS_OF[name]}; --engine NAME says whose file it is")
 
 
