@@ -1,4 +1,4 @@
-"""Private PyTorch is used in three files alone, so that a new release of torch breaks these (docs/architecture.md)."""
+"""Private PyTorch is used in four files alone, so that a new release of torch breaks these (docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "ahp"
-ALLOWED = {PACKAGE / room / "torch_compat.py" for room in ("graph", "runtime", "runtime/pipeline")}
+ALLOWED = {PACKAGE / room / "torch_compat.py" for room in ("graph", "runtime", "runtime/pipeline", "runtime/ranks")}
 OPERATORS = ("torch.ops", "torch._ops")
 """What a graph consists of, and its type: without a public name, and as stable as saved graphs must be."""
 
@@ -54,7 +54,7 @@ def _is_private(name: str) -> bool:
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path not in ALLOWED)
 
 
-def test_private_torch_is_in_three_files() -> None:
+def test_private_torch_is_in_four_files() -> None:
     """What other files use needs a name in torch_compat.py."""
     assert len(FILES) > 100
     found = {path: private_names(path.read_text()) for path in FILES}
@@ -83,5 +83,13 @@ def f(module):
     }
 
 
-def test_the_two_files_are_where_it_is() -> None:
+def test_the_four_files_are_where_it_is() -> None:
     assert all(private_names(path.read_text()) for path in ALLOWED)
+
+
+def test_what_launchers_import_leaves_fsdp_and_dtensor_alone() -> None:
+    """A second of processor time at each start of ``ahp train``, and no launcher holds a parameter."""
+    heavy = ("torch.distributed.fsdp", "torch.distributed.tensor", "ahp.runtime.torch_compat", "ahp.runtime.parallel")
+    for path in sorted((PACKAGE / "runtime" / "ranks").glob("*.py")):
+        modules = [node.module or "" for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+        assert not [module for module in modules if module.startswith(heavy)], path.name

@@ -22,7 +22,7 @@ from ahp.errors import BadInput
 from ahp.runtime.ranks import changing_nodes, store_place
 from ahp.runtime.ranks.changing_nodes import ENDED, ChangingNodes, CheckedState, JobEnded, StoreLost
 from ahp.runtime.ranks.store_place import is_here
-from ahp.runtime.torch_compat import rendezvous_names, stop_heartbeats
+from ahp.runtime.ranks.torch_compat import rendezvous_names, stop_heartbeats
 from tests.runtime.workers import free_port, listened_on
 
 

@@ -19,7 +19,7 @@ from ahp.errors import BadInput, HardwareMismatch
 from ahp.plan import Plan
 from ahp.runtime.ranks import device as devices
 from ahp.runtime.ranks.ranks import LAUNCHER_VARIABLES, _compare_devices, rank_device
-from ahp.runtime.torch_compat import time_limit
+from ahp.runtime.ranks.torch_compat import time_limit
 from tests.runtime.models import JOB, MODELS, batch
 from tests.runtime.test_equality import assert_same_curve
 from tests.runtime.workers import Pool, free_port, place

@@ -19,7 +19,7 @@ from ahp.runtime.ranks.hangs import RankMissing, explained
 from ahp.runtime.ranks.meeting import NoAnswer, absent, meet
 from ahp.runtime.ranks.mesh import build_mesh
 from ahp.runtime.ranks.preflight import preflight
-from ahp.runtime.torch_compat import default_store, limit_time
+from ahp.runtime.ranks.torch_compat import default_store, limit_time
 from tests.runtime.workers import Pool
 
 LIMIT_S, GIVE_UP_S = 1.0, 3.0

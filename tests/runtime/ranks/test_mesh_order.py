@@ -41,7 +41,7 @@ def limits(rank: int, world: int, layout: dict[str, Any]) -> set[float]:
 
     from ahp.plan import Parallelism
     from ahp.runtime.ranks.mesh import AXES, build_mesh
-    from ahp.runtime.torch_compat import time_limit
+    from ahp.runtime.ranks.torch_compat import time_limit
 
     mesh = build_mesh(Parallelism(**layout), torch.device("cpu"))
     groups = [mesh.data.get_group(), *map(mesh.group, (*AXES, "ep", "efsdp"))]

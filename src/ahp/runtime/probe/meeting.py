@@ -16,7 +16,7 @@ from ahp.errors import bad_input
 from ahp.runtime.ranks import slurm, store_place
 from ahp.runtime.ranks.meeting import MEET_S, meet
 from ahp.runtime.ranks.preparation import Preparation
-from ahp.runtime.torch_compat import launchers_store
+from ahp.runtime.ranks.torch_compat import launchers_store
 
 PREFIX = "ahp/probe"
 LEAVE_S = 10.0

@@ -48,14 +48,14 @@ from ahp.runtime.ranks.meeting import named
 from ahp.runtime.ranks.saving_first import workers_saving_first
 from ahp.runtime.ranks.stopped import ending_stopped
 from ahp.runtime.ranks.store_place import Address
-from ahp.runtime.ranks.watch import Watch, watching
-from ahp.runtime.torch_compat import (
+from ahp.runtime.ranks.torch_compat import (
     nodes_heard_of,
     nodes_of_round,
     nodes_there,
     rendezvous_names,
     stop_heartbeats,
 )
+from ahp.runtime.ranks.watch import Watch, watching
 
 BACKEND = "ahp-changing"
 JOIN_S = 900

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ahp.errors import HardwareMismatch, bad_input
 from ahp.plan import Plan
 from ahp.runtime.compute.fp8 import refuse_without_fp8
-from ahp.runtime.torch_compat import bound_device
+from ahp.runtime.ranks.torch_compat import bound_device
 from ahp.words import number_of
 
 DeviceType = Literal["cpu", "cuda"]

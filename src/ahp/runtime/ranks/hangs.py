@@ -17,7 +17,7 @@ from ahp.errors import AhpError
 from ahp.runtime.ranks.meeting import NoAnswer, meet, named
 from ahp.runtime.ranks.mesh import AXES, Mesh
 from ahp.runtime.ranks.preflight import Hosts
-from ahp.runtime.torch_compat import default_store, time_limit
+from ahp.runtime.ranks.torch_compat import default_store, time_limit
 
 GIVE_UP_S = 5.0
 """Beside a step's time, between the first rank that gives up and the last one: who waits for a rank that waits itself begins within a

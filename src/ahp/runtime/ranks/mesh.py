@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ahp.errors import HardwareMismatch
 from ahp.plan import Axis, Parallelism
 from ahp.runtime.ranks.meeting import meet
-from ahp.runtime.torch_compat import default_store, flatten_axes, groups_wait, time_limit, unflatten_axis
+from ahp.runtime.ranks.torch_compat import default_store, flatten_axes, groups_wait, time_limit, unflatten_axis
 
 AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """As the dims of the mesh follow each other whatever the order in which ranks are numbered: FSDP2 wants ``dp_shard`` before ``tp``."""

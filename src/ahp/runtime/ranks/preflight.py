@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ahp.runtime.ranks.meeting import MEET_S, NoAnswer, absent, named
 from ahp.runtime.ranks.mesh import AXES, Mesh
-from ahp.runtime.torch_compat import default_store
+from ahp.runtime.ranks.torch_compat import default_store
 
 EXCHANGE_S = 60.0
 """Of one all-reduce of one number. The first on an axis also makes NCCL's communicator: seconds for a thousand ranks."""

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from ahp.config import COLLECTIVE_TIMEOUT_S
 from ahp.runtime.ranks.meeting import NoAnswer
-from ahp.runtime.torch_compat import default_store, launchers_store
+from ahp.runtime.ranks.torch_compat import default_store, launchers_store
 
 Result = TypeVar("Result")
 READ_S = 10.0

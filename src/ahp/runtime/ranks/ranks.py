@@ -33,7 +33,7 @@ from ahp.runtime.ranks.device import (
 from ahp.runtime.ranks.device_order import agreed_numbers, mesh_places
 from ahp.runtime.ranks.environment import ALLOCATOR, gpu_variables
 from ahp.runtime.ranks.meeting import MEET_S, meet
-from ahp.runtime.torch_compat import default_store, launchers_store, limit_time, set_allocator
+from ahp.runtime.ranks.torch_compat import default_store, launchers_store, limit_time, set_allocator
 
 MESH_ORDER = "ahp/mesh-order"
 """Prefix in the store of groups whose ranks are the places of a mesh."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from ahp.errors import BadInput
 from ahp.runtime.ranks.mesh import Mesh
-from ahp.runtime.torch_compat import groups_wait, time_limit
+from ahp.runtime.ranks.torch_compat import groups_wait, time_limit
 
 
 class Buffers:

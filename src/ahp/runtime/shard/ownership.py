@@ -12,8 +12,9 @@ from torch import nn
 from ahp.plan import Parallelism
 from ahp.runtime.pipeline.schedules import stages_of_rank
 from ahp.runtime.ranks.mesh import Mesh
+from ahp.runtime.ranks.torch_compat import time_limit
 from ahp.runtime.shard.parameter_layout import ParameterLayout, Ranges, part_of, put_part
-from ahp.runtime.torch_compat import local_tensor, time_limit
+from ahp.runtime.torch_compat import local_tensor
 
 SUMMED_ELEMENTS = 2**24
 """Of tied weights whose parts do not line up so many are summed at once: 64 MiB, enough to fill any link, little beside the weights."""
