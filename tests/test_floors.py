@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -48,10 +49,16 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@cache
+def nodes_of(source: str) -> list[ast.Import | ast.ImportFrom]:
+    """The imports anywhere in a file, functions and TYPE_CHECKING blocks included: read once for all tests."""
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
 def imported_rooms(source: str, path: Path) -> set[str]:
     """Rooms that a file imports anywhere in it, functions and TYPE_CHECKING blocks included."""
     rooms = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -116,7 +123,7 @@ def f():
 def imported_modules(source: str, modules: set[str]) -> set[str]:
     """Of some modules those that a file imports anywhere in it, functions and TYPE_CHECKING blocks included."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
