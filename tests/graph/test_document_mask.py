@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -139,17 +140,17 @@ def test_other_families_are_handed_a_mask(model_type: str, documents: Documents)
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("make", "words"),
     [
-        (build("qwen3_next"), "block model.layers.0 is given no mask"),
-        (build_eager("bert"), "its attention is not fused"),
-        (Window(blocks_of_two=True), "a mask of documents would take the place .* equally far"),
-        (Window(growing=True), "a mask of documents would take the place .* no names"),
-        (swapped(), "of masks by kind of layer block model.layers.0 is not given its own"),
-        (Careless(masks=False), "block blocks.0 is given no mask"),
-        (Careless(first=2), "block blocks.0 is given no mask"),
-        (Careless(own_places=True), "its positions would be others"),
-        (nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32)), "takes no position_ids"),
+        (lambda: build("qwen3_next"), "block model.layers.0 is given no mask"),
+        (lambda: build_eager("bert"), "its attention is not fused"),
+        (lambda: Window(blocks_of_two=True), "a mask of documents would take the place .* equally far"),
+        (lambda: Window(growing=True), "a mask of documents would take the place .* no names"),
+        (swapped, "of masks by kind of layer block model.layers.0 is not given its own"),
+        (lambda: Careless(masks=False), "block blocks.0 is given no mask"),
+        (lambda: Careless(first=2), "block blocks.0 is given no mask"),
+        (lambda: Careless(own_places=True), "its positions would be others"),
+        (lambda: nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32)), "takes no position_ids"),
     ],
     ids=[
         "linear attention",
@@ -163,9 +164,9 @@ def test_other_families_are_handed_a_mask(model_type: str, documents: Documents)
         "no positions",
     ],
 )
-def test_others_are_refused_with_the_reason(model: nn.Module, words: str) -> None:
+def test_others_are_refused_with_the_reason(make: Callable[[], nn.Module], words: str) -> None:
     with pytest.raises(BadInput, match=rf"job\.document_mask = True.*{words}.*valid: False"):
-        documents_apart(model, 16)
+        documents_apart(make(), 16)
 
 
 def test_a_model_is_looked_at_without_a_change_and_refused_before_it_is_traced() -> None:
