@@ -54,6 +54,18 @@ def test_adapters_on_weights_that_nobody_trained_are_told(
     assert "init_from names trained weights" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("key", ["data", "validation"])
+def test_text_that_is_not_there_is_told_before_a_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """Which takes seconds of imports where the model is new."""
+    monkeypatch.setattr("ahp.runtime.run.texts.what_it_reads", lambda *given: pytest.fail("built for nothing"))
+    (tmp_path / "a.txt").write_text("plain words, some of them " * 400)
+    job = {"sequence_length": 8, "steps": 1, "data": str(tmp_path / "a.txt"), key: str(tmp_path / "no.txt")}
+    with pytest.raises(BadInput, match=rf"^job\.{key} = .*no\.txt': no such file or folder"):
+        prepare_texts(validated(Plan, {"model": MODEL, "job": job, "parallelism": {}}, "plan"))
+
+
 def test_what_a_model_reads_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher that starts again builds no model, which would import transformers; what is refused is so each time."""
     monkeypatch.setenv("AHP_CACHE", str(tmp_path))

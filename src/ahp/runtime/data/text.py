@@ -98,6 +98,16 @@ def find(data: str, field: str | None = None, key: str = "job.data") -> TextSour
         return _source(data, _standard_library(key), None, key)
     if data.startswith(HUB):
         return _hub(data, field, key)
+    return _source(data, _files(data, key), field, key)
+
+
+def refuse_missing(data: str, key: str) -> None:
+    """Raises BadInput as ``find`` does where a path holds no text; what is no path is not looked for."""
+    if data != PYTHON_STDLIB and not data.startswith(HUB):
+        _files(data, key)
+
+
+def _files(data: str, key: str) -> list[Path]:
     path = Path(data).expanduser()
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
@@ -116,7 +126,7 @@ def find(data: str, field: str | None = None, key: str = "job.data") -> TextSour
         files = [path]
     if any(file.suffix == ".parquet" for file in files) and importlib.util.find_spec("pyarrow") is None:
         raise _needs_extra(key, data, "reading parquet needs pyarrow")
-    return _source(data, files, field, key)
+    return files
 
 
 def _source(name: str, files: list[Path], field: str | None, key: str, rows: Any = None) -> TextSource:

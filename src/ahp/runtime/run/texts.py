@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ahp.errors import bad_input
 from ahp.plan import Plan
 from ahp.runtime.data.corpus import Corpus, prepare, read
+from ahp.runtime.data.text import refuse_missing
 from ahp.runtime.data.tokenizer import tokenizer_of
 from ahp.runtime.run.progress import progress, say
 
@@ -44,6 +45,10 @@ def prepare_texts(plan: Plan, run: RunFolder | None = None) -> Texts:
     from ahp.runtime.data.job_batches import batches_for, fingerprint_of, validation_batches_for
 
     job = plan.job
+    for text in job.texts:  # at once: of a model that is new, what it reads takes seconds of imports
+        refuse_missing(text, "job.data")
+    if isinstance(job.validation, str):
+        refuse_missing(job.validation, "job.validation")
     masked, words = what_it_reads(plan.model, job.sequence_length)
     if job.lora is not None and plan.init_from is None:
         say(
