@@ -12,6 +12,7 @@ from ahp.forecast.efficiency import is_cpu
 from ahp.job import Job
 from ahp.plan import DEGREE, Parallelism
 from ahp.schedule.orders import ranks_of_stages
+from ahp.words import number_of
 
 MOST_LISTED = 8
 """Cells whose widths an error lists."""
@@ -46,7 +47,7 @@ def _devices(cluster: Cluster, parallelism: Parallelism) -> str | None:
     replicas, ranks = parallelism.data_parallel_replicate_degree, parallelism.pipeline_parallel_degree
     if replicas * ranks <= cluster.num_devices:
         return None
-    rule = f"with pipeline_parallel_degree {ranks} these are {replicas * ranks} cells, and the cluster has {cluster.num_devices} devices"
+    rule = f"with pipeline_parallel_degree {ranks} these are {number_of(replicas * ranks, 'cell')}, and the cluster has {number_of(cluster.num_devices, 'device')}"
     return str(bad_input("data_parallel_replicate_degree", replicas, rule))
 
 
@@ -128,7 +129,7 @@ def _counted(there: dict[str, int]) -> str:
 
 
 def _has(group: NodeGroup) -> str:
-    return f"{group.nodes} nodes of {group.devices_per_node} devices"
+    return f"{number_of(group.nodes, 'node')} of {number_of(group.devices_per_node, 'device')}"
 
 
 def _experts(parallelism: Parallelism) -> str | None:

@@ -24,6 +24,7 @@ from ahp.schedule.orders import given_order, illegal_order
 from ahp.schedule.patterns import illegal as illegal_pattern
 from ahp.schedule.patterns import illegal_in_torch
 from ahp.schedule.stages import layers_of_stages
+from ahp.words import number_of
 
 KEY_HEADS = "num_key_value_heads"
 TENSOR_PARALLEL_FACTS = ("num_attention_heads", KEY_HEADS, "intermediate_size")
@@ -138,7 +139,7 @@ def _cluster(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None
             f"parallelism: its degrees multiply to {parallelism.world_size} "
             f"(replicate {parallelism.data_parallel_replicate_degree} x shard {parallelism.data_parallel_shard_degree} "
             f"x tensor {parallelism.tensor_parallel_degree} x pipeline {parallelism.pipeline_parallel_degree} "
-            f"x context {parallelism.context_parallel_degree}), the cluster has {cluster.num_devices} devices "
+            f"x context {parallelism.context_parallel_degree}), the cluster has {number_of(cluster.num_devices, 'device')} "
             f"(valid: a product of {cluster.num_devices})"
         )
     if job.precision not in group.device.peak_flops_per_s:
@@ -158,7 +159,7 @@ def batch(job: Job, parallelism: Parallelism) -> str | None:
     if whole % replicas:
         return _broken(_data_key(parallelism), replicas, f"does not divide global_batch_size {whole}", divisors(whole))
     if whole // replicas % size:
-        rule = f"does not divide the {whole // replicas} sequences of each of {replicas} replicas (global_batch_size {whole})"
+        rule = f"does not divide the {number_of(whole // replicas, 'sequence')} of each of {number_of(replicas, 'replica')} (global_batch_size {whole})"
         return _broken("micro_batch_size", size, rule, divisors(whole // replicas))
     return None
 

@@ -138,8 +138,9 @@ def _why_nothing(remains: Problem) -> str:
     """The nearest miss on the most devices that have a legal layout."""
     free = replace(remains, constraints=Constraints())
     for cluster in smaller(free.cluster)[::-1]:
-        miss = nearest(free.on(cluster))
+        part = free.on(cluster)
+        miss = nearest(part)
         if miss is not None:
-            reason = does_not_fit(miss.forecast, free.capacity_bytes)
+            reason = does_not_fit(miss.forecast, part.capacity_bytes)
             return f"no plan of the same batch fits on what is left; the nearest, {miss.layout.short()}, {reason}"
     return f"no layout of {remains.cluster.num_devices} devices or fewer is legal for this batch"
