@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +19,11 @@ run and of sequence/test_context.py, where two took 229 s. What is not slow comp
 # Tensors are small here and the tests share the cores: threads of one process that wait for each other only spin. [Empirical] Sixty steps
 # of plain PyTorch on the small models took 1 s of processor time with one thread, on a busy machine 31 s with two, and 190 s to end.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; processes that tests start have it too
+
+# As the Makefile has it: without bytecode this process would rewrite the assertions of every test anew, 5 s of processor time, and each
+# process that a test starts would compile AHP again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # No test is about how long an example takes: the machine may be busy. The rest is as hypothesis has it, here or in CI.
 settings.register_profile("patient", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
