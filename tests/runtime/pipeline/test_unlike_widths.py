@@ -278,7 +278,7 @@ def _part(whole: torch.Tensor, place: Place) -> torch.Tensor:
     [
         (
             {"micro_batch_size": 1, "stages": [(2, 1), (1, 1)]},
-            "stages.data_parallel_shard_degree = 2: does not divide the 1 sequences",
+            "stages.data_parallel_shard_degree = 2: does not divide the 1 sequence of",
         ),
         (
             {"zero_stage": 0, "stages": [(2, 1), (1, 1)]},
