@@ -225,6 +225,7 @@ MOVES = [
     ("both", {}, "gpt2"),
     ("zero3-2-1", {}, "gpt2"),
     ("interleaved-tp2-1", {"data_parallel_shard_degree": 2}, "custom"),
+    ("context-zero1-both", {"data_parallel_shard_degree": 2, "micro_batch_size": 2}, "gpt2"),
 ]
 
 
