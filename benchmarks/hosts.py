@@ -1,6 +1,6 @@
 """Hosts that differ: probed, planned for, and the plan measured against even layouts, plain data parallelism and many others.
 
-    python benchmarks/hosts.py                                   all clusters, some 20 minutes
+    python benchmarks/hosts.py                                   all clusters, some 30 minutes
     python benchmarks/hosts.py --quick                           a smoke run: two hosts, few layouts and steps
     python benchmarks/hosts.py --only "1:3, 100 Mb/s" --markdown docs/benchmarks.md
 
@@ -290,9 +290,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--model", choices=["small", "tiny"], default="small", help="size of the LLaMA (default: small)"
     )
-    parser.add_argument("--sequences", type=int, default=48, help="of 256 tokens, of one step (default: 48)")
+    parser.add_argument("--sequences", type=int, help="of one step (default: 48 of 256 tokens; with --quick 12 of 64)")
     options.add_output(parser, "two hosts, few layouts and steps")
     arguments = parser.parse_args()
+    arguments.sequences = (12 if arguments.quick else 48) if arguments.sequences is None else arguments.sequences
     if min(arguments.rounds, arguments.steps, arguments.sequences) < 1:
         parser.error("--rounds, --steps and --sequences: at least 1")
     if arguments.markdown:
@@ -311,7 +312,7 @@ def main() -> int:
     pace = Pace(1, arguments.steps, arguments.rounds)
     task = Task(arguments.model, 256, arguments.sequences, "fp32")
     if arguments.quick:
-        pace, task = Pace(1, 2, 2), Task("small", 64, 12, "fp32")
+        pace, task = Pace(1, 2, 2), Task("small", 64, arguments.sequences, "fp32")
     found = []
     for setup in setups:
         print(f"{setup.name} ...", file=sys.stderr, flush=True)

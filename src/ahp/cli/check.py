@@ -144,9 +144,8 @@ def _short(devices: int) -> str:
     """The cluster that is assumed for so many devices. Raises BadInput where they are no whole nodes."""
     nodes, left = divmod(devices, EACH)
     if nodes and left:
-        raise BadInput(
-            f"--cluster: the file's degrees make {devices} devices, no whole nodes of {EACH}; give what it runs on: --cluster 3x4xH100"
-        )
+        rule = f"the file's degrees make {devices} devices, no whole nodes of {EACH}; give what it runs on, as NODES x DEVICES x NAME"
+        raise BadInput(f"--cluster: {rule} (valid: {devices}x1x{DEVICE})")
     return f"{nodes}x{EACH}x{DEVICE}" if nodes else f"{left}x{DEVICE}"
 
 

@@ -48,7 +48,7 @@ class Arguments:
     """plan.yaml, or a run's folder."""
     trace: Annotated[OptionalText, tyro.conf.arg(metavar="FILE")] = None
     """Write the timeline to this file."""
-    all_ranks: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    all_ranks: Flag = False
     """Draw every rank in the timeline, not one of those that do the same."""
     json: Flag = False
     """Print one JSON object."""

@@ -23,7 +23,7 @@ from ahp.search.ties import WORTH_TELLING
 from ahp.words import percent
 
 LAYOUTS = 3
-"""So many layouts, the fastest with a pipeline, are cut anew: each costs up to a hundred forecasts."""
+"""So many layouts, the fastest with a pipeline, are cut anew: each costs up to some hundred forecasts."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What passes a cut between stages of unlike width: pieces, each from the one rank that has it to the one that needs it.
 
-A micro-batch of a replica is [rows, sequence, hidden]. Of these a rank has the rows of its shard, and of a row the positions of its
-tensor rank: with sequence parallelism that is all that it has, else it cuts its part out before it sends, and a receiver gathers the parts
+A micro-batch of a replica is [rows, sequence, hidden]; every context rank hands its own part of the sequence to the one of the same number. Of
+that a rank has the rows of its shard, and of a row the positions of its tensor rank: with sequence parallelism that is all that it has, else it cuts its part out before it sends, and a receiver gathers the parts
 of its tensor group. So every element crosses the cut once, however many ranks hold it on either side.
 """
 

@@ -56,7 +56,7 @@ class Mesh:
     pipeline: dist.ProcessGroup
     """The ranks that a micro-batch goes through: one of each pipeline rank, or all of a replica where stages are of unlike width."""
     joined: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
-    """Along several axes of ``weights``, where stages are of unlike width: groups that all ranks have to make alike."""
+    """Along one or several axes of ``weights``, where stages are of unlike width: groups that all ranks have to make alike."""
 
     def size(self, axis: str) -> int:
         return self.sizes[axis]
