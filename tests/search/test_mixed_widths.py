@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from ahp.errors import BadInput, NothingFits
 from ahp.forecast.step import forecast
 from ahp.graph.kept import analyze
 from ahp.job import Job
-from ahp.search.mixed.widths import UnlikeWidths, _shared, unlike_widths
+from ahp.plan import Parallelism
+from ahp.search.mixed.widths import UnlikeWidths, _Finder, _shared, unlike_widths
 from ahp.search.problem import Problem, problem
 from ahp.search.ranking import search
 
@@ -58,6 +60,34 @@ def test_what_the_user_has_fixed_beside_widths_is_kept() -> None:
     assert found.fitting
     for layout, _ in found.fitting:
         assert {key: getattr(layout, key) for key in keys} == keys
+
+
+@pytest.mark.parametrize("method", [None, "ring", "all-to-all"])
+def test_ranks_share_sequences_as_the_user_has_fixed_it(method: str | None) -> None:
+    used = asked(context_parallel_degree=2, **({} if method is None else {"context_parallel_method": method}))
+    found = unlike_widths(used, [])
+    assert found.fitting
+    for layout, priced in found.fitting:
+        assert layout.has_unlike_widths
+        assert layout.context_parallel_degree == 2
+        assert layout.context_parallel_method == method or method is None
+        assert forecast(graph("llama"), SEVERAL, used.job, layout, used.engine) == priced
+
+
+def test_ranks_share_sequences_as_the_fastest_layouts_with_cells_alike_do() -> None:
+    near = Parallelism(context_parallel_degree=2, context_parallel_method="ring", data_parallel_replicate_degree=2)
+    finder = _Finder(asked(), UnlikeWidths())
+    ways = {(one.common.context, one.common.method) for one in finder.promising([(near, None)])}  # type: ignore[list-item]
+    assert ways == {(1, None), (2, "ring")}
+
+
+def test_experts_that_no_ranks_share_are_offered_and_those_with_a_balance_loss_are_not() -> None:
+    used = problem(graph("experts"), SEVERAL, JOB, {}, {"name": "ahp", "compile": False})
+    found = unlike_widths(used, [])
+    assert found.fitting
+    assert all(layout.expert_parallel_degree == 1 for layout, _ in found.fitting)
+    balanced = replace(used.graph, config={**used.graph.config, "balance_loss": 0.01})
+    assert unlike_widths(replace(used, graph=balanced), []) == UnlikeWidths()
 
 
 def test_other_engines_are_not_offered_any() -> None:

@@ -22,7 +22,7 @@ from ahp.errors import AhpError
 from ahp.forecast import rules
 from ahp.forecast.priced import Priced
 from ahp.graph.operators import ModelGraph
-from ahp.plan import Parallelism, StagePlace, validated
+from ahp.plan import ContextMethod, Parallelism, StagePlace, validated
 from ahp.search.mixed.fewest import fewest, said_plainly
 from ahp.search.mixed.space import one_per_rank
 from ahp.search.pairs import Pair
@@ -31,12 +31,13 @@ from ahp.stage_place import Width
 
 GIVEN = (
     "tensor_parallel_degree", "data_parallel_shard_degree", "stages", "layers_per_stage", "recomputed_layers_per_stage",
-    "micro_batches_per_replica", "context_parallel_degree", "expert_parallel_degree", "mesh_order", "virtual_stages_per_rank",
-    "pipeline_parallel_order",
+    "micro_batches_per_replica", "expert_parallel_degree", "mesh_order", "virtual_stages_per_rank", "pipeline_parallel_order",
 )  # fmt: skip
 """Keys that say how wide stages are, or what lies where: where the user has given one, all stages are of one width."""
 MOST_STAGES = 4
 """Of a group, in each replica: more narrow ones wait longer than fewer wide ones."""
+MOST_WAYS = 3
+"""To share sequences, with that of ranks that share none: those of the fastest layouts with cells alike."""
 PRICED, FITTING, IMPROVED, MOVES = 64, 12, 4, 12
 """Layouts that are priced for their promise, until so many fit; of these the fastest that are improved, by so many layers at most."""
 
@@ -52,15 +53,23 @@ class Side:
     """Forward and backward of one layer and one micro-batch of a replica."""
 
 
+class Common(NamedTuple):
+    """What all stages have alike."""
+
+    whole: int
+    """Sequences of a replica's micro-batch."""
+    replicas: int
+    context: int = 1
+    method: ContextMethod | None = None
+
+
 class Promise(NamedTuple):
     """What makes a layout, before its layers are cut."""
 
     pipeline_s: float
     """Of its layers alone, were they shared out evenly."""
     sides: tuple[Side, ...]
-    whole: int
-    """Sequences of a replica's micro-batch."""
-    replicas: int
+    common: Common
 
 
 @dataclass
@@ -73,12 +82,13 @@ class UnlikeWidths:
 
 
 def unlike_widths(asked: Problem, ranked: Sequence[Pair], best_s: float = math.inf) -> UnlikeWidths:
-    """Look near what layouts with cells alike (``ranked``, fastest first) have in common: sequences at a time, replicas.
+    """Look near what layouts with cells alike (``ranked``, fastest first) have in common: sequences at a time, replicas, ranks that share
+    a sequence.
 
     ``best_s``: what takes longer by its layers alone is not priced.
     """
     found = UnlikeWidths()
-    if any(key in asked.constraints.given for key in GIVEN) or "num_experts" in asked.graph.config:
+    if any(key in asked.constraints.given for key in GIVEN) or "balance_loss" in asked.graph.config:
         return found
     finder = _Finder(asked, found)
     best: list[Priced] = []
@@ -117,16 +127,11 @@ class _Finder:
     def promising(self, ranked: Sequence[Pair]) -> Iterator[Promise]:
         """Every number of stages of every group, at the fastest widths, in every order of the groups."""
         given = self.asked.constraints.given
-        near = [layout for layout, _ in ranked[:10]]
-        sizes = {layout.micro_batch_size * layout.data_parallel_shard_degree for layout in near} | {1, 2}
-        if (size := given.get("micro_batch_size")) is not None:
-            sizes = {size}
-        replicas = {layout.data_parallel_replicate_degree for layout in near} | {1, 2}
-        for whole, count in product(sizes, replicas):
-            micro_batches, rest = divmod(self.asked.job.global_batch_size, whole * count)
-            if rest or given.get("data_parallel_replicate_degree", count) != count:
+        for common in self._commons([layout for layout, _ in ranked[:10]]):
+            micro_batches, rest = divmod(self.asked.job.global_batch_size, common.whole * common.replicas)
+            if rest:
                 continue
-            for sides in product(*(self.sides(group.name, whole, count) for group in self.asked.cluster.groups)):
+            for sides in product(*(self.sides(group.name, common) for group in self.asked.cluster.groups)):
                 used = [side for side in sides if side is not None]
                 stages = sum(side.stages for side in used)
                 if len({side.width for side in used}) < 2 or stages > min(micro_batches, self.graph.num_layers):
@@ -136,37 +141,68 @@ class _Finder:
                 rate = sum(side.stages / side.layer_s for side in used)
                 pipeline_s = (micro_batches + stages - 1) * self.graph.num_layers / rate
                 for order in permutations(used):
-                    yield Promise(pipeline_s, order, whole, count)
+                    yield Promise(pipeline_s, order, common)
 
-    def _sides(self, name: str, whole: int, replicas: int) -> list[Side | None]:
+    def _commons(self, near: Sequence[Parallelism]) -> Iterator[Common]:
+        """What stages may have alike: what the user has given, what layouts ``near`` have, and little of each."""
+        given = self.asked.constraints.given
+        sizes = {layout.micro_batch_size * layout.data_parallel_shard_degree for layout in near} | {1, 2}
+        replicas = {layout.data_parallel_replicate_degree for layout in near} | {1, 2}
+        if (size := given.get("micro_batch_size")) is not None:
+            sizes = {size}
+        if (count := given.get("data_parallel_replicate_degree")) is not None:
+            replicas = {count}
+        return (Common(*each, *way) for *each, way in product(sizes, replicas, self._ways(near)))
+
+    def _ways(self, near: Sequence[Parallelism]) -> list[tuple[int, ContextMethod | None]]:
+        """Numbers of ranks that share a sequence, each with how."""
+        constraints = self.asked.constraints
+        degree, method = constraints.context_parallel_degree, constraints.context_parallel_method
+        if degree is not None and degree > 1:
+            return [(degree, way) for way in ([method] if method else self.asked.context_methods(degree))]
+        if degree == 1:
+            return [(1, None)]
+        found = [(layout.context_parallel_degree, layout.context_parallel_method) for layout in near]
+        return list(dict.fromkeys([*([] if method else [(1, None)]), *found]))[:MOST_WAYS]
+
+    def _sides(self, name: str, common: Common) -> list[Side | None]:
         """Of each number of stages the fastest widths that go on a group's devices; None: it has no stage."""
         group = next(group for group in self.asked.cluster.groups if group.name == name)
         found: list[Side | None] = [None]
         for stages in range(1, MOST_STAGES + 1):
             sides = [
-                Side(name, stages, width, self._layer_s(name, whole, width))
-                for width in self._widths(group, whole)
-                if first_devices(group, [width[0] * width[1]] * (stages * replicas)) is not None
+                Side(name, stages, width, self._layer_s(name, common, width))
+                for width in self._widths(group, common)
+                if first_devices(group, [math.prod(width) * common.context] * (stages * common.replicas)) is not None
             ]
             found += sorted(sides, key=lambda side: side.layer_s)[:2]
         return found
 
-    def _widths(self, group: NodeGroup, whole: int) -> Iterator[Width]:
+    def _widths(self, group: NodeGroup, common: Common) -> Iterator[Width]:
         for tensor in range(1, group.devices_per_node + 1):
-            own = Parallelism(tensor_parallel_degree=tensor)
-            if rules.tensor(self.graph, self.asked.job, own, self.asked.engine) or self.graph.sequence_length % tensor:
+            own = Parallelism(
+                tensor_parallel_degree=tensor,
+                context_parallel_degree=common.context,
+                context_parallel_method=common.method,
+            )
+            cell, engine = tensor * common.context, self.asked.engine
+            if self.graph.sequence_length % cell or rules.context(self.graph, own, engine):
                 continue
-            yield from ((shard, tensor) for shard in divisors(whole) if shard * tensor <= group.num_devices)
+            if rules.tensor(self.graph, self.asked.job, own, engine):
+                continue
+            yield from ((shard, tensor) for shard in divisors(common.whole) if shard * cell <= group.num_devices)
 
-    def _layer_s(self, group: str, whole: int, width: Width) -> float:
+    def _layer_s(self, group: str, common: Common, width: Width) -> float:
         shard, tensor = width
         own = Parallelism(
             data_parallel_shard_degree=shard,
+            context_parallel_degree=common.context,
+            context_parallel_method=common.method,
             tensor_parallel_degree=tensor,
             enable_sequence_parallel=tensor > 1,
             pipeline_parallel_degree=2,
-            micro_batch_size=whole // shard,
-            zero_stage=1 if shard > 1 else 0,
+            micro_batch_size=common.whole // shard,
+            zero_stage=1 if shard * common.context > 1 else 0,
         )
         layers = self.graph.num_layers
         cost = self.prices.stage_cost(own, group, range(layers), first=False, last=False, micro_batches=1)
@@ -174,17 +210,19 @@ class _Finder:
 
     def layout(self, promise: Promise) -> Parallelism:
         """Layers by the speed of their stages."""
-        _, sides, whole, replicas = promise
+        _, sides, common = promise
         places = [side for side in sides for _ in range(side.stages)]
         rates = [1 / side.layer_s for side in places]
         layers = _shared(self.graph.num_layers, rates)
         split = any(side.width[1] > 1 for side in sides)
         given = self.asked.constraints.given
         return Parallelism(
-            data_parallel_replicate_degree=replicas,
+            data_parallel_replicate_degree=common.replicas,
             pipeline_parallel_degree=len(places),
-            micro_batch_size=whole,
-            zero_stage=given.get("zero_stage", 1 if any(side.width[0] > 1 for side in sides) else 0),
+            context_parallel_degree=common.context,
+            context_parallel_method=common.method,
+            micro_batch_size=common.whole,
+            zero_stage=given.get("zero_stage", 1 if any(side.width[0] * common.context > 1 for side in sides) else 0),
             enable_sequence_parallel=given.get("enable_sequence_parallel", split),
             stages=tuple(
                 StagePlace(
