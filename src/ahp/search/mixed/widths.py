@@ -152,18 +152,21 @@ class _Finder:
             sizes = {size}
         if (count := given.get("data_parallel_replicate_degree")) is not None:
             replicas = {count}
-        return (Common(*each, *way) for *each, way in product(sizes, replicas, self._ways(near)))
+        every = product(sizes, replicas, self._ways(near))
+        return (Common(whole, replicas, *way) for whole, replicas, way in every)
 
     def _ways(self, near: Sequence[Parallelism]) -> list[tuple[int, ContextMethod | None]]:
         """Numbers of ranks that share a sequence, each with how."""
         constraints = self.asked.constraints
         degree, method = constraints.context_parallel_degree, constraints.context_parallel_method
-        if degree is not None and degree > 1:
-            return [(degree, way) for way in ([method] if method else self.asked.context_methods(degree))]
+        ways: list[tuple[int, ContextMethod | None]] = [] if method else [(1, None)]
+        if degree is None:
+            ways.extend((layout.context_parallel_degree, layout.context_parallel_method) for layout in near)
+            return list(dict.fromkeys(ways))[:MOST_WAYS]
         if degree == 1:
-            return [(1, None)]
-        found = [(layout.context_parallel_degree, layout.context_parallel_method) for layout in near]
-        return list(dict.fromkeys([*([] if method else [(1, None)]), *found]))[:MOST_WAYS]
+            return ways
+        ways = [(degree, method)]
+        return ways if method else [(degree, way) for way in self.asked.context_methods(degree)]
 
     def _sides(self, name: str, common: Common) -> list[Side | None]:
         """Of each number of stages the fastest widths that go on a group's devices; None: it has no stage."""
