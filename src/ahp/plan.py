@@ -23,7 +23,7 @@ from ahp.step_forecast import Forecast as Forecast
 from ahp.violations import broken_rules, first_few, taken_for_numbers
 from ahp.whole_files import save
 from ahp.words import count, counted
-from ahp.yaml_text import parse_yaml
+from ahp.yaml_text import parse_yaml, written_yaml
 
 Pattern = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 ScheduleName = Literal[Pattern, "Synthesized"]
@@ -452,7 +452,7 @@ class Plan(Record):
 
     def save(self, path: str | Path) -> None:
         """Write plan.yaml: aside first, then renamed, so that a reader never sees half of it. Raises BadInput where it cannot be written."""
-        save(path, yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+        save(path, written_yaml(self.model_dump(mode="json")))
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -1,4 +1,4 @@
-"""YAML as people write it: what config.yaml, plan.yaml, cluster.yaml and values on the command line are read with."""
+"""YAML as people write it: what config.yaml, plan.yaml, cluster.yaml and values on the command line are read with; and plans and clusters written."""
 
 from __future__ import annotations
 
@@ -46,6 +46,11 @@ def parse_yaml(text: str) -> Any:
         raise NotYaml(_one_line(str(error))) from None
     except ValueError as error:  # of Python's own numbers, such as !!int abc
         raise NotYaml(_one_line(str(error))) from None
+
+
+def written_yaml(data: Any) -> str:
+    """Plain data in the order of its keys. Written by libyaml where PyYAML has it, seven times as fast."""
+    return yaml.dump(data, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False, allow_unicode=True)
 
 
 class _Loader(yaml.SafeLoader):

@@ -95,17 +95,22 @@ NEW_OBJECTS = 50_000
 time, 1.1 of them for garbage that was not there, those of ``ahp plan`` 0.2 of 1.9; the peak of memory is 1 % higher."""
 
 ON_ONE_CORE = ("plan", "simulate", "compare", "explain", "export", "check")
-"""Commands that start no worker. numpy's other threads have nothing to do there, and wait for it: 0.12 of 1.7 s of processor time. [Empirical]"""
+"""Commands that start no worker. numpy's other threads have nothing to do there, and wait for it: 0.12 of 1.7 s of processor time. [Empirical] Nor has
+pydantic anything to ask of plugins, for which it looks through all that is installed."""
 
 
 def program() -> NoReturn:
     """The ``ahp`` program. A worker that failed ends at once: a thread of its may wait for a host that is gone (a checkpoint's collective), and
-    Python would wait for the thread, while the launcher waits for the worker."""
+    Python would wait for the thread, while the launcher waits for the worker. So does what ran on one core: to take apart what it holds takes
+    5 % of its time; but for profilers, which write at the end."""
     gc.set_threshold(NEW_OBJECTS)
-    if sys.argv[1:2] and sys.argv[1] in ON_ONE_CORE:
+    on_one_core = len(sys.argv) > 1 and sys.argv[1] in ON_ONE_CORE
+    if on_one_core:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     code = main()
-    if code and "RANK" in os.environ:
+    watched = sys.getprofile() is not None or sys.gettrace() is not None
+    if (on_one_core and not watched) or (code and "RANK" in os.environ):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -23,7 +23,7 @@ from ahp.errors import BadInput, bad_input
 from ahp.job import Record
 from ahp.plan import validated
 from ahp.whole_files import save
-from ahp.yaml_text import parse_yaml
+from ahp.yaml_text import parse_yaml, written_yaml
 
 _SHORT = re.compile(
     r"(?:(?P<nodes>[-+.\d]+)x)??(?:(?P<devices>[-+.\d]+)x)?(?P<device>[a-z].*?)(?:@(?P<gbps>[^@]*))?", re.I
@@ -218,7 +218,7 @@ def to_file(cluster: Cluster, path: Path) -> None:
 
 def to_text(cluster: Cluster) -> str:
     """What cluster.yaml holds."""
-    return yaml.safe_dump(cluster.plain(), sort_keys=False, allow_unicode=True)
+    return written_yaml(cluster.plain())
 
 
 def _gbps(text: str, whole: str) -> float:

@@ -91,7 +91,8 @@ def held_after(done: Ints, p: int, v: int, m: int) -> Ints:
         return np.ones((1, v), dtype=np.int64)
     per_round = round_length(p, v, m)
     whole, rest = np.divmod(np.minimum(done, m * v), per_round * v)
-    return whole[:, None] * per_round + np.clip(rest[:, None] - np.arange(v) * per_round, 0, per_round)
+    begun = np.minimum(np.maximum(rest[:, None] - np.arange(v) * per_round, 0), per_round)
+    return whole[:, None] * per_round + begun
 
 
 def _cycle(split: bool) -> int:

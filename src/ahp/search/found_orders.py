@@ -6,10 +6,10 @@ The search compares layouts under the fixed patterns. Afterwards those whose bub
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
-from ahp.forecast.found_order import FoundOrder, ToOrder
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.pricer import Pricer
 from ahp.forecast.step import pricer
@@ -24,6 +24,9 @@ from ahp.search.reasons import slower_because
 from ahp.search.result import OwnOrder, Ranking
 from ahp.search.ties import TIED, WORTH_TELLING
 from ahp.words import percent
+
+if TYPE_CHECKING:
+    from ahp.forecast.found_order import FoundOrder, ToOrder
 
 LAYOUTS = 3
 """So many layouts, those that could become the fastest, get a schedule where it is left open."""
@@ -103,6 +106,8 @@ def _of_all(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
 
 def _able(asked: Problem, plans: list[Plan]) -> tuple[list[tuple[Plan, ToOrder]], list[str]]:
     """Those that an order can be found for, of each placement of stages the first; and why not for others."""
+    from ahp.forecast.found_order import ToOrder  # a room that most searches do not need
+
     found: dict[object, tuple[Plan, ToOrder]] = {}
     reasons = []
     for plan in plans:

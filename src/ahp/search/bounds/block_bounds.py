@@ -80,8 +80,10 @@ def schedule_bounds_s(
     """
     blocks, found = space.blocks.at(which), np.zeros(len(which))
     for (p, m), of in _alike(blocks.pipeline, blocks.micro_batches):
-        front = pipelines.fronts(space.legal_pipes(p, m), p, m)
-        found[of] = front.least_s(layer_s[of], either_s[of])
+        paths = pipelines.paths(space.legal_pipes(p, m), p, m).sum(axis=-1)
+        counts = np.concatenate([paths, paths[..., :2].min(axis=-1, keepdims=True)], axis=-1)
+        paths_s = counts @ np.column_stack([layer_s[of], either_s[of]]).T  # [L, C, blocks]
+        found[of] = paths_s.max(axis=0).min(axis=0)
     return found * asked.pricer.stretch * least_share(asked.pricer.turns, blocks.pipeline)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,10 +26,12 @@ from ahp.forecast.reduced import share_beside
 from ahp.forecast.states import RankWeights
 from ahp.forecast.turns import least_share
 from ahp.schedule.registry import get
-from ahp.search.bounds.pipelines import Fronts, Pipelines
+from ahp.search.bounds.pipelines import FullestRanks, Pipelines
 from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
 from ahp.search.space import Rows
+
+T = TypeVar("T")
 
 Ways = Callable[[int, ScheduleChoice, str], bool]
 """Whether an engine can recompute a part of the layers of so many pipeline ranks, with a schedule and a kind of recompute."""
@@ -110,25 +113,26 @@ class LayerBounds:
         once = layer.first_forward + (1.0 - ahead) * layer.first_gather, ahead * layer.first_gather
         parts = np.stack([layer.forward, layer.backward, layer.input_gradient, *once, *last, head_s], axis=1)
         each_s = parts.swapaxes(2, 3).reshape(len(of), -1, parts.shape[2])  # [rows, parts x K, R]
-        paths = np.array([self._fronts(block).paths for block in range(first, int(of[-1]) + 1)])
+        paths = np.array([self._of_pipelines(self.pipelines.paths, at) for at in range(first, int(of[-1]) + 1)])
         paths_s = paths.reshape(*paths.shape[:3], -1)[of - first] @ each_s[:, None]  # [rows, L, C, R]
         return paths_s.max(axis=1)
 
     def _least_s(self, first: int, rows: slice, most_bytes: float) -> Floats:
         """[rows] With the optimizer, in the pipeline and with the recompute that take least of those that fit."""
-        of, most = self._of[rows], self._fronts(first).most_layers
+        fullest = [self._of_pipelines(self.pipelines.fullest, at) for at in range(first, int(self._of[rows][-1]) + 1)]
+        of, most = self._of[rows], fullest[0].most_layers
         dense, experts = (self._kinds_of(name)[of] @ most.T for name in ("dense", "experts"))
         updates_s = self._updates_s(rows, dense, experts, most.sum(axis=1))
         seconds_s = self._pipelines_s(first, rows) + updates_s[..., None]
-        held = np.array([self._fronts(block).held for block in range(first, int(of[-1]) + 1)], dtype=float)
-        fits = self._fits(rows, self._fronts(first), held[of - first], most_bytes)
+        held = np.array([ranks.held for ranks in fullest], dtype=float)
+        fits = self._fits(rows, fullest[0], held[of - first], most_bytes)
         return np.where(fits, seconds_s, np.inf).min(axis=(1, 2))
 
-    def _fronts(self, block: int) -> Fronts:
+    def _of_pipelines(self, figures: Callable[[tuple[ScheduleChoice, ...], int, int], T], block: int) -> T:
         one = self.blocks[block]
-        return self.pipelines.fronts(one.rows.pipes, one.p, one.m)
+        return figures(one.rows.pipes, one.p, one.m)
 
-    def _fits(self, rows: slice, front: Fronts, held: Floats, most_bytes: float) -> Mask:
+    def _fits(self, rows: slice, front: FullestRanks, held: Floats, most_bytes: float) -> Mask:
         """[rows, C, R] Whether the ranks of each pipeline may fit; ``held``: [rows, C, G, K]."""
         of, ways, shape = self._of[rows], self.ways.part(rows), held.shape[:3]
         layers = front.layers.reshape(-1, front.layers.shape[-1])

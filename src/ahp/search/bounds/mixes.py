@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -89,8 +90,7 @@ def own_stages(pipe: ScheduleChoice, p: int) -> Ints:
     return of_ranks(pipe.schedule, p).placement.rank_stages(p, pipe.virtual)
 
 
-@dataclass(frozen=True)
-class _Ways:
+class _Ways(NamedTuple):
     """The ways through one pipeline, of which any stage may have any number of layers."""
 
     stages: Floats
@@ -119,18 +119,19 @@ def _weights(games: Sequence[Floats]) -> list[Floats]:
         count, columns = game.shape
         scaled[at, :count, :columns] = (game - game.min()) * (STEP / max(np.ptp(game), 1e-12))
         has_row[at, :count] = has_column[at, :columns] = 0.0
-    rows, columns = np.zeros(shape[:2]), np.zeros(shape[::2])
-    gain, loss, weights = rows, columns, rows
+    rows, columns, gain, loss, weights = has_row, has_column, 0.0, 0.0, np.zeros(shape[:2])
     for _ in range(ROUNDS):
-        row, column = _softmax(rows + gain + has_row), _softmax(has_column - columns - loss)
+        row, column = _softmax(rows + gain), _softmax(columns - loss)
         gain, loss = (scaled @ column[..., None])[..., 0], (row[:, None] @ scaled)[:, 0]
-        rows, columns, weights = rows + gain, columns + loss, weights + row
+        rows, columns, weights = rows + gain, columns - loss, weights + row
     return [own[: len(game)] / ROUNDS for own, game in zip(weights, games, strict=True)]
 
 
 def _softmax(scores: Floats) -> Floats:
-    powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
+    """Of scores below 300, of which no power is infinite; overwrites them."""
+    np.exp(scores, out=scores)
+    scores /= np.add.reduce(scores, axis=-1, keepdims=True)
+    return scores
 
 
 @lru_cache(maxsize=1 << 12)
@@ -138,29 +139,54 @@ def _ways(pipe: ScheduleChoice, p: int, m: int) -> _Ways:
     """``ahp.schedule.bounds`` says why each is one, and ``bounds.paths`` counts them for stages that are known. The first p have all the work of a
     rank, the last is that of one micro-batch.
     """
+    once, each, of_one = _of_any_number(pipe, p)
+    found = [_Ways(*(first + m * more for first, more in zip(once, each, strict=True))), of_one]
+    forwards = of_ranks(pipe.schedule, p).forwards_before_gradient(p, pipe.virtual, m) if p > 1 else None
+    if forwards is not None:
+        found.insert(1, _after_first_gradient(pipe, p, m, forwards))
+    return _Ways(*(np.concatenate(part) for part in zip(*found, strict=True)))
+
+
+@lru_cache(maxsize=1 << 10)
+def _of_any_number(pipe: ScheduleChoice, p: int) -> tuple[_Ways, _Ways, _Ways]:
+    """Of the ways that grow with the number of micro-batches what each has once, and with every micro-batch; and that of one micro-batch."""
     schedule, own, stages = of_ranks(pipe.schedule, p), own_stages(pipe, p), np.arange(p * pipe.virtual)
     mine = (own[:, :, None] == stages).any(axis=1).astype(float)  # [p, S]
-    before, split = (stages < own[:, :1]).astype(float), schedule.splits_backward
-    whole = 0.0 if split else 1.0  # micro-batches whose way takes the ends both ways, their weight gradients too
-    filling, work, none = before + m * mine, m * mine, np.zeros((p, len(stages)))
-    own_ends = m * mine[:, 0], m * mine[:, -1]
-    found: list[tuple[Floats, ...]] = [(filling, work, none, mine, mine, mine, *own_ends)]
-    if not split:  # else weight gradients may fill the time in which gradients drain
-        found.append((filling, work + before, none, mine, none, mine, *own_ends))
+    before, none, end = (stages < own[:, :1]).astype(float), np.zeros((p, len(stages))), np.zeros(p)
+    first = [(before, none, none, mine, mine, mine, end, end)]
+    more = [(mine, mine, none, none, none, none, mine[:, 0], mine[:, -1])]
+    if not schedule.splits_backward:  # else weight gradients may fill the time in which gradients drain
+        first.append((before, before, none, mine, none, mine, end, end))
+        more.append(more[0])
     if schedule.all_forwards_first:
-        slowest = 1.0 + (m - 1) * np.eye(len(stages))
-        without = np.zeros_like(slowest)
-        found.append((slowest, slowest, without, without, without, without, slowest[:, 0], slowest[:, -1]))
-    forwards = schedule.forwards_before_gradient(p, pipe.virtual, m) if p > 1 else None
-    if forwards is not None:
-        left = none.copy()
-        np.put_along_axis(left, own, (m - forwards).astype(float), axis=1)
-        behind = (stages > own[:, -1:]).astype(float)
-        back = (work, behind) if split else (work + behind + before, none)
-        heads = np.where(own[:, -1] == stages[-1], np.minimum(m, m - forwards[:, -1] + 1), whole)
-        found.append((1.0 + left, *back, none, none, mine, np.full(p, whole), heads))
-    once, nothing = np.ones((1, len(stages))), np.zeros((1, len(stages)))
-    back = (nothing, once) if split else (once, nothing)
-    found.append((once, *back, nothing, nothing, once / p, np.full(1, whole), np.full(1, whole)))
-    *parts, embeddings, heads = (np.concatenate(part) for part in zip(*found, strict=True))
+        slowest = np.eye(len(stages))
+        others, without = 1.0 - slowest, np.zeros_like(slowest)
+        first.append((others, others, without, without, without, without, others[:, 0], others[:, -1]))
+        more.append((slowest, slowest, without, without, without, without, slowest[:, 0], slowest[:, -1]))
+    once, nothing, whole = np.ones((1, len(stages))), np.zeros((1, len(stages))), _whole(pipe, p)
+    back = (nothing, once) if schedule.splits_backward else (once, nothing)
+    of_one = (once, *back, nothing, nothing, once / p, np.full(1, whole), np.full(1, whole))
+    return _joined(first), _joined(more), _joined([of_one])
+
+
+def _after_first_gradient(pipe: ScheduleChoice, p: int, m: int, forwards: Ints) -> _Ways:
+    """The way of the first micro-batch to a rank's highest stage and back there, then all that the rank has left."""
+    schedule, own, stages = of_ranks(pipe.schedule, p), own_stages(pipe, p), np.arange(p * pipe.virtual)
+    before, none, left = (stages < own[:, :1]).astype(float), *np.zeros((2, p, len(stages)))
+    mine = (own[:, :, None] == stages).any(axis=1).astype(float)
+    np.put_along_axis(left, own, (m - forwards).astype(float), axis=1)
+    behind, work, whole = (stages > own[:, -1:]).astype(float), m * mine, _whole(pipe, p)
+    back = (work, behind) if schedule.splits_backward else (work + behind + before, none)
+    heads = np.where(own[:, -1] == stages[-1], np.minimum(m, m - forwards[:, -1] + 1), whole)
+    return _joined([(1.0 + left, *back, none, none, mine, np.full(p, whole), heads)])
+
+
+def _whole(pipe: ScheduleChoice, p: int) -> float:
+    """Micro-batches whose way takes the ends both ways, their weight gradients too."""
+    return 0.0 if of_ranks(pipe.schedule, p).splits_backward else 1.0
+
+
+def _joined(some: Sequence[tuple[Floats, ...]]) -> _Ways:
+    """Each: what its ways have of the stages' layers, [ways, S] for each of ``PARTS``; embeddings and heads, [ways]."""
+    *parts, embeddings, heads = (np.concatenate(part) for part in zip(*some, strict=True))
     return _Ways(np.stack(parts, axis=-1), embeddings, heads)

@@ -48,6 +48,12 @@ class Path(NamedTuple):
         return cls(**{**dict.fromkeys(cls._fields, none), "head": heads, **parts})
 
 
+FORWARD, BACKWARD, INPUT_GRADIENT, FIRST_FORWARD, FIRST_WAITED, HEAD = map(
+    Path._fields.index, ("forward", "backward", "input_gradient", "first_forward", "first_waited", "head")
+)
+
+
+@lru_cache(maxsize=1 << 14)
 def longest_paths(schedule: PipelineSchedule, p: int, v: int, m: int, stages: Layers) -> Floats:
     """[L, parts of a ``Path``, K] Of those that are alike in all but one thing the longest."""
     once, each, waited = _of_any_number(schedule, p, v, stages)
@@ -55,9 +61,9 @@ def longest_paths(schedule: PipelineSchedule, p: int, v: int, m: int, stages: La
     forwards = schedule.forwards_before_gradient(p, v, m) if p > 1 else None
     if forwards is None:
         return found
-    own = schedule.placement.rank_stages(p, v)
-    path = _after_first_gradient(schedule, own, m, np.array(stages), forwards)._replace(first_waited=waited)
-    return np.concatenate([found, np.array([path], dtype=float)])
+    path = _after_first_gradient(schedule, p, v, m, stages, forwards)
+    path[FIRST_WAITED] = waited
+    return np.concatenate([found, path[None]])
 
 
 @lru_cache(maxsize=1 << 12)
@@ -96,22 +102,32 @@ def _of_any_number(schedule: PipelineSchedule, p: int, v: int, stages: Layers) -
     return paths[:, 0], paths[:, 1], np.asarray(waited, dtype=float)
 
 
-def _after_first_gradient(schedule: PipelineSchedule, own: Ints, m: int, each: Ints, forwards: Ints) -> Path:
-    """Of the rank where it takes longest: the way of the first micro-batch to its highest stage and back there, then all that the rank
-    has left. A forward is taken for half as long as a backward pass."""
-    highest, sizes, total = own[:, -1], each[own], each.sum(axis=0)  # sizes: [p, v, K]
-    start = np.cumsum(each, axis=0) - each
-    back = total - start[highest] - each[highest]
-    left_forward, left = ((m - forwards)[..., None] * sizes).sum(axis=1), m * sizes.sum(axis=1)
-    if not schedule.splits_backward:
-        left = left + back + start[own[:, 0]]
-        back = np.zeros_like(back)
+def _after_first_gradient(schedule: PipelineSchedule, p: int, v: int, m: int, stages: Layers, forwards: Ints) -> Floats:
+    """[parts of a ``Path``, K] Of the rank where it takes longest: the way of the first micro-batch to its highest stage and back there, then all
+    that the rank has left. A forward is taken for half as long as a backward pass."""
+    way, sizes, of_ranks, drained, back = _of_first_gradient(schedule, p, v, stages)
+    left_forward, left = ((m - forwards)[:, None] @ sizes)[:, 0], m * of_ranks + drained
     rank = int((left_forward + 2 * left + back).sum(axis=1).argmax())
-    head = min(m, m - int(forwards[rank, -1]) + 1) if highest[rank] == own.size - 1 else 0
-    return Path.of(
-        each.shape[1], head,
-        forward=total + left_forward[rank], backward=left[rank], input_gradient=back[rank], first_forward=total,
-    )  # fmt: skip
+    found = np.zeros((len(Path._fields), sizes.shape[2]))
+    found[FORWARD], found[BACKWARD], found[INPUT_GRADIENT] = way + left_forward[rank], left[rank], back[rank]
+    found[FIRST_FORWARD] = way
+    if schedule.placement.rank_stages(p, v)[rank, -1] == p * v - 1:
+        found[HEAD, 0] = min(m, m - int(forwards[rank, -1]) + 1)
+    return found
+
+
+@lru_cache(maxsize=1 << 12)
+def _of_first_gradient(
+    schedule: PipelineSchedule, p: int, v: int, stages: Layers
+) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """What of it is the same for any number of micro-batches: [K] the layers on the way of one; [p, v, K] those of each rank's stages, and [p, K]
+    all of a rank's; [p, K] those that its last gradient still passes, in whole backward passes, and in their first halves."""
+    each, own = np.array(stages), schedule.placement.rank_stages(p, v)
+    highest, sizes, total = own[:, -1], each[own], each.sum(axis=0)
+    start = np.cumsum(each, axis=0) - each
+    back, none = total - start[highest] - each[highest], np.zeros((p, each.shape[1]), dtype=np.int64)
+    drained, back = (none, back) if schedule.splits_backward else (back + start[own[:, 0]], none)
+    return total, sizes, sizes.sum(axis=1), drained, back
 
 
 class Fullest(NamedTuple):

@@ -39,11 +39,9 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Fronts:
-    """Of some pipelines: the ways through each that may take longest, and the ranks whose memory is bounded."""
+class FullestRanks:
+    """Of some pipelines the ranks whose memory is bounded."""
 
-    paths: Floats
-    """[L, C, parts of a ``Path``, K] Pipelines that have fewer repeat their last."""
     most_layers: Ints
     """[C, K] Layers of each kind of the rank that has the most."""
     layers: Ints
@@ -53,14 +51,6 @@ class Fronts:
     received: Ints
     """[C, G] Stages that its own receive from, in both passes."""
 
-    def least_s(self, layer_s: Floats, either_s: Floats) -> Floats:
-        """[N] Of the pipeline that takes least the way that takes longest, of layers that take ``layer_s`` [N, parts of a ``Path``], and
-        ``either_s`` [N] in the forward or in the backward pass."""
-        paths = self.paths.sum(axis=-1)
-        counts = np.concatenate([paths, paths[..., :2].min(axis=-1, keepdims=True)], axis=-1)
-        paths_s = counts @ np.column_stack([layer_s, either_s]).T  # [L, C, N]
-        return paths_s.max(axis=0).min(axis=0)
-
 
 class Pipelines:
     """Pipelines of one problem, their stages as even as can be or as the user has fixed them."""
@@ -69,7 +59,7 @@ class Pipelines:
         self._problem = problem
         self.edges = cache(self._edges)
         self.cut = cache(self._cut)
-        self.fronts = cache(self._fronts)
+        self.paths, self.fullest = cache(self._paths), cache(self._fullest)
         self._layers = cache(self._layers_of_stages)
         self.links = cache(self._links)
 
@@ -109,14 +99,22 @@ class Pipelines:
             behind[at[p:]] = p - 1
         return Cut(StageTable.of(kinds, len(self._problem.graph.blocks), rows), of, behind)
 
-    def _fronts(self, pipes: tuple[ScheduleChoice, ...], p: int, m: int) -> Fronts:
-        found = [(of_ranks(pipe.schedule, p), pipe.virtual) for pipe in pipes]
-        each = [longest_paths(schedule, p, virtual, m, self._layers(p, virtual)) for schedule, virtual in found]
-        ranks = [fullest_ranks(schedule, p, virtual, m, self._layers(p, virtual)) for schedule, virtual in found]
-        longest = range(max(map(len, each)))
-        paths = np.array([[own[min(at, len(own) - 1)] for own in each] for at in longest])
+    def _paths(self, pipes: tuple[ScheduleChoice, ...], p: int, m: int) -> Floats:
+        """[L, C, parts of a ``Path``, K] The ways through each pipeline that may take longest; those that have fewer repeat their last."""
+        each = [
+            longest_paths(of_ranks(pipe.schedule, p), p, pipe.virtual, m, self._layers(p, pipe.virtual))
+            for pipe in pipes
+        ]
+        number = np.arange(max(map(len, each)))
+        return np.stack([own[np.minimum(number, len(own) - 1)] for own in each], axis=1)
+
+    def _fullest(self, pipes: tuple[ScheduleChoice, ...], p: int, m: int) -> FullestRanks:
+        ranks = [
+            fullest_ranks(of_ranks(pipe.schedule, p), p, pipe.virtual, m, self._layers(p, pipe.virtual))
+            for pipe in pipes
+        ]
         layers, held, received = (np.array(part) for part in zip(*ranks, strict=True))
-        return Fronts(paths, layers[:, 2], layers[:, :2], held[:, :2], received[:, :2])
+        return FullestRanks(layers[:, 2], layers[:, :2], held[:, :2], received[:, :2])
 
     def _links(self, placement: Placement, axis: PipelineAxis, v: int) -> tuple[tuple[Pair, ...], Ints]:
         """Pairs of ranks that stand for all neighbouring stages, and which of them each stage sends to the next as, [S - 1]."""
