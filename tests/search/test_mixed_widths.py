@@ -82,7 +82,13 @@ def test_ranks_share_sequences_as_the_fastest_layouts_with_cells_alike_do() -> N
 
 
 def test_experts_that_no_ranks_share_are_offered_and_those_with_a_balance_loss_are_not() -> None:
-    used = problem(graph("experts"), SEVERAL, JOB, {}, {"name": "ahp", "compile": False})
+    used = problem(
+        graph("experts"),
+        SEVERAL,
+        JOB,
+        {"micro_batch_size": 2, "data_parallel_replicate_degree": 1},
+        {"name": "ahp", "compile": False},
+    )
     found = unlike_widths(used, [])
     assert found.fitting
     assert all(layout.expert_parallel_degree == 1 for layout, _ in found.fitting)
