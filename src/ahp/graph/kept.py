@@ -164,14 +164,14 @@ def code(folder: Path = Path(__file__).parent) -> str:
 
 
 def _shipped(model: Any, asked: str) -> dict[str, Any] | None:
-    """What the package has of a catalogue's model under this key."""
+    """What the package has of a catalogue's model under this key; releases of the libraries that trace the same share it."""
     if not isinstance(model, str) or model not in CATALOGUE:
         return None
     file = SHIPPED / f"{model}.json.gz"
     if not file.is_file() or (SHIPPED / TRACED_BY).read_text(encoding="utf-8") != code():
         return None
     found = unpacked(file.read_bytes())
-    return next((one for one in found if one["key"] == asked), None)
+    return next((one for one in found if asked in one["keys"]), None)
 
 
 def _read(file: Path, asked: str) -> dict[str, Any] | None:
