@@ -66,6 +66,16 @@ def test_what_is_shipped_was_traced_by_this_code() -> None:
     assert {file.name.removesuffix(".json.gz") for file in kept.SHIPPED.glob("*.gz")} == set(CATALOGUE)
 
 
+def test_what_is_shipped_is_there_for_every_release_of_torch_that_is_tested() -> None:
+    for file in kept.SHIPPED.glob("*.gz"):
+        releases: dict[str, set[str]] = {}
+        for one in kept.unpacked(file.read_bytes()):
+            for key in map(json.loads, one["keys"]):
+                torch = key.pop("libraries")["torch"]
+                releases.setdefault(json.dumps(key), set()).add(torch)
+        assert all(found == {"2.11", "2.12", "2.13", "2.14", "2.15"} for found in releases.values()), file.name
+
+
 @pytest.mark.parametrize(
     "model",
     [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.wide) for name in CATALOGUE],
