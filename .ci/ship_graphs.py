@@ -7,7 +7,7 @@ out the same is written as the same bytes.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from typing import Any
 
@@ -54,4 +54,6 @@ def traced(model: str) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main(add="--add" in sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--add", action="store_true", help="to what another release of torch has traced")
+    main(add=parser.parse_args().add)

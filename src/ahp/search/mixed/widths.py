@@ -153,7 +153,7 @@ class _Finder:
         if (count := given.get("data_parallel_replicate_degree")) is not None:
             replicas = {count}
         every = product(sizes, replicas, self._ways(near))
-        return (Common(whole, replicas, *way) for whole, replicas, way in every)
+        return (Common(whole, count, degree, method) for whole, count, (degree, method) in every)
 
     def _ways(self, near: Sequence[Parallelism]) -> list[tuple[int, ContextMethod | None]]:
         """Numbers of ranks that share a sequence, each with how."""
