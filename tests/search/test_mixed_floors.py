@@ -69,7 +69,9 @@ def rooms(draw: st.DrawFn) -> StageRoom:
     held, states, dropped = np.array([1, 2, 3]), draw(figure), draw(st.floats(0.0, 1.0)) * kept
     most = np.maximum(free / (states + held * (kept - dropped)), 0.0)
     layer_s, again_s = (np.full((1, 1, 1), of) for of in (draw(figure), draw(figure) * (dropped > 0)))
-    return StageRoom(layer_s, again_s, free, held, np.full((1, 1, 1), states), np.full((1, 1, 1), kept), most)
+    return StageRoom(
+        layer_s, again_s, free, held, np.full((1, 1, 1), states), np.full((1, 1, 1), kept), most, np.zeros((1, 1, 1))
+    )
 
 
 @settings(max_examples=60, deadline=None)

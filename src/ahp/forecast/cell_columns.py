@@ -28,6 +28,7 @@ from ahp.forecast.segment import Recompute, dropped_bytes, segment_again_s, segm
 from ahp.forecast.stage_memory import kept_beside_layers, needs_of_kinds, peak_bytes, stage_weights
 from ahp.forecast.stage_table import StageTable
 from ahp.forecast.states import (
+    Figures,
     RankWeights,
     Shards,
     TraitColumns,
@@ -35,6 +36,7 @@ from ahp.forecast.states import (
     gradient_copy_bytes,
     layer_state_bytes,
     state_bytes,
+    unit_bytes,
 )
 from ahp.forecast.units import Units
 from ahp.plan import Parallelism
@@ -44,6 +46,9 @@ ENDS = ((True, False), (False, False), (False, True), (True, True))
 
 FIRST, BETWEEN, LAST, WHOLE = range(4)
 
+
+ROUNDED = 3.0
+"""Bytes by which parts that are rounded one by one may differ from their sum."""
 
 COUNTED = (1, 2, 8, 64)
 """Micro-batches of a replica for which copies of gradients are known."""
@@ -77,8 +82,13 @@ class Held(NamedTuple):
     """[P] Of each micro-batch, in flight or not."""
     once: Floats
     """[P] Of a micro-batch, however many there are."""
-    temporary: Floats
-    """[P] At the peak of one backward pass beyond what is kept."""
+    in_layers: Floats
+    """[P] At the peak of the layers' backward passes beyond what is kept, where there is a choice with none recomputed; below 0 where the
+    head has freed more."""
+    in_again: Floats
+    """[P] The same where a layer is recomputed."""
+    at_head: Floats
+    """[P] The same at the peak of the head."""
 
 
 class States(NamedTuple):
@@ -90,6 +100,12 @@ class States(NamedTuple):
     beside: Floats
     """[N, P] The same beside the layers."""
     gradients_beside: Floats
+    in_layers: Floats
+    """[N, P] Weights and gradients of whole units at the peak of the layers, and of the head."""
+    at_head: Floats
+    grown: Floats
+    """[N, P] Of the gradients of each layer, what the allocator keeps beside the activations in whose place they grow; and beside the layers."""
+    grown_beside: Floats
 
 
 @dataclass(frozen=True)
@@ -157,7 +173,9 @@ class _Maker:
         piped, of_states = _distinct(layouts, _by_states, lambda layout: layout[0])
         alone = [layout.model_copy(update={"pipeline_parallel_degree": 1}) for layout in piped]
         share, figures = np.array([share for _, share in layers])[of_layers], np.array([of for of, _ in layers])
-        sharing = [_Sharing.of(*self._sharing(some), self._ends) for some in (piped, alone)]
+        devices = [group.nodes.device for group in self._groups.values()]
+        by_stream = min(float(memory.Outside.of(device, 0).by_stream) for device in devices)
+        sharing = [_Sharing.of(*self._sharing(some), self._ends, by_stream) for some in (piped, alone)]
         room, copied, one, several = (
             # Who has the whole model is in no pipeline.
             np.concatenate([of_piped[..., :WHOLE], of_whole[..., WHOLE:]], axis=-1)
@@ -237,9 +255,13 @@ class _Sharing:
     outside: Floats
     """[n, P] Parameters of stages without layers, and of them the head's."""
     head: Floats
+    by_stream: float
+    """0 where some device's allocator keeps nothing for a stream alone (``memory.Outside``)."""
 
     @classmethod
-    def of(cls, traits: TraitColumns, shards: Shards, units: Sequence[Units], ends: StageTable) -> _Sharing:
+    def of(
+        cls, traits: TraitColumns, shards: Shards, units: Sequence[Units], ends: StageTable, by_stream: float
+    ) -> _Sharing:
         known = {one: stage_weights(one, ends) for one in dict.fromkeys(units)}
         weights = [known[one] for one in units]
         blocks = [[(u.parameters, u.experts, u.shapes) for u in one.blocks] for one in units]
@@ -247,6 +269,7 @@ class _Sharing:
             traits, shards,
             np.moveaxis(np.array(blocks, dtype=float), 2, 0),
             np.array([of.outside_blocks for of in weights], dtype=float), np.array([of.head for of in weights], dtype=float),
+            by_stream,
         )  # fmt: skip
 
     def copied(self) -> Floats:
@@ -257,7 +280,7 @@ class _Sharing:
         return (self.blocks[0] * moved)[..., None] * np.ones(len(ENDS))
 
     def states(self, micro_batches: int) -> Floats:
-        """[4, n, K, P] In the order of ``States``: bytes of a layer of each kind, and beside it in a stage of its own."""
+        """[8, n, K, P] In the order of ``States``: bytes of a layer of each kind, and beside it in a stage of its own."""
         found, none, traits = [], np.zeros(self.outside.shape), self.traits
         for parameters, experts, shapes in np.moveaxis(self.blocks, 2, 0)[..., None]:
             dense = parameters - experts
@@ -265,15 +288,26 @@ class _Sharing:
             stage = RankWeights(self.outside + parameters, parameters, self.outside, self.head, experts, shapes, dense)
             parts = state_bytes(stage, traits, self.shards, micro_batches)
             beside, of_ends = sum(parts.values(), none) - layer, parts["gradients"] + none - gradients
-            found.append((layer + none, gradients + none, beside, of_ends))
-        return np.moveaxis(np.array(found), 0, 2)
+            units = unit_bytes(stage, traits, self.shards, micro_batches)
+            others = unit_bytes(replace(stage, total=self.outside, experts=0.0), traits, self.shards, micro_batches)
+            pooled, grown = (self._kept(getattr(units, of) - getattr(others, of)) for of in ("pooled", "grown"))
+            beside, more = beside + self._kept(units.pooled) - pooled, self._kept(units.grown) - grown
+            at_peak = units.gathered + units.reduced, units.at_head
+            found.append((layer + pooled, gradients, beside, of_ends, *at_peak, grown, more))
+        return np.moveaxis(np.array([[none + of for of in each] for each in found]), 0, 2)
+
+    def _kept(self, pooled_bytes: Figures) -> Figures:
+        """The bytes in tensors for which there is no room, at least, where the allocator keeps so many for other streams."""
+        return np.maximum(memory.in_tensors(pooled_bytes * self.by_stream) - ROUNDED, 0.0)
 
 
 def _by_work(kinds: Floats, share: Floats) -> States:
-    """From those of each kind of layer, [4, N, K, P]."""
-    layer, gradients, beside, of_ends = kinds
-    each = share[..., None]
-    return States((layer / each).min(axis=1), (gradients / each).max(axis=1), beside.min(axis=1), of_ends.max(axis=1))
+    """From those of each kind of layer, [8, N, K, P]."""
+    of, each = States(*kinds), share[..., None]
+    layer, grown = ((figures / each).min(axis=1) for figures in (of.layer, of.grown))
+    gradients, of_ends = (of.layer_gradients / each).max(axis=1), of.gradients_beside.max(axis=1)
+    least = States(*(figures.min(axis=1) for figures in of))
+    return least._replace(layer=layer, grown=grown, layer_gradients=gradients, gradients_beside=of_ends)
 
 
 class _Again(NamedTuple):
@@ -282,7 +316,7 @@ class _Again(NamedTuple):
     seconds: Floats
     dropped: Floats
     needs: Ints
-    """Bytes at the peak of the backward pass, at least."""
+    """Bytes at the peak of the backward pass."""
 
 
 class _Segments:
@@ -309,7 +343,7 @@ class _Segments:
         return _Again(
             np.array([segment_again_s(unit, kind, self._data) for unit in blocks]),
             np.array([dropped_bytes(unit, units, kind) for unit in blocks], dtype=float),
-            np.minimum(self._needs("none"), self._needs(kind)),
+            self._needs(kind),
         )
 
     def row(self, again: _Again, share: Floats, *, may_choose: bool) -> Floats:
@@ -322,11 +356,14 @@ class _Segments:
         saves = again.dropped > 0
         per_byte = (again.seconds[saves] / again.dropped[saves]).min(initial=np.inf)
         kept = self._saved if may_choose else self._saved - again.dropped
-        least = again.needs.min(initial=np.iinfo(np.int64).max) if len(share) else 0
         none = np.zeros(len(ENDS))
+        plain, remade = (
+            none + needs.min(initial=np.iinfo(np.int64).max if len(share) else 0)
+            for needs in (self._needs("none") if may_choose else again.needs, again.needs)
+        )
         places = (
             kept_beside_layers(self._units, self._ends), *self._received,
-            np.maximum(*peak_bytes(self._units, np.full(len(none), least), self._ends)).clip(min=0),
+            peak_bytes(self._units, plain, self._ends)[0], *peak_bytes(self._units, remade, self._ends),
         )  # fmt: skip
         return np.array([
             (both / share).min(initial=np.inf), self._head_s,

@@ -11,7 +11,7 @@ from ahp.arrays import Floats
 from ahp.engines.registry import get
 from ahp.forecast.assembly import recompute_of
 from ahp.forecast.axes import ALONE
-from ahp.forecast.cell_columns import ENDS, WHOLE
+from ahp.forecast.cell_columns import ENDS, FIRST, WHOLE
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.groups import shard_ranks
 from ahp.forecast.mixed import MixedPricer
@@ -92,6 +92,15 @@ class GroupCells:
         beside = np.zeros((2, len(ENDS)))
         beside[:, WHOLE] = _seconds(cost)
         return StageLine(np.zeros((2, num_layers)), beside, once)
+
+    @cached_property
+    def last_s(self) -> Floats:
+        """[L + 1] Seconds that a first stage with so many layers takes after its last micro-batch, at least."""
+        num_layers, alone = len(self._units.layers), self._layout.pipeline_parallel_degree == 1
+        costs = self._costs(*((n, FIRST) for n in range(num_layers))) + self._costs(
+            (num_layers, WHOLE if alone else FIRST)
+        )
+        return np.array([min(sum(of.last_backward.values()), sum(of.last_weight_gradient.values())) for of in costs])
 
     def _of_units(self) -> StageLine:
         """Without what gathers weights beside the layers, and without the host."""

@@ -158,6 +158,11 @@ def most_allocated(device_bytes: Figures, outside: Outside) -> Figures:
     return (device_bytes + 1.0 - outside.total) / margins.value("reserved_over_allocated") + 1.0
 
 
+def in_tensors(kept_bytes: Figures) -> Figures:
+    """The bytes in tensors for which there is no room on a device where the allocator keeps so many for other streams."""
+    return kept_bytes / margins.value("reserved_over_allocated")
+
+
 FIT_PROBABILITY = 0.95
 """What ``Forecast.fits`` asks for."""
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ahp.arrays import Floats, Ints
 from ahp.forecast.cell_columns import BETWEEN, WHOLE, CellColumns
+from ahp.forecast.memory import in_tensors
 
 ANYWHERE = -1
 """The place of a stage of which it is not known."""
@@ -62,6 +63,8 @@ class StageRoom:
     """Of each layer and micro-batch, with as little recomputed as there may be."""
     most: Floats
     """Layers that memory allows, however many are recomputed."""
+    remade: Floats
+    """Bytes that recompute takes at the peak, beyond a pass without."""
 
     @classmethod
     def of(cls, columns: CellColumns, rows: Ints, at: Positions, micro_batches: int | Ints) -> StageRoom:
@@ -83,27 +86,37 @@ class StageRoom:
 
         states = columns.one if m.min() == 1 else columns.several
         layer, beside, room = least(states.layer)[:, None], least(states.beside)[:, None], least(columns.room)
-        holds = (room - beside) / layer
-        if m.min() == 1:  # its gradients grow as its activations go
-            layer = layer - most(states.layer_gradients)[:, None]
-            beside = beside - most(states.gradients_beside)[:, None]
-        free = room - beside - least(held.temporary) - k * least(held.outside)
-        free = free - m * of_place(held.received[rows]) - least(held.once)
-        kept, dropped = held.kept[rows][..., None], held.dropped[rows][..., None]
+        at_head = np.maximum(least(held.at_head) + least(states.at_head)[:, None], 0.0)
+        plain, remade = (
+            np.maximum(least(of) + least(states.in_layers)[:, None], at_head) for of in (held.in_layers, held.in_again)
+        )
+        plain = np.minimum(plain, remade)
+        room = room - plain - m * of_place(held.received[rows]) - least(held.once)
+        holds, counts = (room - beside) / layer, 1.0
+        if (
+            m.min() == 1
+        ):  # its gradients grow as its activations go: of both the more is in tensors, and the less kept for other streams
+            grown = least(states.grown)[:, None]
+            layer = layer - most(states.layer_gradients)[:, None] + grown
+            beside = beside - most(states.gradients_beside)[:, None] + least(states.grown_beside)[:, None]
+            counts = np.where(grown > 0.0, in_tensors(1.0), 1.0)
+        kept, dropped = (counts * of[rows][..., None] for of in (held.kept, held.dropped))
+        free = room - beside - counts * k * least(held.outside)
         free = free - at.beside * columns.share[rows].min(axis=1)[:, None, None] * (kept - dropped)
-        holds = np.minimum(holds, free / (layer + k * (kept - dropped)))
+        some = np.maximum(free / (layer + k * kept), (free + plain - remade) / (layer + k * (kept - dropped)))
+        holds = np.minimum(holds, some)
         if columns.alike:
             holds = np.where(holds < 1.0 - ROUNDING, 0.0, holds)
         work, copied_s = columns.work, columns.copied_of(m.min())[rows]
         return cls(
             work.layer_s[rows][..., None] + of_place(copied_s),
-            work.again_s_per_byte[rows][..., None], free, k, layer, kept, np.maximum(holds, 0.0),
+            work.again_s_per_byte[rows][..., None], free, k, layer, kept, np.maximum(holds, 0.0), remade - plain,
         )  # fmt: skip
 
     def mapped(self, each: Callable[[Floats], Floats]) -> StageRoom:
         """With all figures changed alike, from [n, G, K]."""
-        layer_s, again_s, free, held, states, kept, most = map(each, np.broadcast_arrays(*vars(self).values()))
-        return StageRoom(layer_s, again_s, free, held.astype(np.int64), states, kept, most)
+        layer_s, again_s, free, held, *others = map(each, np.broadcast_arrays(*vars(self).values()))
+        return StageRoom(layer_s, again_s, free, held.astype(np.int64), *others)
 
     @property
     def _slow_s(self) -> Floats:
@@ -118,7 +131,8 @@ class StageRoom:
 
     def saved_bytes(self, layers: Floats) -> Floats:
         """[n, G, K] Of each micro-batch in flight, what stages with so many layers must save by recompute."""
-        return np.maximum(layers * (self.states / self.held + self.kept) - self.free / self.held, 0.0)
+        without = layers * (self.states / self.held + self.kept) - self.free / self.held
+        return np.where(without > 0.0, np.maximum(without + self.remade / self.held, 0.0), 0.0)
 
     def hold(self, layers: Floats) -> NDArray[np.bool_]:
         """[n, G, K] Whether memory does, however many are recomputed."""
@@ -140,7 +154,7 @@ class StageRoom:
 
         return StageRoom(
             least(self.layer_s), least(self.again_s), most(self.free), self.held, least(self.states), least(self.kept),
-            most(self.most),
+            most(self.most), least(self.remade),
         )  # fmt: skip
 
     def least_s(self, num_layers: int, count: Ints) -> Floats:

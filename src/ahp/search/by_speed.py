@@ -86,17 +86,19 @@ def ranking_by_speed(
     tied: float = 0.0,
     *,
     remedies: bool = True,
+    other_cuts: bool = True,
 ) -> Ranking:
     """All devices, the shortest step first, but for the simplest of those that take at most the share ``tied`` longer.
 
-    ``remedies``: whether to say what would make it fit, where nothing does.
+    ``remedies``: whether to say what would make it fit, where nothing does. ``other_cuts``: whether the certificate bounds what other cuts into
+    stages and other numbers of recomputed layers take.
     """
     if asked.cluster.is_mixed:
         from ahp.search.mixed.over_groups import mixed_ranking
 
-        plain = partial(ranking_by_speed, keep=keep, current=None, by=by)
+        plain = partial(ranking_by_speed, keep=keep, current=None, by=by, remedies=False, other_cuts=False)
         return mixed_ranking(asked, keep, current, by, plain, remedies=remedies)
-    return _ranked(_look(asked, keep, by), keep, current, by, tied, remedies=remedies)
+    return _ranked(_look(asked, keep, by), keep, current, by, tied, remedies=remedies, other_cuts=other_cuts)
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ def _ranked(
     tied: float,
     *,
     remedies: bool = True,
+    other_cuts: bool = True,
 ) -> Ranking:
     table, used, bounds, found = looked.table, looked.used, looked.bounds, looked.found
     space, today = table.space, today_of(used, current)
@@ -165,7 +168,7 @@ def _ranked(
         legal_rows(used)  # with compiled blocks alone there may be none, and the reason is another
         raise _nothing_found(used, by, found, remedies)
     better = _improved(used, bounds, space, found, families_too=bool(by.name == "exact" and tied))
-    certificate = _certificate(looked, better, by.name)
+    certificate = _certificate(looked, better, by.name, other_cuts=other_cuts)
     ordered = simplest_first(with_candidate(better.pairs, today, used), tied)
     ranked, (layout, best) = ordered.ranked, ordered.ranked[0]
     nearby = Nearby(bounds, space, found, better.place_of(layout, used, found), ordered.fastest[1].step_time_s)
@@ -228,12 +231,13 @@ def _improved(used: Problem, bounds: Bounds, space: Space, found: Outcome, *, fa
     return _Improved(pairs, better, lighter, others, places)
 
 
-def _certificate(looked: _Looked, better: _Improved, method: str) -> Certificate:
+def _certificate(looked: _Looked, better: _Improved, method: str, *, other_cuts: bool) -> Certificate:
     used, bounds = looked.used, looked.bounds
     ways = ways_of(used)
     tried, best_s = (better.recut.forecasts, better.lighter.forecasts), better.pairs[0][1].step_time_s
-    any_cut_s = None if used.constraints.layers_per_stage is not None else bounds.any_cut_s(best_s)
-    any_part_s = None if ways is None else bounds.any_part_s(ways, best_s)
+    cut_given = used.constraints.layers_per_stage is not None
+    any_cut_s = bounds.any_cut_s(best_s) if other_cuts and not cut_given else None
+    any_part_s = None if ways is None or not other_cuts else bounds.any_part_s(ways, best_s)
     took_s = perf_counter() - looked.start
     found = certified(looked.table.space, looked.found, tried, best_s, (any_cut_s, any_part_s), took_s, method)
     if not looked.table.problem.either_blocks:

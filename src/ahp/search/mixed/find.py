@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ahp.schedule.registry import PLAIN
 from ahp.search.choices import ScheduleChoice
 from ahp.search.mixed.floors import Kind, ShapeFloors, Shapes
 from ahp.search.mixed.nearby_shapes import NearbyShapes
@@ -361,13 +362,13 @@ class Finder:
             update = {"pipeline_parallel_schedule": pipe.schedule, "virtual_stages_per_rank": pipe.virtual}
             return self.floors.tables(shape, least, shape.layout().model_copy(update=update))
 
-        # Weight gradients fill no more than what several stages on a rank fill.
+        # Weight gradients fill no more than what several stages on a rank fill, and loops may keep no more than 1F1B.
         facts = self._facts(shape)
-        one = replace(shape, schedule="InterleavedZeroBubble")
+        one, plain = replace(shape, schedule="InterleavedZeroBubble"), replace(shape, schedule=PLAIN)
         fixed = replace(facts["fixed"], layers=None, recomputed=None)
         return SeveralTask(
             **facts,
-            one=Task(**{**facts, "shape": one, "tables": self.floors.tables(one, least), "fixed": fixed}),
+            one=Task(**{**facts, "shape": one, "tables": self.floors.tables(plain, least), "fixed": fixed}),
             pipes=pipes,
             of_pipe=cache(of_pipe),
             legal=lambda pipe, m: self.space.legal_pipe(pipe, shape.pipeline, m),

@@ -30,8 +30,7 @@ from ahp.search.problem import Problem
 from ahp.search.result import Ranking
 from ahp.words import percent, seconds
 
-Plain = Callable[..., Ranking]
-"""Of a problem, and ``remedies``: whether to say what would make it fit, where nothing does."""
+Plain = Callable[[Problem], Ranking]
 
 ROUNDING = 1e-9
 """Share by which sums in another order may differ."""
@@ -193,7 +192,7 @@ def _each_alone(asked: Problem, plain: Plain) -> list[Alone]:
             found.append(Alone(group.name, used, None, f"parallelism.{fixed[0]} is given"))
             continue
         try:
-            found.append(Alone(group.name, used, plain(used, remedies=False)))
+            found.append(Alone(group.name, used, plain(used)))
         except (BadInput, NotExpressible, NothingFits) as refusal:
             found.append(Alone(group.name, used, None, str(refusal)))
     return found

@@ -25,7 +25,7 @@ from ahp.schedule.registry import get
 from ahp.search.choices import ScheduleChoice
 from ahp.search.mixed.fewest import fewest
 from ahp.search.mixed.solve import Ends, Placement, Price, Row, Solved, Task
-from ahp.search.mixed.tables import LayoutTables, StageCosts
+from ahp.search.mixed.tables import LayoutTables, RankCosts
 
 LOOKED_AT = (
     ScheduleChoice("Interleaved1F1B", 2),
@@ -64,20 +64,18 @@ class SeveralTask(Task):
         costs, legal = self._costs(pipe, kinds, cut, micro_batches), self.legal(pipe, micro_batches)
         return Ends(self._least_s(pipe, costs, micro_batches), costs.fits.all(axis=-1) & legal, costs.recomputed)
 
-    def _costs(self, pipe: ScheduleChoice, kinds: Ints, cut: Ints | Sequence[int], micro_batches: Ints) -> StageCosts:
-        """[..., S] From the group of each rank."""
-        return self.of_pipe(pipe).stages(kinds[..., self._ranks(pipe)], cut, micro_batches)
+    def _costs(self, pipe: ScheduleChoice, kinds: Ints, cut: Ints | Sequence[int], micro_batches: Ints) -> RankCosts:
+        """From the group of each rank."""
+        return self.of_pipe(pipe).of_ranks(kinds, cut, micro_batches)
 
     def _ranks(self, pipe: ScheduleChoice) -> Ints:
         return np.array(stage_ranks(pipe.schedule, self.shape.pipeline, pipe.virtual))
 
-    def _least_s(self, pipe: ScheduleChoice, costs: StageCosts, micro_batches: Ints) -> Floats:
+    def _least_s(self, pipe: ScheduleChoice, costs: RankCosts, micro_batches: Ints) -> Floats:
         """[...] Seconds of a replica."""
-        p, ranks = self.shape.pipeline, self._ranks(pipe)
-        busy = np.stack([costs.whole[..., ranks == rank].sum(axis=-1) for rank in range(p)], axis=-1)
-        first = (costs.forward if get(pipe.schedule).splits_backward else costs.whole)[..., :p]
+        first = (costs.forward if get(pipe.schedule).splits_backward else costs.light)[..., : self.shape.pipeline]
         before = np.cumsum(first, axis=-1) - first
-        return (before + micro_batches[..., None] * busy).max(axis=-1)
+        return (before + micro_batches[..., None] * costs.busy).max(axis=-1)
 
     # -- recompute --------------------------------------------------------------------------------------------------
 
@@ -179,9 +177,10 @@ class SeveralTask(Task):
         for pipe in self.pipes:
             goes_round = min(placement.layers) >= pipe.virtual or self.fixed.layers is not None
             if goes_round and (few or pipe in LOOKED_AT) and self.legal(pipe, m).all():
-                yield self._under(pipe, placement)
+                yield from self._under(pipe, placement)
 
-    def _under(self, pipe: ScheduleChoice, placement: Placement) -> Placement:
+    def _under(self, pipe: ScheduleChoice, placement: Placement) -> Iterator[Placement]:
+        """The placement under one of the schedules, where its memory may do."""
         ranks, v = self._ranks(pipe), pipe.virtual
         parts = [[n // v + (part < n % v) for part in range(v)] for n in placement.layers]
         cut = self.fixed.layers or _by_stage(parts, ranks)
@@ -194,7 +193,8 @@ class SeveralTask(Task):
             row._replace(recomputed=self._recomputed(some))
             for row, some in zip(placement.rows, costs.recomputed.tolist(), strict=True)
         ]
-        return self._placement(rows, cut, float(self._least_s(pipe, costs, m).max()), pipe)
+        if costs.fits.all():
+            yield self._placement(rows, cut, float(self._least_s(pipe, costs, m).max()), pipe)
 
 
 def _by_stage(of_ranks: Sequence[Sequence[int]], ranks: Ints) -> tuple[int, ...]:

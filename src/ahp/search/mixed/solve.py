@@ -283,6 +283,7 @@ class Task:
         assert pipe is None, "one schedule has no choice"
         costs = self.tables.stages(kinds, cut, micro_batches)
         least_s = ends_s(costs.whole, costs.forward, micro_batches, splits=self._splits)
+        least_s = least_s + self.tables.last_s[kinds[..., 0], cut[..., 0]]  # the way of the last gradient ends there
         return Ends(least_s, np.logical_and.reduce(costs.fits, axis=-1), costs.recomputed)
 
     def _recomputed(self, at_least: list[int]) -> tuple[int, ...] | None:

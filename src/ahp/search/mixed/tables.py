@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ahp.arrays import Floats, Ints, Mask
 from ahp.forecast.cell_columns import BETWEEN, FIRST, LAST, WHOLE, CellColumns
 from ahp.forecast.cells import GroupCells
 from ahp.forecast.stage_room import Positions, StageRoom
 from ahp.plan import Parallelism
-from ahp.schedule.registry import of_ranks
+from ahp.schedule.bounds import in_flight
+from ahp.schedule.registry import get, of_ranks
 
 ROUNDING = 1e-9
 """Of a layer, by which the fewest may come out above a whole number."""
@@ -36,6 +38,20 @@ class StageCosts(NamedTuple):
     """Whether the lower bound of the need does, so recomputed."""
 
 
+class RankCosts(NamedTuple):
+    """Of replicas with several stages on each of p ranks."""
+
+    busy: Floats
+    """[..., p] Seconds in which a rank computes one micro-batch, at least."""
+    light: Floats
+    """[..., S] Seconds of both passes of a stage with nothing recomputed, at least."""
+    forward: Floats
+    recomputed: Ints
+    """[..., S] Layers; of each rank no fewer in all, and first in the stage of which it keeps the most micro-batches."""
+    fits: Mask
+    """[..., p] Whether the lower bound of a rank's need does, so recomputed."""
+
+
 class LayoutTables:
     """G groups, S stages, L layers."""
 
@@ -49,7 +65,7 @@ class LayoutTables:
         ``ranks``: of a layout with several stages on a rank, whether a "stage" here is all that a rank has; which of them are the ends
         is not known then.
         """
-        self._columns, self._row, self._layout = columns, row, layout
+        self._columns, self._row, self._layout, self._ranks = columns, row, layout, ranks
         self.groups, self.light, self.has_choice = groups, light or groups, bool(light)
         self.num_layers = len(layers)
         self.num_stages = layout.pipeline_parallel_degree if ranks else layout.num_stages
@@ -93,14 +109,47 @@ class LayoutTables:
     def stages(self, kinds: Ints, layers: Ints | Sequence[int], micro_batches: Ints) -> StageCosts:
         """[..., S] Of replicas with these groups along their stages, [..., S], with these layers in them, [..., S], and so many
         micro-batches, [...]."""
-        n = np.asarray(layers)
+        work, seconds, room = self._layers_of(kinds, np.asarray(layers), micro_batches)
+        return self._costs(kinds, self._places, np.asarray(layers), work, seconds, room)
+
+    def of_ranks(self, kinds: Ints, layers: Ints | Sequence[int], micro_batches: Ints) -> RankCosts:
+        """The same of replicas with these groups along their ranks, [..., p], of which each has several stages. What a rank keeps is summed
+        over its stages; of what else they hold only the most of one is counted."""
+        layout, n = self._layout, np.asarray(layers)
+        at = get(layout.pipeline_parallel_schedule).placement
+        own = at.rank_stages(layout.pipeline_parallel_degree, layout.virtual_stages_per_rank)
+        group = kinds[..., np.array(at.stage_ranks(*own.shape))]
+        work, seconds, room = self._layers_of(group, n, micro_batches)
+        forward, light_s, every_s = self._with_ends(group, self._places, seconds)
+        shape = np.broadcast_shapes(group.shape, n.shape, room.held.shape)
+        order = np.argsort(-np.broadcast_to(room.held, shape)[..., own], axis=-1, kind="stable")
+
+        def of(figures: Floats | Ints | Mask) -> NDArray[Any]:
+            return np.take_along_axis(np.broadcast_to(figures, shape)[..., own], order, axis=-1)
+
+        free, remade = of(room.free).min(axis=-1), of(room.remade).min(axis=-1)
+        without = of(work * (room.states + room.held * room.kept)).sum(axis=-1) - free
+        need = np.where(without > 0.0, np.maximum(without + remade, 0.0), 0.0)[..., None]
+        each = of(room.held) * self._dropped[kinds][..., None]
+        saved = of(n) * each
+        number = np.ceil((need - (np.cumsum(saved, axis=-1) - saved)) / np.maximum(each, 1.0) - ROUNDING)
+        some = np.clip(number, 0, of(n)).astype(np.int64)
+        recomputed = np.zeros(shape, dtype=np.int64)
+        recomputed[..., own] = np.take_along_axis(some, np.argsort(order, axis=-1), axis=-1)
+        left = of(n).sum(axis=-1) - some.sum(axis=-1)
+        busy, remade_s = of(light_s).sum(axis=-1), of(every_s).sum(axis=-1) - left * self._again_s[kinds]
+        busy = np.where(some.sum(axis=-1) > 0, np.maximum(busy, remade_s), busy)
+        fits = of(room.hold(work)).all(axis=-1) & (need[..., 0] <= saved.sum(axis=-1) + 1.0)
+        return RankCosts(busy, light_s, forward, recomputed, fits)
+
+    def _layers_of(self, kinds: Ints, n: Ints, micro_batches: Ints) -> tuple[Floats, Floats, StageRoom]:
+        """[..., S] The work of so many layers of stages, their seconds as ``_costs`` takes them, and the room that there is for them."""
         last = np.cumsum(n, axis=-1)
         first = last - n
         seconds = self._seconds[:, kinds, last] - self._seconds[:, kinds, first]
         numbers, which = np.unique(micro_batches, return_inverse=True)
         at = which.reshape(np.shape(micro_batches))[..., None], kinds, np.arange(self.num_stages)
-        room = self._rooms(numbers).mapped(lambda of: of[at])
-        return self._costs(kinds, self._places, n, self._work[last] - self._work[first], seconds, room)
+        return self._work[last] - self._work[first], seconds, self._rooms(numbers).mapped(lambda of: of[at])
 
     def most_in_stages(self, micro_batches: Ints) -> Ints:
         """[S] Layers of each stage that any group can hold with one of so many micro-batches, at most."""
@@ -118,15 +167,17 @@ class LayoutTables:
 
     def _costs(self, group: Ints, place: Ints, n: Ints, work: Floats, seconds: Floats, room: StageRoom) -> StageCosts:
         """``seconds``: of the layers, forward, both passes, both with all layers recomputed."""
-        forward, light_s, every_s = (
-            of + beside[group, place] for of, beside in zip(seconds, self._beside_s, strict=True)
-        )
+        forward, light_s, every_s = self._with_ends(group, place, seconds)
         fits = room.hold(work)
         if not self.has_choice:
             return StageCosts(light_s, forward, np.zeros(fits.shape, dtype=np.int64), fits)
         least = np.where(fits, self._fewest(room.saved_bytes(work), self._dropped[group], n), n)
         at_least_s = np.maximum(light_s, every_s - (n - least) * self._again_s[group])
         return StageCosts(np.where(least > 0, at_least_s, light_s), forward, least, fits)
+
+    def _with_ends(self, group: Ints, place: Ints, seconds: Floats) -> list[Floats]:
+        """With what stages take beside their layers."""
+        return [of + beside[group, place] for of, beside in zip(seconds, self._beside_s, strict=True)]
 
     @staticmethod
     def _fewest(saved_bytes: Floats, dropped: Floats, n: Ints | int) -> Ints:
@@ -150,11 +201,13 @@ class LayoutTables:
 
     def _held(self, micro_batches: Ints) -> Ints:
         """[M, S] Micro-batches that each stage keeps at once, at least."""
-        m, stage = micro_batches[:, None], np.arange(self.num_stages)
-        if self._layout.virtual_stages_per_rank > 1:
-            return 1 + 0 * (m + stage)
-        schedule = of_ranks(self._layout.pipeline_parallel_schedule, self.num_stages)
-        return m + 0 * stage if schedule.all_forwards_first else np.minimum(self.num_stages - stage, m)
+        held = np.ones((len(micro_batches), self.num_stages), dtype=np.int64)
+        if not self._ranks:
+            p, v = self._layout.pipeline_parallel_degree, self._layout.virtual_stages_per_rank
+            schedule = of_ranks(self._layout.pipeline_parallel_schedule, p)
+            own = schedule.placement.rank_stages(p, v)
+            held[:, own] = np.stack([in_flight(schedule.name, p, v, m) for m in micro_batches.tolist()])
+        return held
 
     @cached_property
     def _seconds(self) -> Floats:
@@ -168,6 +221,14 @@ class LayoutTables:
         """[3, G, P] The same of a stage beside its layers."""
         pairs = zip(self.light, self.groups, strict=True)
         return np.array([[*light.line.beside, every.line.beside[1]] for light, every in pairs]).swapaxes(0, 1)
+
+    @cached_property
+    def last_s(self) -> Floats:
+        """[G, L + 1] Seconds that a first stage with so many layers takes after its last micro-batch, at least: what recomputes more hides
+        more."""
+        return np.array(
+            [np.minimum(light.last_s, every.last_s) for light, every in zip(self.light, self.groups, strict=True)]
+        )
 
     @cached_property
     def _again_s(self) -> Floats:
