@@ -13,7 +13,6 @@ from ahp.forecast.assembly import passes_behind, recompute_of
 from ahp.forecast.candidates.layer_columns import LayerColumns
 from ahp.forecast.candidates.shardings import Shardings
 from ahp.forecast.gathered import gathers_s
-from ahp.forecast.stage import layout_costs
 from ahp.plan import Parallelism
 from ahp.search.bounds.pipelines import Pipelines
 from ahp.search.problem import Problem
@@ -47,12 +46,11 @@ def test_stages_together_take_what_each_takes_alone(
     pricer, traits = asked.pricer, get(engine).traits(asked.job, layout, asked.engine)
     units, data = pricer.units(layout), pricer.data_parallel(layout, traits)
     recompute = recompute_of(kind, traits, units)
-    bytes_per_s = pricer.unit_pricer.rates.bytes_per_s
     some, behind = [1, 0, 2, 0, 3], np.array([0, 2, 1, 3, 0])
-    together = layout_costs(units, pricer.table(STAGES, some), recompute, data, pricer.network, bytes_per_s, behind)
+    together = pricer.stage_costs(units, pricer.table(STAGES, some), data, recompute, passes_behind=behind)
     for stage, count, passes, found in zip(STAGES, some, behind.tolist(), together, strict=True):
         table = pricer.table([stage], [count])
-        assert layout_costs(units, table, recompute, data, pricer.network, bytes_per_s, passes) == [found]
+        assert pricer.stage_costs(units, table, data, recompute, passes_behind=passes) == [found]
     # What is recomputed and gathered was not left out of all.
     assert any("recompute" in cost.backward for cost in together) == (kind != "none")
     assert all(cost.seconds[0] > 0 for cost in together)
@@ -74,7 +72,7 @@ def test_columns_of_the_search_are_the_forecasts(engine: str, keys: dict[str, An
     columns = np.stack([np.broadcast_to(seconds, shape) for seconds in found.values()], axis=-1)
     for split, (at, kind) in product(range(2), enumerate(stages.recompute)):
         data = pricer.data_parallel(layout, traits)
-        costs = layout_costs(units, table, kind, data, pricer.network, bytes_per_s)
+        costs = pricer.stage_costs(units, table, data, kind)
         gathered = gathers_s(units, table, data, pricer.network)
         beside = [
             (c.first_forward.get("weight_gather", 0.0), s, c.forward["host"])

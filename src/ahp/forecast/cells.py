@@ -11,7 +11,7 @@ from ahp.arrays import Floats
 from ahp.engines.registry import get
 from ahp.forecast.assembly import recompute_of
 from ahp.forecast.axes import ALONE
-from ahp.forecast.cell_columns import ENDS, FIRST, WHOLE
+from ahp.forecast.cell_columns import BETWEEN, ENDS, FIRST, LAST, WHOLE
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.groups import shard_ranks
 from ahp.forecast.mixed import MixedPricer
@@ -23,7 +23,7 @@ from ahp.forecast.segment import (
     segment_backward_s,
     segment_forward_s,
 )
-from ahp.forecast.stage import StageCost
+from ahp.forecast.stage import layout_costs
 from ahp.forecast.stage_memory import stage_weights
 from ahp.forecast.unit import Unit
 from ahp.plan import Parallelism
@@ -73,8 +73,7 @@ class GroupCells:
             return self._whole()
         if len(set(self._units.layers)) != 1 or num_layers == 1:
             return self._of_units()
-        costs = self._costs((1, 1), (2, 1), (1, 0), (1, 2))
-        one, two, first, last = (np.array(_seconds(cost)) for cost in costs)
+        one, two, first, last = self._priced[1][:4]
         each = np.minimum(two - one, one)
         beside = np.stack([first, one, last, last], axis=1) - each[:, None]
         return StageLine(np.repeat(each[:, None], num_layers, axis=1), beside)
@@ -82,25 +81,25 @@ class GroupCells:
     def _whole(self) -> StageLine:
         """Of the whole model, with what comes once per step."""
         num_layers = len(self._units.layers)
-        [cost] = self._costs((num_layers, WHOLE))
+        costs, [both] = self._priced
         weights = stage_weights(self._units, self._pricer.table([(0, num_layers, True, True)]))
         updated = float(weights.total[0] - weights.experts[0]) / shard_ranks(self._layout)
-        once = sum(cost.first_forward.values()) + sum(cost.last_backward.values())
+        once = float(costs["first_forward"][0] + costs["last_backward"][0])
         once += self._pricer.update_s(updated, self._traits) + self._pricer.offload_s(updated, self._traits)
         if self._pricer.muon is not None:  # over how many replicas its matrices are dealt out is not known yet
             once += num_layers * self._pricer.muon.least_s() / self._num_devices
         beside = np.zeros((2, len(ENDS)))
-        beside[:, WHOLE] = _seconds(cost)
+        beside[:, WHOLE] = both
         return StageLine(np.zeros((2, num_layers)), beside, once)
 
     @cached_property
     def last_s(self) -> Floats:
-        """[L + 1] Seconds that a first stage with so many layers takes after its last micro-batch, at least."""
-        num_layers, alone = len(self._units.layers), self._layout.pipeline_parallel_degree == 1
-        costs = self._costs(*((n, FIRST) for n in range(num_layers))) + self._costs(
-            (num_layers, WHOLE if alone else FIRST)
-        )
-        return np.array([min(sum(of.last_backward.values()), sum(of.last_weight_gradient.values())) for of in costs])
+        """[L + 1] Seconds that a first stage with so many layers takes after its last micro-batch, at least; of the whole model 0 but for
+        all layers."""
+        costs, _ = self._priced
+        found = np.minimum(costs["last_backward"], costs["last_weight_gradient"])
+        num_layers = len(self._units.layers)
+        return found[4:] if len(found) > 1 else np.concatenate([np.zeros(num_layers), found])
 
     def _of_units(self) -> StageLine:
         """Without what gathers weights beside the layers, and without the host."""
@@ -109,10 +108,18 @@ class GroupCells:
         beside = np.stack([embedding, 0 * head, head, embedding + head], axis=1)
         return StageLine(kinds[:, list(self._units.layers)], beside)
 
-    def _costs(self, *stages: tuple[int, int]) -> list[StageCost]:
-        """Of stages with so many layers at a place."""
-        table = self._pricer.table([(0, num_layers, *ENDS[place]) for num_layers, place in stages])
-        return self._pricer.stage_costs(self._units, table, self._data, self._recompute, self._network)
+    @cached_property
+    def _priced(self) -> tuple[dict[str, Floats], Floats]:
+        """[S] Of the stages that are priced what they take, and [S, 2] for one micro-batch, forward and both passes: of the whole model; or
+        of one layer and of two between, of one at each end, and of first stages with any number of layers."""
+        num_layers = len(self._units.layers)
+        several = (1, BETWEEN), (2, BETWEEN), (1, FIRST), (1, LAST), *((n, FIRST) for n in range(num_layers + 1))
+        stages = ((num_layers, WHOLE),) if self._layout.pipeline_parallel_degree == 1 else several
+        table = self._pricer.table([(0, min(n, num_layers), *ENDS[place]) for n, place in stages])
+        bytes_per_s = self._pricer.unit_pricer.rates.bytes_per_s
+        costs = layout_costs(self._units, table, self._recompute, self._data, self._network, bytes_per_s).seconds()
+        seconds = {name: np.broadcast_to(of, (1, 1, len(stages)))[0, 0] for name, of in costs.items()}
+        return seconds, np.stack([seconds["forward"], seconds["forward"] + seconds["backward"]], axis=1)
 
     @cached_property
     def again_s(self) -> float:
@@ -128,12 +135,6 @@ class GroupCells:
             return device_s + beside * data.operator_s
         launches = (recomputed(unit, self._recompute).launches + beside) * host.launches_per_operator
         return max(device_s, launches * data.operator_s)
-
-
-def _seconds(cost: StageCost) -> tuple[float, float]:
-    """Of one micro-batch, forward and both passes."""
-    forward_s = sum(cost.forward.values())
-    return forward_s, forward_s + sum(cost.backward.values())
 
 
 def _passes(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[float, float]:

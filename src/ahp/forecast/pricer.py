@@ -262,7 +262,8 @@ class Pricer:
     ) -> list[StageCost]:
         """Price stages on these nodes; ``network``: what prices their collectives, where not these nodes' own."""
         bytes_per_s = self.unit_pricer.rates.bytes_per_s
-        return layout_costs(units, table, recompute, data, network or self.network, bytes_per_s, passes_behind)
+        costs = layout_costs(units, table, recompute, data, network or self.network, bytes_per_s, passes_behind)
+        return costs.rows(table)
 
     def table(
         self, stages: Sequence[tuple[int, int, bool, bool]], recomputed: Sequence[int] | None = None

@@ -156,10 +156,10 @@ def layout_costs(
     network: Times,
     bytes_per_s: float,
     passes_behind: Ints | int = 0,
-) -> list[StageCost]:
+) -> StageCosts:
     """Price the stages of one layout."""
     shared = SharedWeights.of(StageUnits.of(units, data.traits, table), data, network)
-    return stage_costs(units, table, [recompute], data, shared, bytes_per_s, passes_behind).rows(table)
+    return stage_costs(units, table, [recompute], data, shared, bytes_per_s, passes_behind)
 
 
 FIGURES: dict[str, Callable[[Unit, float], float]] = {

@@ -28,6 +28,9 @@ from ahp.words import percent
 if TYPE_CHECKING:
     from ahp.forecast.found_order import FoundOrder, ToOrder
 
+WAITING = 12
+"""So many layouts, those with the shortest step but for their bubble, are looked at more closely."""
+
 LAYOUTS = 3
 """So many layouts, those that could become the fastest, get a schedule where it is left open."""
 
@@ -62,7 +65,8 @@ class _Entry:
 
 def _where_it_pays(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
     best, limit_s = ranking.best, _step_s(ranking.fastest) * (1 - TIED)
-    waiting = [plan for plan in _different(ranking) if _without_bubble_s(plan) < limit_s]
+    waiting = [plan for plan in (*_different(ranking), *ranking.more) if _without_bubble_s(plan) < limit_s]
+    waiting = sorted(waiting, key=_without_bubble_s)[:WAITING]
     if not waiting:
         return ranking
     if reason := replace(asked, engine=best.engine).refused(any_order()):

@@ -67,6 +67,8 @@ class Ranking:
     than all of these. The fastest and today's layout are among them."""
     own_order: OwnOrder | None = None
     """Where a schedule was looked for that is made for a layout's own stages."""
+    more: tuple[Plan, ...] = ()
+    """On a mixed cluster the plans beyond ``plans``: a schedule of its own may make one of them the fastest."""
     twins: int = 0
     """Layouts that were priced, fit, and are neither the first plan nor one of ``families``."""
 

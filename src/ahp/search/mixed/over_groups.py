@@ -154,7 +154,7 @@ def mixed_ranking(
     if today is not None:
         of_best = mixed_explain.on_fullest(asked, (today.parallelism, today.forecast)) if today.forecast else asked
         told = compared(today, (best.parallelism, best.priced), of_best)
-    return Ranking((first, *others), certificate, (), lost[keep - 1 :], notes, told)
+    return Ranking((first, *others), certificate, (), lost[keep - 1 :], notes, told, more=tuple(plans[keep:]))
 
 
 def fastest_of_groups(asked: Problem, ceiling_s: float, like: Parallelism | None = None) -> Fastest | None:
