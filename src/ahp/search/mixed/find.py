@@ -388,7 +388,7 @@ class Finder:
             "names": self.names,
             "total": total,
             "allowed": self.space.allowed(shape.pipeline, shape.schedule, total),
-            "fastest_first": tuple(np.argsort(tables.whole_s, kind="stable").tolist()),
+            "fastest_first": self.floors.fastest_first(alike),
             "slowest_share": self.floors.slowest(shape.pipeline * shape.replicas * alike.width),
             "fixed": self.space.fixed(shape.pipeline, shape.replicas),
             "cells_fit": self.floors.pricer.cells_fit,

@@ -252,6 +252,10 @@ class ShapeFloors:
             (of[group].line.once for of in (tables.light, tables.groups) for group in used), default=0.0
         )
 
+    def fastest_first(self, alike: Alike) -> tuple[int, ...]:
+        """The groups by what a layer takes on them."""
+        return tuple(np.argsort(self.columns.work.layer_s[self._rows[alike]], kind="stable").tolist())
+
     # -- what placements cost -----------------------------------------------------------------------------------------
 
     def tables(self, shape: Shape, least: int, layout: Parallelism | None = None) -> LayoutTables:

@@ -87,11 +87,6 @@ class LayoutTables:
         """[G] Seconds of both passes of the mean layer with none recomputed, and of the stage with the least beside it."""
         return self._seconds[1, :, -1] / self.num_layers + self._beside_s[1][:, self._places].min(axis=1)
 
-    @property
-    def whole_s(self) -> Floats:
-        """[G] Of a stage with all layers, none recomputed."""
-        return self._seconds[1, :, -1] + self._beside_s[1][:, self._places[-1]]
-
     def least_whole_s(self, there: Mask) -> Floats:
         """[G] Seconds of the whole model for one micro-batch on a cell, with as few layers recomputed as memory asks for; infinite where
         there is none or it has not the memory."""
