@@ -220,7 +220,7 @@ class Config(Record):
 HELP: dict[str, str] = {
     "model": "catalogue name, folder or file of a Hugging Face config.json, mapping of its keys, or pkg.mod:factory",
     "init_from": "folder of Hugging Face weights and tokenizer.json to start from; without model, its config.json too",
-    "cluster": "local, a cluster.yaml, a short form such as 8x8xH100-SXM-80GB, slurm, kubernetes, or a mapping",
+    "cluster": "local, a cluster.yaml, a short form such as 8x8xH100-SXM-80GB or 8xH100+8xA100, slurm, kubernetes, or a mapping",
     "job.data": "python-stdlib, a file or folder of .txt, .jsonl or .parquet, or hub:owner/name; or a mixture, [{path: a.jsonl, weight: 0.7}, ...] (docs/data.md)",
     "job.data_field": "key of a row that has its text or messages; null = text, or prompt and completion, or messages, whichever the row has",
     "job.packing": "packed: documents one after another, cut into sequences; padded: one document in a sequence",

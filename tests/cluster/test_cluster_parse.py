@@ -60,6 +60,7 @@ def test_short_form(text: str, nodes: int, devices: int, name: str, gbps: float 
         ("1x64xA100", None),
         ("8x8xA100", None),
         ("64xcpu", None),
+        ("8xH100+64xA100", "64xA100 is read as 8 nodes of 8, the usual width; 1x64xA100 is one node"),
         ("A100", None),
         ("MI300X", None),
         ("local", None),
@@ -75,9 +76,41 @@ def test_devices_that_are_no_whole_nodes_are_refused_with_the_nearest() -> None:
         Cluster.parse("20xA100")
 
 
-def test_several_kinds_in_a_short_form_and_files_that_are_no_clusters(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"several are the groups of a cluster.yaml"):
-        Cluster.parse("4x8xH100+8x4xA100")
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("8xH100-SXM-80GB+8xA100-SXM-80GB", [("h100", 1, 8), ("a100", 1, 8)]),
+        ("64xH100 + 2x4xL4@50", [("h100", 8, 8), ("l4", 2, 4)]),
+        ("8xH100+4xH100+a100", [("h100-1", 1, 8), ("h100-2", 1, 4), ("a100", 1, 1)]),
+        ("RTX 4090@100+MI300X@400", [("rtx-4090", 1, 1), ("mi300x", 1, 1)]),
+    ],
+)
+def test_groups_joined_in_a_short_form_are_a_mixed_cluster(text: str, groups: list[tuple[str, int, int]]) -> None:
+    cluster = Cluster.parse(text)
+    assert [(group.name, group.nodes, group.devices_per_node) for group in cluster.groups] == groups
+    described = [
+        {"name": name, "nodes": nodes, "devices_per_node": devices, "device": group.device.name}
+        | ({"inter_node_gbps": float(part.split("@")[1])} if "@" in part else {})
+        for (name, nodes, devices), group, part in zip(groups, cluster.groups, text.split("+"), strict=True)
+    ]
+    assert cluster == Cluster.from_dict({"groups": described}, cluster.source)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("8xH100+", "each side of \\+"),
+        ("8xH100+8xH1OO-SXM-80GB", "not in the catalogue.*H100-SXM-80GB"),
+        ("8xH100+12xA100", r"valid: 8xA100, 16xA100, 1x12xA100"),
+        ("8xH100+2xRTX 4090", "RTX-4090-24GB has no usual network"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused(text: str, words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        Cluster.parse(text)
+
+
+def test_files_that_are_no_clusters(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"cluster = 8: must be a text"):
         Cluster.parse(8)  # pyright: ignore[reportArgumentType]
     file = tmp_path / "plan.yaml"

@@ -59,7 +59,7 @@ class Arguments:
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Catalogue name, folder or file of a Hugging Face config.json, or pkg.mod:factory."""
     cluster: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CLUSTER")]
-    """cluster.yaml, a short form such as 8x8xH100-SXM-80GB, local, slurm or kubernetes."""
+    """cluster.yaml, a short form such as 8x8xH100-SXM-80GB or 8xH100+8xA100, local, slurm or kubernetes."""
     out: Annotated[str, tyro.conf.arg(aliases=["-o"])] = "plan.yaml"
     """Where the best plan is written."""
     top: int = 10

@@ -3,6 +3,7 @@
 Short form: ``[NODESx][DEVICES_PER_NODEx]DEVICE[@GBPS]``. ``8x8xH100-SXM-80GB`` is 8 nodes of 8; ``8xA100-SXM-80GB``
 one node of 8; ``64xA100-SXM-80GB`` 8 nodes of 8, the usual width; ``1x64xA100-SXM-80GB`` one node of 64; ``H100`` one
 device. Hosts of 4 GB200 (``64x4xGB200-NVL72``) are joined by NVLink, as the catalogue knows. ``@400`` gives a node 400 Gb/s per direction instead of what is usual.
+Groups of unlike devices are joined by ``+``: ``8xH100-SXM-80GB+2x8xA100-SXM-80GB``; each is named by its device, and the slower of their usual networks joins two.
 """
 
 from __future__ import annotations
@@ -124,18 +125,33 @@ def from_text(text: str) -> Cluster:
     """Read the short form (see the top of this file)."""
     if not isinstance(text, str):
         raise bad_input("cluster", text, "must be a text such as 8x8xH100-SXM-80GB")
+    parts = _parts(text)
+    if len(parts) == 1:
+        return from_dict(_described(text), f"cluster {text!r}")
+    if not all(parts):
+        raise bad_input("cluster", text, "on each side of + stands a group of devices, such as 8xH100+8xA100")
+    groups = [_described(part) for part in parts]
+    names = [re.sub(r"[^a-z0-9]+", "-", group["device"].split("-")[0].lower()) for group in groups]
+    for number, (group, name) in enumerate(zip(groups, names, strict=True), 1):
+        group["name"] = name if names.count(name) == 1 else f"{name}-{number}"
+    return from_dict({"groups": groups}, f"cluster {text!r}")
+
+
+def _parts(text: str) -> list[str]:
+    """One short form of each group of nodes."""
+    return [part.strip() for part in text.split("+")]
+
+
+def _described(text: str) -> dict[str, Any]:
+    """What the short form of one group says."""
     if catalogue.lookup(text.split("@")[0]) is not None:  # device names hold an x themselves: RTX 4090, MI300X
         nodes, devices, (device, _, gbps) = None, None, text.partition("@")
-    elif "+" in text:
-        raise bad_input(
-            "cluster", text, "a short form has one kind of device; several are the groups of a cluster.yaml"
-        )
     else:
         found = _SHORT.fullmatch(text.strip())
         if found is None:
             raise bad_input("cluster", text, "not NODESxDEVICESxDEVICE (such as 8x8xH100-SXM-80GB), nor a file")
         nodes, devices, device, gbps = found["nodes"], found["devices"], found["device"], found["gbps"] or ""
-    description = {
+    description: dict[str, Any] = {
         "nodes": _count("nodes", nodes, text),
         "devices_per_node": _count("devices per node", devices, text),
         "device": device,
@@ -149,7 +165,7 @@ def from_text(text: str) -> Cluster:
             raise bad_input("cluster", text, rule, [*whole, f"1x{text}"])
     if "@" in text:
         description["inter_node_gbps"] = _gbps(gbps, text)
-    return from_dict(description, f"cluster {text!r}")
+    return description
 
 
 def _usual_width(device: str, count: int) -> int | None:
@@ -162,9 +178,11 @@ def _usual_width(device: str, count: int) -> int | None:
 
 def width_words(text: object) -> str | None:
     """What was taken for the width of the nodes where a short form gives devices alone, and more than one node holds."""
-    if not isinstance(text, str):
-        return None
-    found = _SHORT.fullmatch(text.strip())
+    return "; ".join(filter(None, map(_width_words, _parts(text)))) or None if isinstance(text, str) else None
+
+
+def _width_words(text: str) -> str | None:
+    found = _SHORT.fullmatch(text)
     if found is None or found["nodes"] is not None or not _COUNT.fullmatch(found["devices"] or ""):
         return None
     count = int(found["devices"])
