@@ -173,7 +173,7 @@ def test_floors_are_under_every_choice(share: float, roomy: tuple[str, ...], dat
         if not placements:
             continue
         placement = data.draw(st.sampled_from(placements))
-        lightest = task._with_fewest(placement)
+        lightest = task._with_fewest(asked.price, placement)
         layouts = [placement.of(shape, finder.names), task._layout(lightest)]
         drawn = tuple(
             row._replace(recomputed=tuple(data.draw(st.integers(0, count)) for count in placement.layers))

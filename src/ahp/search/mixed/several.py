@@ -79,11 +79,11 @@ class SeveralTask(Task):
 
     # -- recompute --------------------------------------------------------------------------------------------------
 
-    def _lightest(self, placement: Placement) -> tuple[list[Placement], bool]:
+    def _lightest(self, price: Price, placement: Placement) -> tuple[list[Placement], bool]:
         if not self._is_open:
             return [placement], True
         found = self._smallest(placement)
-        return ([self._with_fewest(placement)], False) if found is None else (found, True)
+        return ([self._with_fewest(price, placement)], False) if found is None else (found, True)
 
     def _smallest(self, placement: Placement) -> list[Placement] | None:
         """With numbers of which none can be less, since time never rises as one falls; None where these are too many to look at.
@@ -168,7 +168,7 @@ class SeveralTask(Task):
         solved = Solved()
         for placement in found:
             if solved.best is None or placement.at_least_s < solved.best[1].step_time_s:
-                self._price(price, self._layout(self._with_fewest(placement)), solved)
+                self._price(price, self._layout(self._with_fewest(price, placement)), solved)
         return solved
 
     def _spread(self, placement: Placement) -> Iterator[Placement]:

@@ -148,22 +148,24 @@ class Task:
             if solved.forecasts >= EXACT:
                 solved.proven = False
                 break
-            lightest, every = self._lightest(placement)
+            lightest, every = self._lightest(price, placement)
             solved.proven &= every
             for light in lightest:
                 for layout in self._orders(light):
                     self._price(price, layout, solved)
         return solved
 
-    def _lightest(self, placement: Placement) -> tuple[list[Placement], bool]:
+    def _lightest(self, price: Price, placement: Placement) -> tuple[list[Placement], bool]:
         """With the numbers of recomputed layers of which some may be the fastest, and whether these are all."""
-        return [self._with_fewest(placement)], True
+        return [self._with_fewest(price, placement)], True
 
-    def _with_fewest(self, placement: Placement) -> Placement:
+    def _with_fewest(self, price: Price, placement: Placement) -> Placement:
         """With as few layers recomputed as the forecast's memory asks for, where that is open."""
         if not self._is_open:
             return placement
         try:
+            if price(self._layout(placement)).fits:  # mostly no more than the bound asks for
+                return placement
             fits = self.cells_fit(placement.of(self.shape, self.names))
         except (BadInput, NotExpressible):
             return placement  # pricing it says why
@@ -196,7 +198,7 @@ class Task:
         """Price placements until one fits."""
         solved = Solved()
         for placement in found:
-            self._price(price, self._layout(self._with_fewest(placement)), solved)
+            self._price(price, self._layout(self._with_fewest(price, placement)), solved)
             if solved.best is not None:
                 break
         return solved
