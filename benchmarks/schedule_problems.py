@@ -1,6 +1,6 @@
 """Problems drawn at random: stages that differ, on ranks of any placement, in little or ample memory."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 from ahp.schedule.simulate import StageTimes
@@ -54,8 +54,8 @@ def problem(
         there = [0.0] * p
         for stage, rank in enumerate(stage_rank):
             there[rank] += random.uniform(0, 2)
-            times[stage] = replace(
-                times[stage], gathered_s=there[rank], reduce_s=random.uniform(0, 3), reduce_slows=0.2
+            times[stage] = times[stage]._replace(
+                gathered_s=there[rank], reduce_s=random.uniform(0, 3), reduce_slows=0.2
             )
     return Problem(
         tuple(times),

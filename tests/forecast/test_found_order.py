@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from ahp.cluster.model import Cluster
@@ -199,7 +197,7 @@ def test_gradients_are_reduced_beside_other_stages(graph: ModelGraph, cluster: s
         assert min(each_s[s] for s in own) * (1 - 1e-9) <= timeline.reducing_s[rank] <= most_s * (1 + 1e-9)
         assert span.ends_s[rank] == spans[-1].end_s + timeline.reducing_s[rank]
         assert 0.0 <= timeline.slowed_s[rank] <= CONTENTION * most_s
-    waited = [replace(one, last_backward_extra_s=one.reduce_s, reduce_s=0.0) for one in span.times]
+    waited = [one._replace(last_backward_extra_s=one.reduce_s, reduce_s=0.0) for one in span.times]
     waited_s = makespan(name, 4, v, 8, waited).makespan_s
     assert span.makespan_s < (waited_s if name == "Interleaved1F1B" else waited_s * (1 + 1e-12))
     found = ToOrder.of(prices, layout(name, v, **replicated))

@@ -1,7 +1,5 @@
 """No bound is above the simulation, and where a schedule has a closed form the bound is it."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -36,7 +34,7 @@ def test_no_bound_is_above_the_simulation(layout, data):
     name, p, v, m = layout
     times = [random_times(data) for _ in range(p * v)]
     if name == "GPipe":  # which gathers no weights ahead
-        times = [replace(t, gathered_s=0.0) for t in times]
+        times = [t._replace(gathered_s=0.0) for t in times]
     makespan_s = simulate(make(name, p, v, m), times).makespan_s
     bound_s = lower_bound_s(name, p, v, m, times)
     assert bound_s <= makespan_s * (1 + 1e-12)
@@ -46,7 +44,7 @@ def test_no_bound_is_above_the_simulation(layout, data):
 
 @given(st.integers(1, 6), st.integers(1, 9), st.data())
 def test_gpipe_ends_exactly(p, m, data):
-    times = [replace(random_times(data), gathered_s=0.0) for _ in range(p)]
+    times = [random_times(data)._replace(gathered_s=0.0) for _ in range(p)]
     timeline = simulate(make("GPipe", p, 1, m), times)
     assert gpipe_ends_s(m, times) == pytest.approx([ends[-1] for ends in timeline.ends_s])
 

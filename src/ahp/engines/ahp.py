@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 from ahp.divisors import divisors
 from ahp.engines import fsdp2, host, releases
@@ -99,78 +100,88 @@ class AhpEngine(Engine):
 
         Where ``compile`` is None, of compiled and of eager blocks what takes less: no layout takes less with either.
         """
-        fuses = choice.compile is not False
-        sharded = parallelism.weight_shards > 1
-        zero = parallelism.zero_stage if sharded else 0
-        muon, in_8_bits = job.optimizer.name == "muon", job.optimizer.share_in_8_bits
-        pipelined = parallelism.pipeline_parallel_degree > 1
-        every = zero >= 2 and not pipelined
-        wrapped = sharded or job.precision != "fp32"
-        buckets = parallelism.weight_replicas > 1 and not wrapped  # runtime/shard/replicas.py
-        # torch's pipeline stage defers the reduction of an FSDP module to its last micro-batch and keeps the weights
-        # gathered after each backward (torch 2.13, pipelining/stage.py, backward_maybe_with_nosync). A ZeRO-3 forward
-        # then finds them gathered, and frees them, so that each backward gathers once.
-        return Traits(
-            states=StateTraits(
-                master_weight_bytes=4,
-                optimizer_bytes=4 if muon else in_8_bits * BYTES_IN_8_BITS + (1 - in_8_bits) * 8,
-                no_matrix_bytes=4 if muon else 0,
-                host_bytes=8 if choice.offload_optimizer else 0,  # runtime/optimizer/offload.py: both moments, in fp32
-                host_bucket_bytes=OFFLOAD_BUCKET_BYTES if choice.offload_optimizer else 0,
-                compute_weight_bytes=2 if job.precision != "fp32" else 4 if sharded else 0,
-                trained_share=job.trained_share,
-            ),
-            gradients=GradientTraits(element_bytes=4, whole=not every),
-            # Embedding and head are units of their own: runtime/shard/ends.py.
-            gather=fsdp2.gathers(zero, pipelined=pipelined)._replace(beside_stages=True),
-            reduce=ReduceTraits(
-                element_bytes=4,
-                overlap=0.0 if pipelined else 1.0,
-                every_micro_batch=every,
-                copies=wrapped or parallelism.weight_replicas > 1,
-                bucket_elements=REPLICA_BUCKET_BYTES // 4 if buckets else 0,
-                keeps_buckets=buckets,
-                gradients_in_buckets=buckets,
-                # runtime/pipeline/torch_compat.py, reduce_beside; buckets of replicas are summed when all gradients are there
-                beside_stages=not buckets,
-                on_own_stream=not buckets,
-            ),
-            tensor=TensorTraits(
-                gathers_inputs_again=False,  # autograd keeps what the product read
-                copies=True,  # runtime/tensor/collectives.py joins and cuts parts along the sequence
-                few_keys="whole",  # search/slicing/solve.py; runtime/tensor/rewrite.py takes the rank's head of them
-            ),
-            context=ContextTraits(
-                ways=_context_ways(parallelism, choice),
-                sums_bytes=4,  # runtime/sequence/ring.py
-            ),
-            pipeline=PipelineTraits(in_torch=True),
-            recompute=RecomputeTraits(
-                stops_at_last_read=_runs_again_what_is_read(job, parallelism, choice),
-                selective="beside_products",
-                sends_again="all",
-            ),
-            experts=ExpertTraits(
-                gather_tokens=True,  # runtime/experts/sliced_experts.py
-                leaves_lone=_are_experts_alone(job, parallelism),
-                whole_biased=True,  # their result is no summand (search/slicing/solve.py)
-            ),
-            kernels=KernelTraits(
-                attention="masked" if job.document_mask else None,
-                fusion="fused" if fuses else "eager",
-                fusion_at_the_ends="eager",  # runtime/stage_setup.py compiles blocks alone
-                loss_chunk_tokens=choice.loss_chunk_tokens,
-                recent_cudnn=True,  # torch 2.11, the oldest that the runtime takes, brings cuDNN 9.19
-            ),
-            host=_host(job, parallelism, wrapped=wrapped, fuses=fuses),
-            fp8=FUSED_TORCHAO_FP8 if fuses else EAGER_TORCHAO_FP8,
-            source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",
-        )
+        p = parallelism
+        zero, stops = p.zero_stage if p.weight_shards > 1 else 0, _runs_again_what_is_read(job, p, choice)
+        several = p.weight_replicas > 1, p.pipeline_parallel_degree > 1, p.tensor_parallel_degree > 1
+        each = *several, _context_ways(p, choice), stops, _are_experts_alone(job, p)
+        return _traits(job, choice, zero, *each)  # pyright: ignore[reportArgumentType]  # frozen, and so hashed
 
 
-def _host(job: Job, parallelism: Parallelism, *, wrapped: bool, fuses: bool) -> HostTraits:
-    """``wrapped``: whether FSDP2 has the weights; ``fuses``: whether blocks are compiled."""
-    if parallelism.tensor_parallel_degree > 1:
+@lru_cache(maxsize=1 << 10)
+def _traits(
+    job: Job, choice: EngineChoice, zero: int, replicated: bool, pipelined: bool, split: bool,
+    ways: tuple[ContextWay, ...], stops_at_last_read: bool, experts_alone: bool,
+) -> Traits:  # fmt: skip
+    """By all that a layout changes of them: a search asks for tens of thousands of layouts, and there are a dozen."""
+    fuses, sharded = choice.compile is not False, zero > 0
+    muon, in_8_bits = job.optimizer.name == "muon", job.optimizer.share_in_8_bits
+    every = zero >= 2 and not pipelined
+    wrapped = sharded or job.precision != "fp32"
+    buckets = replicated and not wrapped  # runtime/shard/replicas.py
+    # torch's pipeline stage defers the reduction of an FSDP module to its last micro-batch and keeps the weights
+    # gathered after each backward (torch 2.13, pipelining/stage.py, backward_maybe_with_nosync). A ZeRO-3 forward
+    # then finds them gathered, and frees them, so that each backward gathers once.
+    return Traits(
+        states=StateTraits(
+            master_weight_bytes=4,
+            optimizer_bytes=4 if muon else in_8_bits * BYTES_IN_8_BITS + (1 - in_8_bits) * 8,
+            no_matrix_bytes=4 if muon else 0,
+            host_bytes=8 if choice.offload_optimizer else 0,  # runtime/optimizer/offload.py: both moments, in fp32
+            host_bucket_bytes=OFFLOAD_BUCKET_BYTES if choice.offload_optimizer else 0,
+            compute_weight_bytes=2 if job.precision != "fp32" else 4 if sharded else 0,
+            trained_share=job.trained_share,
+        ),
+        gradients=GradientTraits(element_bytes=4, whole=not every),
+        # Embedding and head are units of their own: runtime/shard/ends.py.
+        gather=fsdp2.gathers(zero, pipelined=pipelined)._replace(beside_stages=True),
+        reduce=ReduceTraits(
+            element_bytes=4,
+            overlap=0.0 if pipelined else 1.0,
+            every_micro_batch=every,
+            copies=wrapped or replicated,
+            bucket_elements=REPLICA_BUCKET_BYTES // 4 if buckets else 0,
+            keeps_buckets=buckets,
+            gradients_in_buckets=buckets,
+            # runtime/pipeline/torch_compat.py, reduce_beside; buckets of replicas are summed when all gradients are there
+            beside_stages=not buckets,
+            on_own_stream=not buckets,
+        ),
+        tensor=TensorTraits(
+            gathers_inputs_again=False,  # autograd keeps what the product read
+            copies=True,  # runtime/tensor/collectives.py joins and cuts parts along the sequence
+            few_keys="whole",  # search/slicing/solve.py; runtime/tensor/rewrite.py takes the rank's head of them
+        ),
+        context=ContextTraits(
+            ways=ways,
+            sums_bytes=4,  # runtime/sequence/ring.py
+        ),
+        pipeline=PipelineTraits(in_torch=True),
+        recompute=RecomputeTraits(
+            stops_at_last_read=stops_at_last_read,
+            selective="beside_products",
+            sends_again="all",
+        ),
+        experts=ExpertTraits(
+            gather_tokens=True,  # runtime/experts/sliced_experts.py
+            leaves_lone=experts_alone,
+            whole_biased=True,  # their result is no summand (search/slicing/solve.py)
+        ),
+        kernels=KernelTraits(
+            attention="masked" if job.document_mask else None,
+            fusion="fused" if fuses else "eager",
+            fusion_at_the_ends="eager",  # runtime/stage_setup.py compiles blocks alone
+            loss_chunk_tokens=choice.loss_chunk_tokens,
+            recent_cudnn=True,  # torch 2.11, the oldest that the runtime takes, brings cuDNN 9.19
+        ),
+        host=_host(job, split=split, wrapped=wrapped, fuses=fuses),
+        fp8=FUSED_TORCHAO_FP8 if fuses else EAGER_TORCHAO_FP8,
+        source="AHP runtime on FSDP2 (torch 2.13); overlap 1 is what FSDP2 is built for, not a measurement",
+    )
+
+
+def _host(job: Job, *, split: bool, wrapped: bool, fuses: bool) -> HostTraits:
+    """``split``: over tensor-parallel ranks; ``wrapped``: whether FSDP2 has the weights; ``fuses``: whether blocks are compiled."""
+    if split:
         operators = host.value("split_operators") + (host.value("fsdp_of_split_operators") if wrapped else 0)
     else:
         operators = host.value("fsdp_operators") if wrapped else 0

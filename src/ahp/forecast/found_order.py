@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from ahp.engines.registry import get
@@ -189,4 +189,4 @@ class ToOrder:
 def _beside(stage: StageTimes) -> StageTimes:
     """The stage as if its rank could go on while weights are gathered and gradients reduced."""
     reduce_s = stage.last_backward_extra_s + stage.reduce_s
-    return replace(stage, first_forward_extra_s=0.0, last_backward_extra_s=0.0, reduce_s=reduce_s)
+    return stage._replace(first_forward_extra_s=0.0, last_backward_extra_s=0.0, reduce_s=reduce_s)

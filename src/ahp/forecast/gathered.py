@@ -59,7 +59,7 @@ class Gathers:
         there, found = dict.fromkeys(self.stage_rank, 0.0), []
         for one, cost, seconds, rank in zip(times, costs, self.each_s, self.stage_rank, strict=True):
             there[rank] += seconds
-            found.append(replace(one, gathered_s=max(0.0, there[rank] - cost.forward["host"])))
+            found.append(one._replace(gathered_s=max(0.0, there[rank] - cost.forward["host"])))
         return found
 
 

@@ -54,7 +54,7 @@ class Reductions:
         if not self.each_s:
             return list(times)
         pairs = zip(times, self.each_s, strict=True)
-        return [replace(one, reduce_s=seconds, reduce_slows=CONTENTION) for one, seconds in pairs]
+        return [one._replace(reduce_s=seconds, reduce_slows=CONTENTION) for one, seconds in pairs]
 
 
 def reduces_beside(parallelism: Parallelism, data: DataParallel) -> bool:

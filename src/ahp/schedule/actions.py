@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 
 class Kind(StrEnum):
@@ -17,8 +18,7 @@ class Kind(StrEnum):
     WEIGHT_GRADIENT = "W"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Action:
+class Action(NamedTuple):
     """One computation of one stage on one micro-batch."""
 
     kind: Kind

@@ -7,13 +7,14 @@ so until the first stage runs out of micro-batches, and the periods between are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from ahp.arrays import Floats
 from ahp.schedule.actions import Kind, Schedule
 from ahp.schedule.bounds import gpipe_ends_s
 from ahp.schedule.patterns import make, refuse_illegal
@@ -239,6 +240,11 @@ class _Run:
 
     def advance(self, stop: int) -> None:
         """Run the rows until ``stop`` (not included)."""
+        for _ in self._rows(stop):
+            pass
+
+    def _rows(self, stop: int) -> Iterator[Floats]:
+        """The same, row by row: what each rank has waited before its end, which may still grow."""
         start, self.done = self.done, stop
         flat, buffer = self.idle_s.reshape(-1), np.empty(self.idle_s.shape[1])
         take, add, maximum = flat.take, np.add, np.maximum
@@ -250,6 +256,7 @@ class _Run:
             take(source, out=buffer, mode="clip")
             add(buffer, lag, out=buffer)
             maximum(buffer, before, out=after)
+            yield after
 
     def finish(self) -> None:
         """Run the rows that are left. From where the first stage is done its gradients are reduced beside the others."""
@@ -259,20 +266,28 @@ class _Run:
             self.advance(rows)
             return
         last_row, rank = np.divmod(self.table.last, p)
+        ended = {row: np.flatnonzero(last_row == row) for row in last_row.tolist()}
+        first = min(ended)
+        self.advance(first)
         slows = np.array([t.reduce_slows for t in self.times])
-        stage = (self.table.code - 1) % len(slows)  # where nothing is done no time passes either
+        slows = slows[(self.table.code[first:] - 1) % len(slows)]  # where nothing is done no time passes either
         actions_s = np.diff(self.work_s, axis=0)
         actions_s[last_row, rank] -= [t.last_backward_extra_s for t in self.times]
-        for row in range(int(last_row.min()), rows):
-            self.advance(row + 1)
-            start_s = self.idle_s[row + 1] + self.work_s[row]
-            beside_s = np.minimum(self.reduced_s - start_s, actions_s[row]).clip(0.0)
-            slowed_s = slows[stage[row]] * beside_s
-            self.slowed_s += slowed_s
-            self.idle_s[row + 1] += slowed_s
-            ended = np.flatnonzero(last_row == row)
-            ends_s = (self.idle_s[row + 1] + self.work_s[row + 1])[rank[ended]]
-            self.reduced_s[rank[ended]] = np.maximum(ends_s, self.reduced_s[rank[ended]]) + reduce_s[ended]
+        beside_s, work_s = np.empty(p), self.work_s[first:]
+        each = zip(range(first, rows), self._rows(rows), work_s[:-1], work_s[1:], actions_s[first:], slows, strict=True)
+        for row, idle_s, before_s, after_s, action_s, slowed in each:
+            np.add(idle_s, before_s, out=beside_s)
+            np.subtract(self.reduced_s, beside_s, out=beside_s)
+            if np.maximum.reduce(beside_s) > 0.0:
+                np.minimum(beside_s, action_s, out=beside_s)
+                np.maximum(beside_s, 0.0, out=beside_s)
+                np.multiply(beside_s, slowed, out=beside_s)
+                self.slowed_s += beside_s
+                idle_s += beside_s
+            if (stages := ended.get(row)) is not None:
+                ranks = rank[stages]
+                ends_s = idle_s[ranks] + after_s[ranks]
+                self.reduced_s[ranks] = np.maximum(ends_s, self.reduced_s[ranks]) + reduce_s[stages]
 
     def settles(self, periods: int) -> bool:
         """Run all rows with ``periods`` more periods between, if the steady rows settle into a rhythm."""

@@ -55,14 +55,14 @@ SYNTHESIZED = "Synthesized"
 def whole(schedule: Schedule) -> Schedule:
     """The order with whole backwards, in the place of the input gradients."""
     kinds = {Kind.FORWARD: Kind.FORWARD, Kind.BACKWARD: Kind.BACKWARD, Kind.INPUT_GRADIENT: Kind.BACKWARD}
-    ranks = ([replace(a, kind=kinds[a.kind]) for a in rank if a.kind in kinds] for rank in schedule.ranks)
+    ranks = ([a._replace(kind=kinds[a.kind]) for a in rank if a.kind in kinds] for rank in schedule.ranks)
     return replace(schedule, ranks=tuple(map(tuple, ranks)))
 
 
 def apart(schedule: Schedule) -> Schedule:
     """The order with backwards in two parts, one right after the other where they were whole."""
     kinds = {Kind.BACKWARD: (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)}
-    ranks = ([replace(a, kind=kind) for a in rank for kind in kinds.get(a.kind, (a.kind,))] for rank in schedule.ranks)
+    ranks = ([a._replace(kind=kind) for a in rank for kind in kinds.get(a.kind, (a.kind,))] for rank in schedule.ranks)
     return replace(schedule, ranks=tuple(map(tuple, ranks)))
 
 

@@ -6,15 +6,15 @@ Where only the step's length is wanted ``ahp.schedule.makespan`` has it many tim
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from typing import NamedTuple
 
 from ahp.schedule.actions import Action, Kind, Schedule
 
 
-@dataclass(frozen=True, slots=True)
-class StageTimes:
+class StageTimes(NamedTuple):
     """Seconds that one stage computes on one micro-batch, and seconds that what it sends is on its way."""
 
     forward_s: float
@@ -48,8 +48,8 @@ class StageTimes:
 
     def scaled(self, factor: float) -> StageTimes:
         """All seconds times ``factor``."""
-        seconds = {name: factor * value for name, value in asdict(self).items() if name.endswith("_s")}
-        return replace(self, **seconds)
+        seconds = {name: factor * value for name, value in self._asdict().items() if name.endswith("_s")}
+        return self._replace(**seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
@@ -53,9 +53,9 @@ class Problem:
     def _sending_between_ranks(self, stage: int) -> StageTimes:
         ranks, times = self.stage_rank, self.times[stage]
         if stage + 1 < len(ranks) and ranks[stage] == ranks[stage + 1]:
-            times = replace(times, send_forward_s=0.0)
+            times = times._replace(send_forward_s=0.0)
         if stage > 0 and ranks[stage] == ranks[stage - 1]:
-            times = replace(times, send_backward_s=0.0)
+            times = times._replace(send_backward_s=0.0)
         return times
 
     @property

@@ -179,8 +179,8 @@ def _evened(problem: Problem, split: bool) -> Problem:
         each_s = work_s / (len(own) * (3 if split else 2))
         for s in own:
             whole_s = 2 * each_s if split else each_s
-            times[s] = replace(
-                times[s], forward_s=each_s, backward_s=whole_s, input_gradient_s=each_s, weight_gradient_s=each_s
+            times[s] = times[s]._replace(
+                forward_s=each_s, backward_s=whole_s, input_gradient_s=each_s, weight_gradient_s=each_s
             )
     return replace(problem, times=tuple(times))
 
