@@ -44,7 +44,7 @@ from ahp.forecast.groups import data_groups, expert_groups
 from ahp.forecast.mesh import PipelineAxis, pipeline_axis
 from ahp.forecast.muon import Between, Muon, places_of
 from ahp.forecast.place_memory import PlaceMemory
-from ahp.forecast.priced import Priced, faster_method, lightest_that_fits
+from ahp.forecast.priced import Begun, Priced, fastest_of, lightest_that_fits
 from ahp.forecast.reduced import Reductions, reduces_beside
 from ahp.forecast.rules import illegal
 from ahp.forecast.segment import Recompute
@@ -68,6 +68,10 @@ LOSS_AND_NORM_BYTES = 16
 
 TIED_BYTES = 4
 """Bytes of one gradient element that the first and the last stage sum, in fp32."""
+
+
+MOST_KEPT = 400
+"""Prices, some 100 KB each. A search comes back to those of its best layouts, with what they leave open and without."""
 
 
 class _Shared(NamedTuple):
@@ -107,6 +111,8 @@ class Pricer:
         """Stages by the layers that they hold, of what else they depend on: cuts and schedules of one layout share them."""
         self._sends: dict[tuple[object, ...], list[float]] = {}
         self._tables: dict[tuple[object, ...], StageTable] = {}
+        self._priced: dict[Parallelism, Priced] = {}
+        """As asked for, and as decided."""
 
     @property
     def stretch(self) -> float:
@@ -119,12 +125,18 @@ class Pricer:
 
         Raises NotExpressible when the engine cannot run the layout, BadInput when it breaks another rule.
         """
-        return lightest_that_fits(self._price_faster, parallelism)
+        if parallelism not in self._priced:
+            found = lightest_that_fits(self._price_faster, parallelism)
+            if len(self._priced) >= MOST_KEPT:
+                self._priced.clear()
+            self._priced[parallelism] = self._priced[found.parallelism] = found
+        return self._priced[parallelism]
 
     def _price_faster(self, parallelism: Parallelism) -> Priced:
         if parallelism.context_parallel_degree > 1:  # an illegal layout has no groups to choose a method by
             legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
-        return faster_method(self._price, parallelism, self.methods(parallelism))
+        ways = [parallelism.model_copy(update={"context_parallel_method": way}) for way in self.methods(parallelism)]
+        return fastest_of([self._begun(layout) for layout in ways or [parallelism]], self._scheduled)
 
     def methods(self, parallelism: Parallelism) -> list[ContextWay]:
         """Values of context_parallel_method to choose from; none where there is nothing to choose."""
@@ -133,11 +145,13 @@ class Pricer:
         traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
         return self.unit_pricer.ways(self._axes(parallelism, traits), traits) if len(traits.context.ways) > 1 else []
 
-    def _price(self, parallelism: Parallelism) -> Priced:
+    def _begun(self, parallelism: Parallelism) -> Begun:
         traits = legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
         shared = self._shared(parallelism, traits)
-        units = shared.units
-        stages, times = self._timed(parallelism, shared)
+        return Begun(parallelism, traits, shared.units, *self._timed(parallelism, shared))
+
+    def _scheduled(self, begun: Begun) -> Priced:
+        parallelism, traits, units, stages, times = begun
         stages, span = self._run(parallelism, stages, times)
         stage_memory = self.stage_memory(parallelism, traits)
         update_s, offload_s = self._optimizer_s(parallelism, traits, span, stage_memory)

@@ -42,6 +42,10 @@ class StageTimes(NamedTuple):
     reduce_slows: float = 0.0
     """Seconds that it computes longer for each second in which gradients of its rank are reduced meanwhile; less than 1."""
 
+    @property
+    def passes_s(self) -> float:
+        return self.forward_s + self.backward_s
+
     def slowed_s(self, start_s: float, end_s: float, until_s: float) -> float:
         """Seconds that an action of this stage takes longer where gradients are reduced until after its start."""
         return self.reduce_slows * (min(end_s, until_s) - start_s)

@@ -122,6 +122,7 @@ class Choices:
         self.lying = cache(self._lying)
         self.pipes = cache(self._pipes)
         self.legal_stages = cache(self._legal_stages)
+        self._same_splits: dict[tuple[ShardingChoice, ...], tuple[ShardingChoice, ...]] = {}
         self._legal: dict[tuple[int, Shared], tuple[ShardingChoice, ...]] = {}
         self.legal_states = cache(self._legal_states)
         self.legal_pipes = cache(self._legal_pipes)
@@ -129,7 +130,7 @@ class Choices:
         self.bad_recompute = cache(self._bad_recompute)
         self.refused = cache(self._refused)
         self.refused_experts = cache(self._refused_experts)
-        self._sharing = cache(self._shared)
+        self._sharing, self._sharing_nothing = cache(self._shared), cache(self._unshared)
         self.bad_split = cache(self._bad_split)
         self.refused_sharing = cache(self._refused_sharing)
         self.bad_depth = cache(self._bad_depth)
@@ -225,7 +226,8 @@ class Choices:
                 ordered[shard] = self.orders.different(degrees, self.given.get("mesh_order"))
             for order, within in ordered[shard]:
                 found.setdefault(within, []).append(ShardingChoice(replicate, shard, zero, order))
-        return tuple((within, tuple(splits)) for within, splits in found.items())
+        tuples = ((within, tuple(splits)) for within, splits in found.items())
+        return tuple((within, self._same_splits.setdefault(splits, splits)) for within, splits in tuples)
 
     def _zero_stages(self, shard: int, context: bool) -> list[int]:
         stage = self.given.get("zero_stage")
@@ -260,7 +262,7 @@ class Choices:
 
     def legal_splits(self, splits: tuple[ShardingChoice, ...], mesh: Shared) -> tuple[ShardingChoice, ...]:
         """Of those of a mesh; of the ZeRO stages that the engine runs alike the first."""
-        key = id(splits), mesh  # ``lying`` keeps them
+        key = id(splits), mesh  # ``lying`` keeps them, equal ones as one object
         if key not in self._legal:
             self._legal[key] = tuple(
                 split
@@ -342,11 +344,12 @@ class Choices:
 
     def _shared(self, split: tuple[int, int, int], mesh: Shared) -> Parallelism:
         """A layout that shares states so, with what else decides about it what the engine can run."""
+        degrees: dict[str, Any] = dict(zip((*DEGREES[:2], "zero_stage"), split, strict=True))
+        return self._sharing_nothing(mesh).model_copy(update=degrees)
+
+    def _unshared(self, mesh: Shared) -> Parallelism:
         context = 1 if self.refused(context_parallel_degree=mesh.context) else mesh.context
         return Parallelism(
-            data_parallel_replicate_degree=split[0],
-            data_parallel_shard_degree=split[1],
-            zero_stage=split[2],
             context_parallel_degree=context,
             expert_parallel_degree=1 if self.refused_experts(mesh.expert, 1, 1) else mesh.expert,
             pipeline_parallel_degree=1 if self.bad_depth(mesh.pipeline) else mesh.pipeline,
