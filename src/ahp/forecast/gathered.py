@@ -44,11 +44,13 @@ class Gathers:
         begins with."""
         if not self.each_s:
             return tuple(costs)
-        found, begun = [], set[int]()
+        found, begun, made = [], set[int](), dict[tuple[int, float], StageCost]()  # most stages are one object
         for cost, seconds, rank in zip(costs, self.each_s, self.stage_rank, strict=True):
             slowed_s = CONTENTION * seconds if rank in begun else 0.0
             begun.add(rank)
-            found.append(replace(cost, first_forward={**cost.first_forward, "weight_gather": slowed_s}))
+            if (key := (id(cost), slowed_s)) not in made:
+                made[key] = replace(cost, first_forward={**cost.first_forward, "weight_gather": slowed_s})
+            found.append(made[key])
         return tuple(found)
 
     def times(self, times: list[StageTimes], costs: Sequence[StageCost]) -> list[StageTimes]:

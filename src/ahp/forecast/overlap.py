@@ -96,8 +96,8 @@ def exposed_behind_s(
     # The first piece waits for those before it or for its work, the last one for all of its work.
     earliest = np.maximum(before + own / count + each, clock + each / count)
     finish = np.zeros(earliest.shape[:-1])
-    for at in range(each.shape[-1]):
-        finish = np.maximum(finish + each[..., at], earliest[..., at])
+    for one, least in zip(np.moveaxis(each, -1, 0), np.moveaxis(earliest, -1, 0), strict=True):
+        finish = np.maximum(finish + one, least)
     tail = np.maximum(finish - clock[..., -1] - later_s, 0.0)
     return shown_behind_s(each.cumsum(axis=-1)[..., -1], tail, overlap)
 

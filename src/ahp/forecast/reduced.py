@@ -40,14 +40,15 @@ class Reductions:
         if not self.each_s:
             return tuple(costs)
         nothing = {PART: 0.0}
-        return tuple(
-            replace(
+        without = {
+            key: replace(
                 cost,
                 last_backward=cost.last_backward | nothing,
                 last_weight_gradient=cost.last_weight_gradient | nothing,
             )
-            for cost in costs
-        )
+            for key, cost in {id(cost): cost for cost in costs}.items()
+        }
+        return tuple(without[id(cost)] for cost in costs)
 
     def times(self, times: Sequence[StageTimes]) -> list[StageTimes]:
         """The times with what is reduced beside the computation, and what that slows down."""

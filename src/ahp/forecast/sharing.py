@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -103,7 +103,7 @@ class UnitTimes:
     @classmethod
     def of(cls, units: StageUnits, seconds: SecondsOfUnit) -> UnitTimes:
         """Of one layout; ``seconds``: of a unit in a stage."""
-        held, has = units.held(), units.table.counts > 0
+        held, has, seconds = units.held(), units.table.counts > 0, cache(seconds)  # most stages are alike
         ends = units.before.tolist(), units.after.tolist()
         kinds = [
             [seconds(unit, stage) if there else 0.0 for unit, there in zip(units.kinds, own, strict=True)]

@@ -266,7 +266,9 @@ class _Run:
             self.advance(rows)
             return
         last_row, rank = np.divmod(self.table.last, p)
-        ended = {row: np.flatnonzero(last_row == row) for row in last_row.tolist()}
+        ended: dict[int, list[int]] = {}
+        for stage, row in enumerate(last_row.tolist()):
+            ended.setdefault(row, []).append(stage)
         first = min(ended)
         self.advance(first)
         slows = np.array([t.reduce_slows for t in self.times])

@@ -15,11 +15,12 @@ from ahp.schedule.patterns import stage_ranks
 from ahp.schedule.registry import PLAIN, SCHEDULES, of_ranks
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_KINDS = {kind.value: kind for kind in Kind}
 
 
 def order_text(schedule: Schedule) -> tuple[str, ...]:
     """One line for each rank, as torch's schedules are written: ``0F0,0F1,0B0,0B1``, each stage, letter and micro-batch."""
-    return tuple(",".join(map(str, rank)) for rank in schedule.ranks)
+    return tuple(",".join(f"{stage}{letter}{i}" for letter, stage, i in rank) for rank in schedule.plain)
 
 
 def read_order(name: str, lines: Sequence[str]) -> Schedule:
@@ -33,7 +34,7 @@ def read_order(name: str, lines: Sequence[str]) -> Schedule:
                 raise BadInput(
                     f"rank {rank}: {word!r} is no action (valid: 0F0, 0B0, 0I0, 0W0: stage, kind, micro-batch)"
                 )
-            action = Action(Kind(found[2]), int(found[1]), int(found[3]))
+            action = Action(_KINDS[found[2]], int(found[1]), int(found[3]))
             if stage_rank.setdefault(action.stage, rank) != rank:
                 raise BadInput(f"{action}: stage {action.stage} is on rank {stage_rank[action.stage]}, not on {rank}")
             actions.append(action)
@@ -54,15 +55,21 @@ SYNTHESIZED = "Synthesized"
 
 def whole(schedule: Schedule) -> Schedule:
     """The order with whole backwards, in the place of the input gradients."""
-    kinds = {Kind.FORWARD: Kind.FORWARD, Kind.BACKWARD: Kind.BACKWARD, Kind.INPUT_GRADIENT: Kind.BACKWARD}
-    ranks = ([a._replace(kind=kinds[a.kind]) for a in rank if a.kind in kinds] for rank in schedule.ranks)
+    first, second = Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
+    ranks = (
+        [Action(Kind.BACKWARD, *a[1:]) if a.kind is first else a for a in rank if a.kind is not second]
+        for rank in schedule.ranks
+    )
     return replace(schedule, ranks=tuple(map(tuple, ranks)))
 
 
 def apart(schedule: Schedule) -> Schedule:
     """The order with backwards in two parts, one right after the other where they were whole."""
-    kinds = {Kind.BACKWARD: (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)}
-    ranks = ([a._replace(kind=kind) for a in rank for kind in kinds.get(a.kind, (a.kind,))] for rank in schedule.ranks)
+    halves = Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
+    ranks = (
+        [Action(kind, *a[1:]) for a in rank for kind in (halves if a.kind is Kind.BACKWARD else a[:1])]
+        for rank in schedule.ranks
+    )
     return replace(schedule, ranks=tuple(map(tuple, ranks)))
 
 

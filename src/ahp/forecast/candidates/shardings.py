@@ -96,8 +96,9 @@ class Shardings:
         return found
 
     def _groups(self, layout: Parallelism) -> tuple[tuple[Group, Group], tuple[Group, Group]]:
-        per_node = self._nodes.devices_per_node
-        return data_groups(layout, per_node), expert_groups(layout, per_node, self._folded)
+        data = data_groups(layout, per_node := self._nodes.devices_per_node)
+        alike = layout.expert_parallel_degree == 1 and not self._folded
+        return data, data if alike else expert_groups(layout, per_node, self._folded)
 
     def data(self, split: int, micro_batches: int) -> DataParallel:
         """What goes over the groups of one split."""
