@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -116,8 +117,14 @@ FIGURES = [(group, name) for group, kind in zip(TraitColumns._fields, KINDS, str
 
 def trait_figures(traits: Sequence[Traits]) -> Floats:
     """[figures, N] Of several layouts, in the order of ``FIGURES``; equal traits are one object."""
-    rows = {id(one): [getattr(getattr(one, group), name) for group, name in FIGURES] for one in traits}
-    return np.array([rows[id(one)] for one in traits], dtype=float).T
+    each = {id(one): one for one in traits}
+    number = {key: at for at, key in enumerate(each)}
+    return np.array([*map(_figures, each.values())], dtype=float)[[number[id(one)] for one in traits]].T
+
+
+@lru_cache(maxsize=1 << 10)
+def _figures(traits: Traits) -> list[float]:
+    return [getattr(getattr(traits, group), name) for group, name in FIGURES]
 
 
 Behaviour = Traits | TraitColumns

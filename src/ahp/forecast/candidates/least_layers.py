@@ -49,6 +49,7 @@ class LeastLayers:
         """Of all layers, those of each kind."""
         self._traits, self._how = cache(self._traits_of), cache(self._how_of)
         self._beside_products_s = pricer.unit_pricer.segments.beside_products_s
+        self._group = cache(lambda size, local: Group(size, local, -(-size // local)))
         self._of_tensor, self._of_context, self._of_experts = map(
             cache, (self._tensor_s, self._contexts_s, self._experts_s)
         )
@@ -126,8 +127,7 @@ class LeastLayers:
 
         ``local``: how many ranks of the tensor, the context and the expert group share a node.
         """
-        groups = (Group(size, on, -(-size // on)) for size, on in zip((tensor, context, expert), local, strict=True))
-        of_tensor, of_context, of_experts = groups
+        of_tensor, of_context, of_experts = map(self._group, (tensor, context, expert), local)
         in_parts, traits = bool(sequence) and tensor > 1, self._traits(tensor, context, expert, sequence, folded)
         size = micro_batch / self._graph.micro_batch_size
         shown = 1.0, shown_s(1.0, np.inf, traits.tensor.overlap_backward)

@@ -185,6 +185,11 @@ class BlockRows:
         """[U]"""
         return self.stages.weights_of(self._cut.stages)
 
+    @cached_property
+    def _temporary(self) -> Floats:
+        """[2, R, U]"""
+        return self.stages.temporary_bytes(self._cut.stages)
+
     def _own(self, virtual: int, placement: Placement) -> Ints:
         """[p, v] The stages of each rank."""
         return placement.rank_stages(self.p, virtual)
@@ -210,7 +215,7 @@ class BlockRows:
         ranks = np.array(sorted({0, min(1, self.p - 1), self.p - 1}))
         own = self._own(virtual, placement)[ranks]
         at = self._cut.of[virtual][own]
-        in_layers, at_head = self.stages.temporary_bytes(self._cut.stages)[:, :, at].max(axis=-1).swapaxes(1, 2)
+        in_layers, at_head = self._temporary[:, :, at].max(axis=-1).swapaxes(1, 2)
         weights = self._weights.of_ranks(at)
         states, gradients = self.splits.columns.states(weights, self.m)
         units = self.splits.columns.units(weights, self.m)

@@ -47,7 +47,7 @@ class SpaceShardings:
 
     def _traits_of(self, block: int, way: ShardingChoice, layout: Callable[[], Parallelism]) -> Traits:
         """Neither the order of ranks nor the micro-batch changes how an engine behaves."""
-        asked, alike = self._problem, (*self._space.mesh(block)[:5], *way[:3])
+        asked, alike = self._problem, (*self._space.mesh(block).degrees[:5], *way[:3])
         if alike not in self._traits:
             found = asked.traits(layout())
             self._traits[alike] = self._same_traits.setdefault(found, found)
