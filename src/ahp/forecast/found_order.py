@@ -76,14 +76,12 @@ class ToOrder:
     @cached_property
     def as_order(self) -> Priced:
         """The layout with its pattern's order as its own."""
-        return self.pricer.price(
-            self._with_orders([one.span.timeline.schedule for one in self._pipelines(self.before)])
-        )
+        return self.pricer.price(self._with_orders([one.span.schedule for one in self._pipelines(self.before)]))
 
     @cached_property
     def ways(self) -> dict[bool, Priced]:
         """The same with backwards in two parts, and whole: stages may take another time then. Only what its engine can run."""
-        found, own = {}, [one.span.timeline.schedule for one in self._pipelines(self.before)]
+        found, own = {}, [one.span.schedule for one in self._pipelines(self.before)]
         for split, change in ((True, apart), (False, whole)):
             try:
                 found[split] = self.pricer.price(self._with_orders([change(one) for one in own]))

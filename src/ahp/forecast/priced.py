@@ -57,7 +57,7 @@ class Priced:
 
     @property
     def schedule(self) -> Schedule:
-        return self.timeline.schedule
+        return self.span.schedule
 
 
 def lightest_that_fits(price: Callable[[Parallelism], Priced], parallelism: Parallelism) -> Priced:

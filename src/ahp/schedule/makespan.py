@@ -75,10 +75,15 @@ class Makespan:
             return any(action.kind is Kind.INPUT_GRADIENT for rank in self.order.ranks for action in rank)
         return get(self.name).splits_backward
 
+    @property
+    def schedule(self) -> Schedule:
+        """The order of each rank."""
+        return self.order or make(self.name, self.p, self.v, self.m)
+
     @cached_property
     def timeline(self) -> Timeline:
         """Every action with its start and end; O(p v m), tens of milliseconds for tens of thousands of actions."""
-        return simulate(self.order or make(self.name, self.p, self.v, self.m), self.times)
+        return simulate(self.schedule, self.times)
 
     def peak_kept(self, weights: Sequence[float]) -> tuple[float, ...]:
         """Per rank, the most that is kept at once, where a micro-batch of each stage keeps ``weights``."""
