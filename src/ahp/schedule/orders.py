@@ -65,11 +65,13 @@ def whole(schedule: Schedule) -> Schedule:
 
 def apart(schedule: Schedule) -> Schedule:
     """The order with backwards in two parts, one right after the other where they were whole."""
-    halves = Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
-    ranks = (
-        [Action(kind, *a[1:]) for a in rank for kind in (halves if a.kind is Kind.BACKWARD else a[:1])]
-        for rank in schedule.ranks
-    )
+
+    def parts(action: Action) -> tuple[Action, ...]:
+        if action.kind is not Kind.BACKWARD:
+            return (action,)
+        return Action(Kind.INPUT_GRADIENT, *action[1:]), Action(Kind.WEIGHT_GRADIENT, *action[1:])
+
+    ranks = ([part for action in rank for part in parts(action)] for rank in schedule.ranks)
     return replace(schedule, ranks=tuple(map(tuple, ranks)))
 
 
