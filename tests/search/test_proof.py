@@ -168,6 +168,16 @@ def test_of_ring_and_all_to_all_the_one_with_the_shorter_step_is_taken(recompute
     assert asked.decided(layout).context_parallel_method == method
 
 
+@pytest.mark.parametrize("slow", [{}, {"links between nodes": 0.02}, {"arithmetic": 0.02, "links in a node": 0.001}])
+def test_a_way_of_context_parallelism_that_is_left_out_is_no_faster(slow: dict[str, float]) -> None:
+    asked = small("llama", times_faster(Cluster.parse("2x4xA100-SXM-80GB"), slow), batch=8)
+    layouts = [layout for layout in legal_rows(asked).space if layout.context_parallel_degree > 1]
+    for layout in layouts[:: max(len(layouts) // MOST_COMPARED, 1)]:
+        ways = (layout.model_copy(update={"context_parallel_method": way}) for way in ("all-to-all", "ring"))
+        each = filter(None, map(asked.price_or_none, ways))
+        assert asked.price(layout) == min(each, key=lambda one: (not one.fits, one.step_time_s)), layout
+
+
 @pytest.mark.parametrize("devices", [1, 5, 7, 13])
 @pytest.mark.parametrize("engine", ["ahp", "torchtitan"])
 def test_one_device_and_prime_numbers_of_them(devices: int, engine: str) -> None:
