@@ -3,10 +3,10 @@
 A stage of n layers on a cell of group g, which keeps k micro-batches at once, recomputes what its device's memory asks for. So in X
 seconds a micro-batch it has at most
 
-    n(X) = min( X / a,  (X + r b / k) / (a + r (e / k + h)),  b / (e + k (h - d)) )
+    n(X) = min( X / a,  (X + r b / k) / (a + r (e / k + h)),  max( b / (e + k h), (b - q) / (e + k (h - d)) ) )
 
 layers: a seconds and h bytes of a micro-batch each, e bytes of states, d bytes that recompute saves at r seconds a byte, b bytes beside
-them. n is concave, and n(X) / X falls.
+them, q bytes that a pass with recompute needs more at its peak. n is concave, and n(X) / X falls.
 
 Dims: n = layouts, G = groups, K = positions of stages.
 """
@@ -64,7 +64,7 @@ class StageRoom:
     most: Floats
     """Layers that memory allows, however many are recomputed."""
     remade: Floats
-    """Bytes that recompute takes at the peak, beyond a pass without."""
+    """Bytes at the peak of a pass that recomputes, beyond one that does not."""
 
     @classmethod
     def of(cls, columns: CellColumns, rows: Ints, at: Positions, micro_batches: int | Ints) -> StageRoom:
@@ -93,9 +93,8 @@ class StageRoom:
         plain = np.minimum(plain, remade)
         room = room - plain - m * of_place(held.received[rows]) - least(held.once)
         holds, counts = (room - beside) / layer, 1.0
-        if (
-            m.min() == 1
-        ):  # its gradients grow as its activations go: of both the more is in tensors, and the less kept for other streams
+        if m.min() == 1:
+            # Gradients grow as activations go: of both the more is in tensors, and the allocator keeps the less for other streams.
             grown = least(states.grown)[:, None]
             layer = layer - most(states.layer_gradients)[:, None] + grown
             beside = beside - most(states.gradients_beside)[:, None] + least(states.grown_beside)[:, None]
