@@ -23,7 +23,9 @@ Fits = Callable[[Sequence[int]], Sequence[bool]]
 
 CASES = [
     ("llama3-8b", 2048, 32, (("L4-24GB", 1, 4), ("H100-SXM-80GB", 1, 2)), 0.93),
-    ("mixtral-8x7b", 4096, 64, (("H100-SXM-80GB", 1, 8), ("A100-SXM-80GB", 1, 8)), 0.96),
+    pytest.param(
+        "mixtral-8x7b", 4096, 64, (("H100-SXM-80GB", 1, 8), ("A100-SXM-80GB", 1, 8)), 0.96, marks=pytest.mark.slow
+    ),
 ]
 """Model, tokens, sequences, groups; and the share of cells with whose fewest layers both agree."""
 
