@@ -42,7 +42,7 @@ from ahp.forecast.group import CollectiveKind, Group, strided_group
 from ahp.forecast.groups import replica_members
 from ahp.forecast.mixed_network import MixedNetwork
 from ahp.forecast.place_memory import PlaceMemory
-from ahp.forecast.priced import Priced, Replica, faster_method, lightest_that_fits
+from ahp.forecast.priced import KeptPrices, Priced, Replica, faster_method
 from ahp.forecast.pricer import LOSS_AND_NORM_BYTES, TIED_BYTES, Pricer, legal_traits
 from ahp.forecast.reduced import Reductions, reduces_beside
 from ahp.forecast.stage import StageCost
@@ -103,6 +103,7 @@ class MixedPricer:
         self.job = on_graph(job, graph)
         self.network = MixedNetwork(cluster)
         self._stage_costs: dict[tuple[object, ...], StageCost] = {}
+        self._kept = KeptPrices(self._price_faster)
         self.turns = 1.0
         """Workers that wait are not known to leave cores to others: groups are probed each for itself."""
 
@@ -122,7 +123,7 @@ class MixedPricer:
 
         Raises NotExpressible when the engine cannot run the layout, BadInput when it breaks another rule.
         """
-        return lightest_that_fits(self._price_faster, parallelism)
+        return self._kept.of(parallelism)
 
     def _price_faster(self, parallelism: Parallelism) -> Priced:
         if parallelism.context_parallel_degree > 1:  # an illegal layout has no groups to choose a method by

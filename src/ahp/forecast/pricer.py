@@ -44,7 +44,7 @@ from ahp.forecast.groups import data_groups, expert_groups
 from ahp.forecast.mesh import PipelineAxis, pipeline_axis
 from ahp.forecast.muon import Between, Muon, places_of
 from ahp.forecast.place_memory import PlaceMemory
-from ahp.forecast.priced import Begun, Priced, fastest_of, lightest_that_fits
+from ahp.forecast.priced import Begun, KeptPrices, Priced, fastest_of
 from ahp.forecast.reduced import Reductions, reduces_beside
 from ahp.forecast.rules import illegal
 from ahp.forecast.segment import Recompute
@@ -68,10 +68,6 @@ LOSS_AND_NORM_BYTES = 16
 
 TIED_BYTES = 4
 """Bytes of one gradient element that the first and the last stage sum, in fp32."""
-
-
-MOST_KEPT = 400
-"""Prices, some 100 KB each. A search comes back to those of its best layouts, with what they leave open and without."""
 
 
 class _Shared(NamedTuple):
@@ -111,8 +107,7 @@ class Pricer:
         """Stages by the layers that they hold, of what else they depend on: cuts and schedules of one layout share them."""
         self._sends: dict[tuple[object, ...], list[float]] = {}
         self._tables: dict[tuple[object, ...], StageTable] = {}
-        self._priced: dict[Parallelism, Priced] = {}
-        """As asked for, and as decided."""
+        self._kept = KeptPrices(self._price_faster)
 
     @property
     def stretch(self) -> float:
@@ -125,12 +120,7 @@ class Pricer:
 
         Raises NotExpressible when the engine cannot run the layout, BadInput when it breaks another rule.
         """
-        if parallelism not in self._priced:
-            found = lightest_that_fits(self._price_faster, parallelism)
-            if len(self._priced) >= MOST_KEPT:
-                self._priced.clear()
-            self._priced[parallelism] = self._priced[found.parallelism] = found
-        return self._priced[parallelism]
+        return self._kept.of(parallelism)
 
     def _price_faster(self, parallelism: Parallelism) -> Priced:
         if parallelism.context_parallel_degree > 1:  # an illegal layout has no groups to choose a method by

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache
 from itertools import count, islice
 from typing import Any
 
@@ -21,7 +21,7 @@ from ahp.search.choices import ScheduleChoice
 from ahp.search.mixed.floors import Kind, ShapeFloors, Shapes
 from ahp.search.mixed.nearby_shapes import NearbyShapes
 from ahp.search.mixed.several import SeveralTask
-from ahp.search.mixed.solve import Placement, Price, Solved, Task
+from ahp.search.mixed.solve import Placement, Solved, Task
 from ahp.search.mixed.space import SEVERAL, MixedSpace, Shape, shape_of, splits_backward
 from ahp.search.mixed.tables import LayoutTables, columns_hold
 from ahp.search.pairs import Pair
@@ -176,7 +176,6 @@ class Finder:
         rules = tuple(space.rules.values())
         self.outcome = MixedOutcome(rules=rules, size=space.legal, broken=space.size - space.legal, twins=space.twins)
         self.floors = ShapeFloors(asked.mixed_pricer, space)
-        self._price: Price = lru_cache(maxsize=64)(asked.price)  # pyright: ignore[reportAttributeAccessIssue]
         self._waiting: list[tuple[float, int, Task, list[Placement]]] = []
         """Shapes with their most promising placements, not priced yet: (its bound, a number of their own, ...)."""
         self._priced: dict[Shape, float] = {}
@@ -271,7 +270,7 @@ class Finder:
         self.outcome.placed += 1
         wins = floor_s < self.best_s
         if wins and self.budget.every and task.few():
-            solved = task.solve(self._price, self.best_s)
+            solved = task.solve(self.asked.price, self.best_s)
             self._note(solved)
             if solved.proven:
                 del self._unsettled[shape]
@@ -332,7 +331,7 @@ class Finder:
         return self._priced[shape]
 
     def _first_that_fits(self, task: Task, found: list[Placement]) -> None:
-        solved = task.first_that_fits(self._price, found)
+        solved = task.first_that_fits(self.asked.price, found)
         self._note(solved)
         priced = solved.best or solved.misfit
         self._priced[task.shape] = priced[1].step_time_s if priced else float("inf")
