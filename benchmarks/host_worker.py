@@ -58,6 +58,12 @@ class Hosts:
             self.store.set(f"all/{self.met}", "")
         self.store.wait([f"all/{self.met}"])
 
+    def leave(self) -> None:
+        """The first host, which keeps the store, goes last: else another one's last question would find nobody."""
+        self.store.add("left", 1)
+        while self.number == 0 and self.store.add("left", 0) < self.size:
+            time.sleep(0.1)
+
     def set_launcher(self, turn: int, number: int, size: int) -> None:
         """As torchrun would tell a worker; each turn is another attempt, with names of its own in the store."""
         given = (number, size, 0, 1, self.address, self.port)
@@ -97,6 +103,7 @@ def main(number: int, settings: dict[str, Any]) -> None:
                 times_s = step_times_s(Plan.model_validate(plan), task, settings["warmup"], settings["steps"])
                 print(json.dumps({"round": round_, "layout": index, "host": name, "seconds": times_s}), flush=True)
             hosts.meet()
+    hosts.leave()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Hosts that differ: probed, planned for, and the plan measured against even layouts, plain data parallelism and many others.
 
-    python benchmarks/hosts.py                                   all clusters, some 30 minutes
+    python benchmarks/hosts.py                                   all clusters, some 60 minutes
     python benchmarks/hosts.py --quick                           a smoke run: two hosts, few layouts and steps
     python benchmarks/hosts.py --only "1:3, 100 Mb/s" --markdown docs/benchmarks.md
 
@@ -28,12 +28,13 @@ from typing import Any
 
 import namespaces
 import options
-from hosts_layouts import Layout, layouts_of
+from hosts_layouts import Layout, calibrated, layouts_of, waiting_for_each
 from machine import machine
 from namespaces import Host, HostSpec
 from page import require, table
 from task import Task
 
+from ahp.cluster.environment import with_ours
 from ahp.cluster.measure import busy_share
 
 MARKER = "hosts"
@@ -77,6 +78,10 @@ class Pace:
     warmup: int
     steps: int
     rounds: int
+
+
+CALIBRATION = Pace(warmup=1, steps=2, rounds=1)
+"""Before the plan is made."""
 
 
 @dataclass
@@ -123,6 +128,8 @@ class Found:
             "in_band": sum(row.inside for row in self.rows) / len(self.rows),
             "share_of_sum": self.tokens_per_step / plan.measured_s / self.alone_tokens_per_s,
         }  # fmt: skip
+        if probed := [row for row in self.rows if "as probed" in row.roles]:
+            found["as_probed_slower_by"] = probed[0].measured_s / best.measured_s - 1
         for role in ("ddp", "even"):
             other = self.best_of(role)
             found[f"faster_than_{role}"] = other.measured_s / plan.measured_s
@@ -137,7 +144,7 @@ def on_all(hosts: Sequence[Host], words: Sequence[Sequence[str]], folder: Path, 
     with contextlib.ExitStack() as kept:
         for host, own in zip(hosts, words, strict=True):
             out, log = (kept.enter_context((folder / f"{host.name}.{end}").open("w+")) for end in ("out", "log"))
-            environment = {**os.environ, **ours, **host.environment}
+            environment = {**with_ours(dict(os.environ)), **ours, **host.environment}
             process = subprocess.Popen([*host.prefix, *own], stdout=out, stderr=log, env=environment, cwd=folder)
             kept.callback(_end, process)
             processes.append(process)
@@ -181,6 +188,19 @@ def probed(hosts: Sequence[Host], folder: Path) -> Any:
     return Cluster.load(file)
 
 
+def corrected(hosts: Sequence[Host], cluster: Any, task: Task, folder: Path) -> Any:
+    """The cluster as a few steps correct it, of layouts that wait for each of its groups in turn."""
+    layouts = waiting_for_each(cluster, task)
+    times_s: dict[int, list[float]] = {}
+    for said in measured(hosts, layouts, task, CALIBRATION, folder):
+        times_s.setdefault(said["layout"], []).append(statistics.median(said["seconds"]))
+    seconds = [max(times_s[at]) for at in range(len(layouts))]
+    for layout, step_s in zip(layouts, seconds, strict=True):
+        told = f"{1e3 * step_s:.0f} ms, forecast {1e3 * layout.forecast.step_time_s:.0f} ms"
+        print(f"  {layout.words}, {', '.join(layout.roles)}: {told}", file=sys.stderr)
+    return calibrated(cluster, task, layouts, seconds, CALIBRATION.steps)
+
+
 def measured(
     hosts: Sequence[Host], layouts: Sequence[Layout], task: Task, pace: Pace, folder: Path
 ) -> Iterator[dict[str, Any]]:
@@ -203,8 +223,9 @@ def one_cluster(setup: Setup, task: Task, pace: Pace, *, few: bool) -> Found:
     busy = busy_share()
     with tempfile.TemporaryDirectory(prefix="ahp-hosts-") as name, namespaces.hosts(setup.hosts) as hosts:
         folder = Path(name)
-        cluster = probed(hosts, folder)
-        layouts = layouts_of(cluster, task, few=few)
+        as_probed = probed(hosts, folder)
+        cluster = corrected(hosts, as_probed, task, folder)
+        layouts = layouts_of(cluster, as_probed, task, few=few)
         for layout in layouts:
             print(
                 f"  {layout.words}, {', '.join(layout.roles)}: {1e3 * layout.forecast.step_time_s:.0f} ms"
@@ -230,7 +251,7 @@ def one_cluster(setup: Setup, task: Task, pace: Pace, *, few: bool) -> Found:
             row.rounds_s.append(max(times_s))
     tokens = task.global_batch_size * task.sequence_length
     own = sum(tokens / statistics.median(times_s) for times_s in alone.values())
-    told = f"{words_of(cluster, task.precision)}; measured by ahp probe --quick"
+    told = f"{words_of(as_probed, task.precision)}; measured by ahp probe --quick; {corrections(as_probed, cluster, task.precision)}"
     return Found(setup.name, told, busy, [row for row in rows if row is not None], own, tokens)
 
 
@@ -245,7 +266,16 @@ def words_of(cluster: Any, precision: str) -> str:
     return "; ".join(parts)
 
 
-SUMMARY = ["cluster", "plan", "slower than the best measured", "in the band", "x DDP", "as forecast", "x best even", "as forecast", "of the sum"]  # fmt: skip
+def corrections(probed: Any, cluster: Any, precision: str) -> str:
+    """How many times as long each group took in the first steps as it was probed."""
+    ratios = [
+        f"{before.name} {before.device.peak_flops_per_s[precision] / after.device.peak_flops_per_s[precision]:.2f}"
+        for before, after in zip(probed.groups, cluster.groups, strict=True)
+    ]
+    return f"by the first steps times {', '.join(ratios)}"
+
+
+SUMMARY = ["cluster", "plan", "slower than the best measured", "as probed", "in the band", "x DDP", "as forecast", "x best even", "as forecast", "of the sum"]  # fmt: skip
 
 
 def markdown(found: Sequence[Found], task: Task, pace: Pace, command: str) -> str:
@@ -254,7 +284,7 @@ def markdown(found: Sequence[Found], task: Task, pace: Pace, command: str) -> st
     for one in found:
         s = one.summary()
         cells.append(
-            [one.name, _cell(s["plan"]), f"{100 * s['plan_slower_by']:.1f} %", f"{100 * s['in_band']:.0f} %",
+            [one.name, _cell(s["plan"]), f"{100 * s['plan_slower_by']:.1f} %", f"{100 * s['as_probed_slower_by']:.1f} %", f"{100 * s['in_band']:.0f} %",
              f"{s['faster_than_ddp']:.2f}", f"{s['forecast_faster_than_ddp']:.2f}", f"{s['faster_than_even']:.2f}",
              f"{s['forecast_faster_than_even']:.2f}", f"{100 * s['share_of_sum']:.0f} %"]
         )  # fmt: skip
@@ -286,14 +316,14 @@ def parse() -> argparse.Namespace:
     names = [setup.name for setup in SETUPS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="CLUSTER", help=f"of {'; '.join(names)}")
     parser.add_argument("--rounds", type=int, default=3, help="over all layouts (default: 3)")
-    parser.add_argument("--steps", type=int, default=4, help="of each layout in a round (default: 4)")
+    parser.add_argument("--steps", type=int, default=2, help="of each layout in a round (default: 2)")
     parser.add_argument(
         "--model", choices=["small", "tiny"], default="small", help="size of the LLaMA (default: small)"
     )
-    parser.add_argument("--sequences", type=int, help="of one step (default: 48 of 256 tokens; with --quick 12 of 64)")
+    parser.add_argument("--sequences", type=int, help="of one step (default: 96 of 256 tokens; with --quick 12 of 64)")
     options.add_output(parser, "two hosts, few layouts and steps")
     arguments = parser.parse_args()
-    arguments.sequences = (12 if arguments.quick else 48) if arguments.sequences is None else arguments.sequences
+    arguments.sequences = (12 if arguments.quick else 96) if arguments.sequences is None else arguments.sequences
     if min(arguments.rounds, arguments.steps, arguments.sequences) < 1:
         parser.error("--rounds, --steps and --sequences: at least 1")
     if arguments.markdown:
@@ -317,6 +347,8 @@ def main() -> int:
     for setup in setups:
         print(f"{setup.name} ...", file=sys.stderr, flush=True)
         found.append(one_cluster(setup, task, pace, few=arguments.quick))
+        # What takes a quarter of an hour is kept if a later cluster fails.
+        print(markdown(found[-1:], task, pace, setup.name), file=sys.stderr, flush=True)
     text = markdown(found, task, pace, " ".join(["python", *sys.argv]))
     plain = [{**asdict(one), "summary": one.summary()} for one in found]
     reached = {

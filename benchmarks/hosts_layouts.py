@@ -8,6 +8,9 @@ from typing import Any
 
 from task import Task
 
+WAITED_FOR = 0.6
+"""Of its share of the batch, what every other host gets while all wait for those of one group."""
+
 PARTS = 12
 """Micro-batches of all replicas together, where shares of the batch are drawn around the ratio of the speeds."""
 
@@ -32,15 +35,51 @@ class Layout:
         return {"plan": self.plan, "on": self.on, "alone": self.alone}
 
 
-def layouts_of(cluster: Any, task: Task, *, few: bool) -> list[Layout]:
-    """All layouts of a probed cluster, each once, with what it is taken for; the last is each host alone."""
+def waiting_for_each(cluster: Any, task: Task) -> list[Layout]:
+    """A layout for each group in which all wait for it, so that steps say how long each group takes."""
+    import ahp
+
+    job, graph = _job_and_graph(task)
+    groups, speeds = _hosts(cluster, job)
+    found = []
+    for slow in cluster.groups:
+        each, total = _parts(job)
+        shares = [max(1, int(WAITED_FOR * total * speed / sum(speeds))) for speed in speeds]
+        own = [at for at, group in enumerate(groups) if group is slow]
+        left = total - sum(share for at, share in enumerate(shares) if at not in own)
+        for number, at in enumerate(own):
+            shares[at] = left // len(own) + (number < left % len(own))
+        parallelism = _shared(shares, each)
+        forecast = ahp.simulate(model=graph, cluster=cluster, job=job, parallelism=parallelism)
+        plan, on = _plan(cluster, task, parallelism), taking_part(cluster, parallelism)
+        found.append(Layout(parallelism.short(), (f"waiting for {slow.name}",), plan, forecast, on))
+    return found
+
+
+def calibrated(cluster: Any, task: Task, layouts: Sequence[Layout], seconds: Sequence[float], steps: int) -> Any:
+    """The cluster as ``ahp calibrate`` corrects it by runs of these layouts, of which a step took so long."""
+    import ahp
+    from ahp.runtime.check.calibrate import MeasuredRun, calibrated_groups, group_ratios
+
+    job, graph = _job_and_graph(task)
+    ways = [ahp.Parallelism.model_validate(layout.plan["parallelism"]) for layout in layouts]
+    runs = [MeasuredRun(layout.words, step_s, steps) for layout, step_s in zip(layouts, seconds, strict=True)]
+
+    def forecasts_s(corrected: Any) -> list[float]:
+        made = (ahp.simulate(model=graph, cluster=corrected, job=job, parallelism=way) for way in ways)
+        return [forecast.step_time_s for forecast in made]
+
+    return calibrated_groups(cluster, group_ratios(cluster, runs, forecasts_s), runs)
+
+
+def layouts_of(cluster: Any, probed: Any, task: Task, *, few: bool) -> list[Layout]:
+    """All layouts of a calibrated cluster, each once, with what it is taken for, and the plan for it as it was probed; the last is each host alone."""
     import ahp
     from ahp.errors import AhpError
 
-    job = ahp.Job.model_validate(task.job(100))
-    graph = ahp.analyze({"model_type": "llama", **task.model_keys()}, job)
+    job, graph = _job_and_graph(task)
     found: dict[str, Layout] = {}
-    for role, parallelism in wanted(graph, cluster, job, task.model_keys()["num_hidden_layers"], few=few):
+    for role, parallelism in wanted(graph, cluster, probed, job, task.model_keys()["num_hidden_layers"], few=few):
         key = parallelism.model_dump_json()
         if key in found:
             if role not in found[key].roles:
@@ -56,12 +95,20 @@ def layouts_of(cluster: Any, task: Task, *, few: bool) -> list[Layout]:
     return [*found.values(), _alone(graph, cluster, job, task)]
 
 
-def wanted(graph: Any, cluster: Any, job: Any, layers: int, *, few: bool) -> Iterator[tuple[str, Any]]:
+def _job_and_graph(task: Task) -> tuple[Any, Any]:
+    import ahp
+
+    job = ahp.Job.model_validate(task.job(100))
+    return job, ahp.analyze({"model_type": "llama", **task.model_keys()}, job)
+
+
+def wanted(graph: Any, cluster: Any, probed: Any, job: Any, layers: int, *, few: bool) -> Iterator[tuple[str, Any]]:
     """Layouts over all hosts by their roles; some may come twice."""
     import ahp
 
     ranking = ahp.search(graph, cluster, job, keep=2 if few else MOST_RANKED)
     yield "plan", ranking.best.parallelism
+    yield "as probed", ahp.search(graph, probed, job, keep=1).best.parallelism
     hosts, batch = sum(group.nodes for group in cluster.groups), job.global_batch_size
     yield "ddp", ahp.Parallelism(data_parallel_replicate_degree=hosts, micro_batch_size=batch // hosts)
     yield "even", ahp.Parallelism(data_parallel_replicate_degree=hosts, micro_batch_size=batch // hosts)
@@ -98,18 +145,36 @@ def uneven(cluster: Any, job: Any, layers: int) -> Iterator[Any]:
     """Shares of the batch, and cuts of the layers, around the ratio of the hosts' speeds, which the search may have passed over."""
     import ahp
 
-    groups = [group for group in cluster.groups for _ in range(group.nodes)]
-    speeds = [group.device.peak_flops_per_s[job.precision] for group in groups]
-    each = max(1, job.global_batch_size // PARTS)
-    for shares in _around(job.global_batch_size // each, speeds):
-        yield ahp.Parallelism(
-            data_parallel_replicate_degree=len(groups), micro_batch_size=each, micro_batches_per_replica=shares
-        )
+    groups, speeds = _hosts(cluster, job)
+    each, total = _parts(job)
+    for shares in _around(total, speeds):
+        yield _shared(shares, each)
     for cut in _around(layers, speeds):
         stages = [{"group": group.name, "layers": count} for group, count in zip(groups, cut, strict=True)]
         yield ahp.Parallelism.model_validate(
             {"pipeline_parallel_degree": len(groups), "micro_batch_size": 2 * each, "stages": stages}
         )
+
+
+def _hosts(cluster: Any, job: Any) -> tuple[list[Any], list[float]]:
+    """The group of each host, and its speed."""
+    groups = [group for group in cluster.groups for _ in range(group.nodes)]
+    return groups, [group.device.peak_flops_per_s[job.precision] for group in groups]
+
+
+def _parts(job: Any) -> tuple[int, int]:
+    """Sequences of a micro-batch, and micro-batches of all replicas together."""
+    each = max(1, job.global_batch_size // PARTS)
+    return each, job.global_batch_size // each
+
+
+def _shared(shares: Sequence[int], each: int) -> Any:
+    """Only data parallelism, with so many micro-batches on each host."""
+    import ahp
+
+    return ahp.Parallelism(
+        data_parallel_replicate_degree=len(shares), micro_batch_size=each, micro_batches_per_replica=tuple(shares)
+    )
 
 
 def _around(total: int, speeds: Sequence[float]) -> Iterator[tuple[int, ...]]:
