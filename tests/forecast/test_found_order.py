@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast.found_order import FoundOrder, ToOrder
+from ahp.forecast.memory import most_that_fits
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.pricer import Pricer
@@ -99,6 +102,55 @@ def test_little_memory_is_kept_to(graph: ModelGraph) -> None:
     assert found.priced.forecast.fits
     assert not found.before.forecast.fits
     assert found.priced.forecast.memory_allocated_bytes < found.before.forecast.memory_allocated_bytes
+
+
+def tight(cluster: dict, named: dict[str, float]) -> Cluster:
+    """The cluster with devices of so many bytes, by the group's name."""
+    own = {**cluster, "groups": [dict(group) for group in cluster["groups"]]}
+    for group in own["groups"]:
+        group["device"] = {"base": group["device"], "memory_bytes": int(named[group["name"]])}
+    return Cluster.from_dict(own)
+
+
+@pytest.mark.parametrize("seed", [1, 3, 5, 7, 15, 20, 22, 24])
+def test_a_pattern_that_fits_is_no_faster_than_its_floor(graph: ModelGraph, seed: int) -> None:
+    """Whatever its replicas recompute on devices that are nearly full, and where the gradients take the place of one micro-batch."""
+    draw = random.Random(seed)
+    name, v = draw.choice([*PATTERNS, ("1F1B", 1)])
+    if draw.random() < 0.5:
+        name, v = "GPipe", 1  # the one that goes with a single micro-batch
+    size, count = draw.choice((1, 8)), draw.choice((1, 1, 4)) if name == "GPipe" else 4
+    job = JOB.model_copy(update={"global_batch_size": 2 * size * count, "sequence_length": draw.choice((16, 512))})
+    of_ranks = draw.choice([(("a", "b"), ("b", "a")), (("a", "a"), ("b", "b"))])
+    ranks = [0, 1, 1, 0] if name == "ZBVZeroBubble" else [0, 1] * v
+    stages = [
+        {"group": of_ranks[rank], "layers": 4 // v, "recomputed_layers": [draw.randint(0, 4 // v) for _ in range(2)]}
+        for rank in ranks
+    ]
+    asked = Parallelism.model_validate({
+        "data_parallel_replicate_degree": 2, "pipeline_parallel_degree": 2, "micro_batch_size": size, "pipeline_parallel_schedule": name,
+        "virtual_stages_per_rank": v, "activation_checkpoint": "full", "stages": stages,
+    })  # fmt: skip
+    ample = pricer(graph, Cluster.from_dict(MIXED), job, EngineChoice(compile=False))
+    assert isinstance(ample, MixedPricer)
+    most = dict.fromkeys("ab", 0.0)
+    for place in ample.memory_of_places(ample.price(asked)):
+        group = "a" if "H100" in place.device else "b"
+        most[group] = max(most[group], float(place.memory.total))
+    prices = pricer(
+        graph,
+        tight(MIXED, {group: 1.001 * used / most_that_fits(1.0) for group, used in most.items()}),
+        job,
+        EngineChoice(compile=False),
+    )
+    to_order = ToOrder.of(prices, asked)
+    assert to_order is not None
+    assert to_order.before.forecast.fits
+    assert to_order.floor_s <= to_order.before.forecast.step_time_s * (1 + 1e-9)
+    span = to_order.as_order.span
+    assert to_order.bound.seconds <= span.makespan_s * (1 + 1e-9)
+    found = to_order.found(effort=0.1)
+    assert found is None or found.priced.forecast.fits
 
 
 def test_one_stage_has_no_order_to_find(graph: ModelGraph) -> None:

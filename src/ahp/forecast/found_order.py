@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from ahp.engines.registry import get
 from ahp.errors import AhpError, BadInput
 from ahp.forecast.mixed import MixedPricer
@@ -89,17 +91,26 @@ class ToOrder:
                 continue
         return found
 
-    @cached_property
-    def rooms(self) -> list[tuple[float, ...]]:
-        """Bytes that each rank has for activations, of each pipeline."""
+    def _rooms(self, priced: Priced, *, most: bool = False) -> list[tuple[float, ...]]:
+        """Bytes that each rank has for activations, of each pipeline, where its stages keep what ``priced`` says.
+
+        Of replicas under one order the least: one that recomputes more keeps less of the same micro-batches. ``most``: no order keeps more
+        and fits; else every order that keeps no more does.
+        """
         rooms = self.pricer.activation_bytes(self.before)
-        return [tuple(map(float, own)) for own in (rooms if self._own_orders else rooms.min(axis=0, keepdims=True))]
+        if self._own_orders or not priced.replicas:
+            return [tuple(map(float, own)) for own in rooms]
+        kept, ranks = priced.memory.kept, np.array(ranks_of_stages(priced.parallelism))
+        held = np.array([kept / np.maximum(replica.memory.kept, 1) for replica in priced.replicas])
+        of_ranks = [held[:, ranks == rank] for rank in range(rooms.shape[1])]
+        shares = np.array([part.max(axis=1) if most else part.min(axis=1) for part in of_ranks]).T
+        return [tuple((rooms * shares).min(axis=0).tolist())]
 
     @cached_property
     def bound(self) -> LowerBound:
         """What no schedule of its stages is faster than in that memory, with backwards whole or in two parts."""
         try:
-            found = [[lower_bound(one) for one in self._problems(split)] for split in self.ways]
+            found = [[lower_bound(one) for one in self._problems(split, most=True)] for split in self.ways]
         except BadInput:  # not one micro-batch fits
             found = [[lower_bound(one) for one in self._problems(split, limited=False)] for split in self.ways]
         of_pipelines = (min(several, key=lambda one: one.seconds) for several in zip(*found, strict=True))
@@ -115,7 +126,7 @@ class ToOrder:
         """Seconds of a step that no order gets below in the memory that is left, without a wait for weights, and for gradients only where
         a rank has nothing else to do."""
         before, least_s = self.before, 0.0
-        for one, rooms in zip(self._pipelines(before), self.rooms, strict=True):
+        for one, rooms in zip(self._pipelines(before), self._rooms(before, most=True), strict=True):
             times = tuple(map(_beside, one.span.times))
             stages, kept = (times, ranks_of_stages(before.parallelism), one.span.m), one.memory.kept.tolist()
             limits = {"kept_bytes": kept, "memory_bytes": rooms} if before.forecast.fits else {}
@@ -160,8 +171,9 @@ class ToOrder:
         """Of each replica what an order goes by; one for all, the slowest, where all have as many micro-batches."""
         return list(priced.replicas) if self._own_orders else [priced]
 
-    def _problems(self, split: bool, part: float = 1.0, *, limited: bool = True) -> list[Problem]:
-        """What an order of each pipeline has to go by. ``limited``: within ``part`` of what its ranks have for activations.
+    def _problems(self, split: bool, part: float = 1.0, *, limited: bool = True, most: bool = False) -> list[Problem]:
+        """What an order of each pipeline has to go by. ``limited``: within ``part`` of what its ranks have for activations, ``most`` as
+        ``_rooms`` has it.
 
         Raises BadInput where not one micro-batch fits.
         """
@@ -175,7 +187,7 @@ class ToOrder:
                 memory_bytes=tuple(part * room for room in rooms) if limited else (),
                 split=split,
             )
-            for one, rooms in zip(self._pipelines(priced), self.rooms, strict=True)
+            for one, rooms in zip(self._pipelines(priced), self._rooms(priced, most=most), strict=True)
         ]
 
     def _with_orders(self, schedules: Sequence[Schedule]) -> Parallelism:

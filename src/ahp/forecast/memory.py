@@ -180,12 +180,14 @@ def most_that_fits(capacity_bytes: float) -> float:
     return capacity_bytes * math.exp(-NormalDist().inv_cdf(FIT_PROBABILITY) * _need_error())
 
 
-def activation_room(ranks: RanksMemory, capacity_bytes: float) -> Floats:
-    """[W] What each rank may keep of its micro-batches and still fit, with all else that it has."""
+def activation_room(ranks: RanksMemory, capacity_bytes: float, micro_batches: int) -> Floats:
+    """[W] What each rank may keep of its micro-batches and still fit, with all else that it has. The gradients take the place of a single one
+    (``while_training``): it may keep as much as they do."""
     outside = Outside(ranks.parts["communicators"], ranks.parts["context"])
     pooled = ranks.parts["allocator_slack"] - slack_bytes(ranks.allocated)
     most = most_allocated(most_that_fits(capacity_bytes) - pooled, outside)
-    return np.maximum(0.0, np.asarray(ranks.parts["activations"] + most - ranks.allocated))
+    kept = ranks.parts["activations"] + (ranks.parts["gradients"] if micro_batches == 1 else 0)
+    return np.maximum(0.0, np.asarray(kept + most - ranks.allocated))
 
 
 def _need_error() -> float:

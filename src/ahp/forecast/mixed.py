@@ -391,7 +391,7 @@ class MixedPricer:
         """[R, p] What each pipeline rank of each replica may keep of its micro-batches and still fit."""
         layout = self._layout(priced.parallelism)
         rooms = [
-            memory.activation_room(needs, self._capacity(cell.group))[rank]
+            memory.activation_room(needs, self._capacity(cell.group), replica.span.m)[rank]
             for replica in priced.replicas
             for rank, (cell, needs) in enumerate(
                 zip(replica.cells, self._ranks_memory(layout, replica.cells, replica.span, replica.memory), strict=True)

@@ -422,7 +422,7 @@ class Pricer:
         layout = priced.parallelism
         traits = get(self.choice.name).traits(self.job, layout, self.choice)
         ranks = self.ranks_memory(layout, traits, priced.span, priced.memory)
-        return memory.activation_room(ranks, self.nodes.device.memory_bytes)[None]
+        return memory.activation_room(ranks, self.nodes.device.memory_bytes, priced.span.m)[None]
 
     def memory_of_places(self, priced: Priced) -> list[PlaceMemory]:
         """What the ranks at each place of the pipeline need; all replicas are alike."""
