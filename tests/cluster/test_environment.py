@@ -39,5 +39,7 @@ def test_what_a_step_frees_stays_with_the_process() -> None:
     assert faults(with_ours({})) < 1000 < faults({})
 
 
-def test_what_the_user_has_set_stays() -> None:
-    assert with_ours({"MALLOC_MMAP_MAX_": "7"})["MALLOC_MMAP_MAX_"] == "7"
+def test_what_the_user_has_set_for_the_workers_stays() -> None:
+    assert with_ours({}) == COMPUTE
+    for name in COMPUTE:
+        assert with_ours({name: "7", "other": "1"}) == {**COMPUTE, name: "7", "other": "1"}

@@ -5,7 +5,6 @@ import weakref
 
 import torch
 
-from ahp.cluster.environment import COMPUTE, with_ours
 from ahp.cluster.operands import ALIGN, Operands
 
 CPU = torch.device("cpu")
@@ -29,12 +28,6 @@ def test_tensors_larger_than_the_memory_are_made_alone() -> None:
     first, second = next(operands), next(operands)
     assert first[0].data_ptr() == second[0].data_ptr() != first[1].data_ptr()
     assert first[0].dtype == torch.bfloat16
-
-
-def test_what_the_user_has_set_for_the_workers_stays() -> None:
-    assert with_ours({}) == COMPUTE
-    (name,) = COMPUTE
-    assert with_ours({name: "0", "other": "1"}) == {name: "0", "other": "1"}
 
 
 def test_results_are_kept_until_there_are_so_many_bytes_of_them_and_then_dropped_together() -> None:
