@@ -5,9 +5,9 @@
     python benchmarks/hosts.py --only "1:3, 100 Mb/s" --markdown docs/benchmarks.md
 
 Hosts are network namespaces of this machine (namespaces.py): each has a share of a processor by a control group, and a cable with a token bucket at
-both ends. ``ahp probe --quick --nodes N`` runs on every host, in another order than that of their speeds; what it writes is planned for, and
-every layout is forecast before anything is trained. Then all layouts run in turns for some rounds, each a median over its steps. Wants root and a
-machine that nothing else uses: what else ran is said. stdout: the tables; stderr: progress.
+both ends. ``ahp probe --quick --nodes N`` runs on every host, in another order than that of their speeds. A few steps of layouts that wait for each
+group correct what it writes; that is planned for, and every other layout is forecast before it is trained. Then all layouts run in
+turns for some rounds, each a median over its steps. Wants root and a machine that nothing else uses: what else ran is said. stdout: the tables; stderr: progress.
 """
 
 from __future__ import annotations
@@ -125,11 +125,10 @@ class Found:
         plan, best = self.best_of("plan"), min(self.rows, key=lambda row: row.measured_s)
         found: dict[str, Any] = {
             "plan": plan.words, "best": best.words, "plan_slower_by": plan.measured_s / best.measured_s - 1,
+            "as_probed_slower_by": self.best_of("as probed").measured_s / best.measured_s - 1,
             "in_band": sum(row.inside for row in self.rows) / len(self.rows),
             "share_of_sum": self.tokens_per_step / plan.measured_s / self.alone_tokens_per_s,
         }  # fmt: skip
-        if probed := [row for row in self.rows if "as probed" in row.roles]:
-            found["as_probed_slower_by"] = probed[0].measured_s / best.measured_s - 1
         for role in ("ddp", "even"):
             other = self.best_of(role)
             found[f"faster_than_{role}"] = other.measured_s / plan.measured_s

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ahp.arrays import Floats
 from ahp.engines.registry import get
 from ahp.errors import AhpError, BadInput
 from ahp.forecast.mixed import MixedPricer
@@ -91,13 +92,18 @@ class ToOrder:
                 continue
         return found
 
+    @cached_property
+    def _activation_bytes(self) -> Floats:
+        """[R, p] What each rank of each replica has for those of its own layers."""
+        return self.pricer.activation_bytes(self.before)
+
     def _rooms(self, priced: Priced, *, most: bool = False) -> list[tuple[float, ...]]:
         """Bytes that each rank has for activations, of each pipeline, where its stages keep what ``priced`` says.
 
         Of replicas under one order the least: one that recomputes more keeps less of the same micro-batches. ``most``: no order keeps more
         and fits; else every order that keeps no more does.
         """
-        rooms = self.pricer.activation_bytes(self.before)
+        rooms = self._activation_bytes
         if self._own_orders or not priced.replicas:
             return [tuple(map(float, own)) for own in rooms]
         kept, ranks = priced.memory.kept, np.array(ranks_of_stages(priced.parallelism))

@@ -54,7 +54,7 @@ ON_THE_WAY = (
     (2, 0.5, 0.5),
 )
 """Lead, behind and patience of ``along_the_way``. [Empirical] Here and below: of 500 rules those that are best together for
-370 problems of 4 to 12 ranks; with ample memory five are within 0.1 % of all. The first two are the best of all for 30 of 43 pipelines of
+370 problems of 4 to 12 ranks; with ample memory five are within 0.1 % of all. The first two are the best of all for 29 of 41 pipelines of
 the catalogue's models with three stages on a rank or more, where effort is spent after few."""
 
 FEWEST_RULES = 5
