@@ -29,13 +29,14 @@ def test_thousands_of_random_orders_end():
         assert tuple(tuple(a for a in rank if isinstance(a, Action)) for rank in steps) == schedule.ranks
 
 
-def test_ends_of_messages_stand_in_the_same_order_on_both_ranks():
+@pytest.mark.parametrize("receives_first", [False, True])
+def test_ends_of_messages_stand_in_the_same_order_on_both_ranks(receives_first):
     random = Random(1)
     for _ in range(300):
         placement = random_placement(random, 3, 6)
         schedule = random_order(random, placement, 4)
         between: dict[tuple[int, int], tuple[list[Message], list[Message]]] = {}
-        for rank, steps in enumerate(with_messages(schedule)):
+        for rank, steps in enumerate(with_messages(schedule, receives_first=receives_first)):
             for step in steps:
                 if isinstance(step, Message):
                     sends = step.kind.startswith("SEND")
@@ -46,6 +47,18 @@ def test_ends_of_messages_stand_in_the_same_order_on_both_ranks():
             forward = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
             expected = [Message(forward[s.kind][0], s.stage + forward[s.kind][1], s.micro_batch) for s in sent]
             assert received == expected
+
+
+def test_receives_come_first_and_all_else_stays_in_its_order():
+    random = Random(4)
+    for _ in range(100):
+        schedule = random_order(random, random_placement(random, 3, 6), 4)
+        for usual, early in zip(with_messages(schedule), with_messages(schedule, receives_first=True), strict=True):
+            receives, others = (
+                [step for step in usual if (isinstance(step, Message) and "RECV" in step.kind) is first]
+                for first in (True, False)
+            )
+            assert early == (*receives, *others)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -28,7 +28,7 @@ USUAL = StageTimes(1.0, 2.0, 1.0, 1.0)
 """A backward takes twice as long as a forward, in two equal parts: what orders the messages. None takes no time."""
 
 
-def with_messages(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
+def with_messages(schedule: Schedule, *, receives_first: bool = False) -> tuple[tuple[Step, ...], ...]:
     """Each rank's actions and its ends of messages; two stages on one rank send each other nothing.
 
     Both ends of a message are written down at once, when its action ends in a simulation. So all messages stand in one order
@@ -50,7 +50,13 @@ def with_messages(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
             send, receive = ends
             steps[rank].append(send)
             steps[schedule.stage_rank[receive.stage]].append(receive)
+    if receives_first:
+        steps = [sorted(own, key=lambda step: not _is_receive(step)) for own in steps]
     return tuple(map(tuple, steps))
+
+
+def _is_receive(step: Step) -> bool:
+    return isinstance(step, Message) and step.kind.startswith("RECV")
 
 
 def _message(schedule: Schedule, action: Action) -> tuple[Message, Message] | None:

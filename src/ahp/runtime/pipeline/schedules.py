@@ -1,4 +1,4 @@
-"""Runs the micro-batches of a step: one after the other on a single stage, or on torch's pipeline schedules."""
+"""Runs the micro-batches of a step: one after the other on a single stage, or on torch's pipeline runtime."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from ahp.runtime.shard.fsdp import Sharding
 from ahp.runtime.torch_compat import accumulate_in_reduce_dtype
 from ahp.schedule.messages import with_messages
 from ahp.schedule.orders import given_order, ranks_of_stages
+from ahp.schedule.patterns import make
+from ahp.schedule.registry import get
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -63,7 +65,7 @@ class Accumulation:
 
 
 class Pipeline:
-    """Several stages under one of torch's schedules, which says which rank holds which stages."""
+    """Several stages on torch's pipeline runtime, in the order of a schedule, which says which rank holds which stages."""
 
     def __init__(
         self,
@@ -165,20 +167,15 @@ class Pipeline:
         return [int(self.mesh.places[self.stage_ranks[other]][at])]
 
     def _schedule(self, num_micro_batches: int) -> Any:
-        from torch.distributed.pipelining.schedules import (  # seconds of imports
-            PipelineScheduleSingle,
-            get_schedule_class,
-        )
-
         stages = [self._stage(index) for index in sorted(self.stages)]
+        order = self.order or make(self.name, len(self.stage_ranks) // len(stages), len(stages), num_micro_batches)
+        # gloo keeps apart what several messages wait for; NCCL's wait for each other on one stream.
+        ranks = with_messages(order, receives_first=self.mesh.device.type == "cpu")
+        steps = [[str(step) for step in rank] for rank in ranks]
+        ahead = self.order is not None or get(self.name).gathers_ahead
         # The loss is a sum over the global number of tokens: dividing by the micro-batches again would be wrong.
         settings: dict[str, Any] = {"n_microbatches": num_micro_batches, "loss_fn": self.loss, "scale_grads": False}
-        if self.order is not None:
-            steps = [[str(step) for step in rank] for rank in with_messages(self.order)]
-            return pipeline_of_steps(stages, steps, **settings)
-        kind = get_schedule_class(self.name)
-        held: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-        return kind(held, **settings)
+        return pipeline_of_steps(stages, steps, gathers_ahead=ahead, **settings)
 
     def _stage(self, index: int) -> PipelineStage:
         """With all shapes given, so that torch need not run the stage on made-up data to find them."""

@@ -53,9 +53,12 @@ def _with_peers(
     return found
 
 
-def pipeline_of_steps(stages: list[Any], ranks: list[list[str]], **settings: Any) -> Any:
+def pipeline_of_steps(stages: list[Any], ranks: list[list[str]], *, gathers_ahead: bool = True, **settings: Any) -> Any:
     """torch's pipeline runtime under an order of our own: each rank's computations, sends and receives, as torch writes them (``0F0``,
     ``0SEND_F0``). When weights are gathered and gradients reduced torch adds itself, by the rules of its other schedules.
+
+    ``gathers_ahead``: a stage's weights are all gathered before its first forward; else FSDP2 gathers each block's as it comes, as under torch's
+    schedules with one stage on each rank.
     """
     from torch.distributed.pipelining import schedules
 
@@ -65,8 +68,12 @@ def pipeline_of_steps(stages: list[Any], ranks: list[list[str]], **settings: Any
     schedule = schedules._PipelineScheduleRuntime(stages, **settings)
     schedule.pipeline_order = computed
     schedule._prepare_schedule_with_comms({rank: list(actions) for rank, actions in computed.items()})
+    gathering = () if gathers_ahead else (schedules.UNSHARD, schedules.RESHARD)
     for rank, lowered in schedule.pipeline_order_with_comms.items():
-        schedule.pipeline_order_with_comms[rank] = _with_messages_of(steps[rank], lowered)
+        kept = [action for action in lowered if action.computation_type not in gathering]
+        schedule.pipeline_order_with_comms[rank] = _with_messages_of(steps[rank], kept)
+    if not gathers_ahead:
+        schedule._assert_unsharded = lambda stage: None
     # From 2.15 on an order says when the ranks wait for what they have sent.
     with_waits = getattr(schedules, "_add_wait_send", None)
     if with_waits is not None:
