@@ -20,9 +20,11 @@ from ahp.forecast import rules
 from ahp.plan import Parallelism, StagePlace
 from ahp.schedule.patterns import stage_ranks
 from ahp.schedule.registry import SCHEDULES
+from ahp.search.by_speed import ranking_by_speed
 from ahp.search.choices import ScheduleChoice, divisors
 from ahp.search.fastest import fastest
 from ahp.search.lost import one_lost
+from ahp.search.method import Method
 from ahp.search.mixed import explain
 from ahp.search.mixed.balance import share
 from ahp.search.mixed.find import Budget, Finder, MixedOutcome, Queue
@@ -34,6 +36,7 @@ from ahp.search.problem import Problem, problem
 from ahp.search.ranking import search
 from ahp.search.result import Ranking
 from ahp.search.stages import cuts
+from ahp.search.ties import TIED, complexity
 from tests.marks import cases
 
 from .small import SEQUENCE, graph
@@ -80,8 +83,7 @@ def ranking_of(asked: Problem, **more: Any) -> Ranking:
 
 
 def best_s(ranking: Ranking) -> float:
-    assert ranking.best.forecast is not None
-    return ranking.best.forecast.step_time_s
+    return ranking.fastest.priced.step_time_s
 
 
 def sums(total: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -414,6 +416,23 @@ def test_more_generous_hardware_is_never_slower(asked: Problem, kind: str) -> No
 def on_two(**constraints: Any) -> Problem:
     cluster = cluster_of((H100, 1, 2), (A100, 1, 1), gbps=100)
     return mixed(cluster, batch=6, constraints={"micro_batch_size": 1, **constraints})
+
+
+@pytest.mark.parametrize(
+    "asked", [on_two(), mixed(cluster_of((H100, 1, 2), (A100, 1, 2), gbps=10), batch=8), mixed(cluster_of((H100, 2, 1), (A100, 1, 1), gbps=1), batch=12)]
+)  # fmt: skip
+def test_the_simplest_of_the_tied_leads(asked: Problem) -> None:
+    """As on a cluster of one kind; everything else of the ranking is as if the fastest led."""
+    ranking, fastest_first = ranking_of(asked), ranking_by_speed(asked, 10, None, Method())
+    assert ranking.fastest.parallelism == fastest_first.best.parallelism
+    assert ranking.certificate.best_s == fastest_first.certificate.best_s
+    every = [*fastest_first.plans, *fastest_first.more]
+    tied = [plan for plan in every if plan.priced.step_time_s <= best_s(ranking) * (1 + TIED)]
+    assert complexity(ranking.best.parallelism) == min(complexity(plan.parallelism) for plan in tied)
+    others = [plan.parallelism for plan in every if plan.parallelism != ranking.best.parallelism]
+    assert [plan.parallelism for plan in (*ranking.plans[1:], *ranking.more)] == others
+    words = " ".join(ranking.best.why)
+    assert (ranking.faster is None) == ("fastest of the layouts that fit" in words) == ("tied with" not in words)
 
 
 def test_what_is_fixed_is_kept() -> None:

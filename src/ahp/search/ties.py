@@ -30,7 +30,7 @@ def complexity(layout: Parallelism) -> tuple[int, ...]:
         int(layout.pipeline_parallel_degree > 1),
         layout.zero_stage,
         int(splits) + int(layout.virtual_stages_per_rank > 1),
-        int(uneven) + int(some) + int(layout.mesh_order is not None),
+        int(uneven) + int(some) + int(layout.mesh_order is not None) + int(layout.has_unlike_widths),
     )
 
 

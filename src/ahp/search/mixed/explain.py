@@ -13,6 +13,7 @@ from ahp.search import reasons
 from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 from ahp.search.result import Ranking
+from ahp.search.ties import TIED
 from ahp.words import gib, number_of, percent, seconds
 
 
@@ -51,7 +52,7 @@ def groups(asked: Problem, pair: Pair) -> Iterator[str]:
     for group in asked.cluster.groups:
         cells = [(r, rank) for r, row in enumerate(rows) for rank, cell in enumerate(row) if cell.group == group.name]
         if not cells:
-            yield f"{group.name}: not used; no layout that was priced with it is faster"
+            yield f"{group.name}: not used; no layout that was priced with it is more than {100 * TIED:.0f} % faster"
             continue
         held_by = [(r, s) for r, own in cells for s, rank in enumerate(ranks) if rank == own]
         stages, replicas = sorted({s for _, s in held_by}), sorted({r for r, _ in held_by})

@@ -28,6 +28,7 @@ from ahp.search.one_group import Fastest, fastest_on_one_group
 from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 from ahp.search.result import Ranking
+from ahp.search.ties import simplest_first
 from ahp.words import percent, seconds
 
 Plain = Callable[[Problem], Ranking]
@@ -107,10 +108,12 @@ def mixed_ranking(
     current: Parallelism | Mapping[str, Any] | None,
     by: Method,
     plain: Plain,
+    tied: float = 0.0,
     *,
     remedies: bool = True,
 ) -> Ranking:
-    """Rank layouts over several groups, and those of each group alone.
+    """Rank layouts over several groups, and those of each group alone: fastest first, but for the simplest of those that take at most the
+    share ``tied`` longer.
 
     ``plain`` searches a plain cluster; ``remedies``: whether to say what would make it fit, where nothing does. Raises as ``ahp.search``.
     """
@@ -134,17 +137,21 @@ def mixed_ranking(
     plans, best_of = _merged(asked, ranked, alone)
     if not plans:
         raise nothing_fits_anywhere(asked, over, [(one.name, one.refusal) for one in alone], remedies=remedies)
-    best = plans[0]
-    best_alike_s = next((p for p in plans if not p.parallelism.has_unlike_widths), best).priced.step_time_s
+    best_alike_s = next((p for p in plans if not p.parallelism.has_unlike_widths), plans[0]).priced.step_time_s
     certificate = _certificate(asked, over, alone, best_alike_s, perf_counter() - start)
     certificate = replace(certificate, unlike=unlike.forecasts)
+    ordered = simplest_first([(plan.parallelism, plan.priced) for plan in plans], tied)
+    at = next(at for at, plan in enumerate(plans) if plan.parallelism is ordered.ranked[0][0])
+    best, used = plans[at], best_of[at]
+    fastest, plans = plans[0], [best, *plans[:at], *plans[at + 1 :]]
     not_spread = () if over is not None else (f"no layout over several groups: {refusal}",)
-    notes = (*mixed_explain.idle(asked, best.parallelism, best_of[0].cluster), *not_spread)
+    notes = (*mixed_explain.idle(asked, best.parallelism, used.cluster), *not_spread)
     lost = tuple(
         Rejected.of(plan.parallelism, plan.priced, reasons.slower_because(plan.priced, best.priced))
         for plan in plans[1:]
     )
-    why = _why(asked, best, best_of[0], ranked, alone)
+    _, *why = _why(asked, best, used, ranked, alone)
+    why = [explain.headline(ordered.title(), best.priced), *ordered.words(), *why]
     first = best.model_copy(update={"why": (*why, *notes), "rejected": lost[: keep - 1]})
     others = [
         plan.model_copy(update={"why": (loser.reason,), "rejected": ()})
@@ -154,7 +161,12 @@ def mixed_ranking(
     if today is not None:
         of_best = mixed_explain.on_fullest(asked, (today.parallelism, today.forecast)) if today.forecast else asked
         told = compared(today, (best.parallelism, best.priced), of_best)
-    return Ranking((first, *others), certificate, (), lost[keep - 1 :], notes, told, more=tuple(plans[keep:]))
+    faster = None
+    if not ordered.first_is_fastest:
+        reason = reasons.slower_because(fastest.priced, best.priced)
+        faster = fastest.model_copy(update={"why": (reason,), "rejected": ()})
+    more = tuple(plans[keep:])
+    return Ranking((first, *others), certificate, (), lost[keep - 1 :], notes, told, faster=faster, more=more)
 
 
 def fastest_of_groups(asked: Problem, ceiling_s: float, like: Parallelism | None = None) -> Fastest | None:
@@ -280,7 +292,8 @@ def _why(asked: Problem, best: Plan, used: Problem, ranked: list[Pair], alone: l
     pair = best.parallelism, best.priced
     if used.cluster.is_mixed:
         floors = dict.fromkeys((name for name, _ in reasons.CHOICES), float("inf"))
-        words = explain.why(mixed_explain.on_fullest(asked, pair), ranked, [], floors)
+        rivals = [other for other in ranked if other[0] != best.parallelism]
+        words = explain.why(mixed_explain.on_fullest(asked, pair), [pair, *rivals], [], floors)
         yield_of = (
             *words,
             *mixed_explain.width(pair, ranked),
