@@ -1,6 +1,6 @@
 """Hosts that differ: probed, planned for, and the plan measured against even layouts, plain data parallelism and many others.
 
-    python benchmarks/hosts.py                                   all clusters, some 60 minutes
+    python benchmarks/hosts.py                                   all clusters, some 40 minutes
     python benchmarks/hosts.py --quick                           a smoke run: two hosts, few layouts and steps
     python benchmarks/hosts.py --only "1:3, 100 Mb/s" --markdown docs/benchmarks.md
 
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,8 @@ class Pace:
     rounds: int
 
 
-CALIBRATION = Pace(warmup=1, steps=2, rounds=1)
-"""Before the plan is made."""
+CALIBRATION = Pace(warmup=1, steps=2, rounds=3)
+"""Before the plan is made. In rounds: a machine that is slow for some seconds would count as a slow host."""
 
 
 @dataclass
@@ -190,14 +190,12 @@ def probed(hosts: Sequence[Host], folder: Path) -> Any:
 def corrected(hosts: Sequence[Host], cluster: Any, task: Task, folder: Path) -> Any:
     """The cluster as a few steps correct it, of layouts that wait for each of its groups in turn."""
     layouts = waiting_for_each(cluster, task)
-    times_s: dict[int, list[float]] = {}
-    for said in measured(hosts, layouts, task, CALIBRATION, folder):
-        times_s.setdefault(said["layout"], []).append(statistics.median(said["seconds"]))
-    seconds = [max(times_s[at]) for at in range(len(layouts))]
+    times_s = of_rounds(measured(hosts, layouts, task, CALIBRATION, folder))
+    seconds = [statistics.median(times_s[at]) for at in range(len(layouts))]
     for layout, step_s in zip(layouts, seconds, strict=True):
         told = f"{1e3 * step_s:.0f} ms, forecast {1e3 * layout.forecast.step_time_s:.0f} ms"
         print(f"  {layout.words}, {', '.join(layout.roles)}: {told}", file=sys.stderr)
-    return calibrated(cluster, task, layouts, seconds, CALIBRATION.steps)
+    return calibrated(cluster, task, layouts, seconds, CALIBRATION.steps * CALIBRATION.rounds)
 
 
 def measured(
@@ -215,6 +213,15 @@ def measured(
     words = [[sys.executable, script, str(number), str(file)] for number in range(len(hosts))]
     for output in on_all(hosts, words, folder, "the layouts"):
         yield from (json.loads(line) for line in output.splitlines() if line.startswith("{"))
+
+
+def of_rounds(said: Iterable[dict[str, Any]]) -> dict[int, list[float]]:
+    """By layout, of each round the median step of the host that took longest."""
+    found: dict[int, dict[int, float]] = {}
+    for one in said:
+        rounds, median_s = found.setdefault(one["layout"], {}), statistics.median(one["seconds"])
+        rounds[one["round"]] = max(median_s, rounds.get(one["round"], 0.0))
+    return {layout: [rounds[at] for at in sorted(rounds)] for layout, rounds in found.items()}
 
 
 def one_cluster(setup: Setup, task: Task, pace: Pace, *, few: bool) -> Found:
@@ -236,18 +243,14 @@ def one_cluster(setup: Setup, task: Task, pace: Pace, *, few: bool) -> Found:
             Row(one.words, list(one.roles), f.step_time_s, f.step_time_low_s, f.step_time_high_s) if (f := one.forecast) else None
             for one in layouts
         ]  # fmt: skip
-        seconds: dict[tuple[int, int], list[float]] = {}
+        said = list(measured(hosts, layouts, task, pace, folder))
         alone: dict[str, list[float]] = {}
-        for said in measured(hosts, layouts, task, pace, folder):
-            median_s = statistics.median(said["seconds"])
-            if rows[said["layout"]] is None:
-                alone.setdefault(said["host"], []).append(median_s)
-            else:
-                seconds.setdefault((said["layout"], said["round"]), []).append(median_s)
-        for (index, _), times_s in sorted(seconds.items()):
-            row = rows[index]
-            assert row is not None
-            row.rounds_s.append(max(times_s))
+        for one in said:
+            if rows[one["layout"]] is None:
+                alone.setdefault(one["host"], []).append(statistics.median(one["seconds"]))
+        for index, times_s in of_rounds(said).items():
+            if (row := rows[index]) is not None:
+                row.rounds_s = times_s
     tokens = task.global_batch_size * task.sequence_length
     own = sum(tokens / statistics.median(times_s) for times_s in alone.values())
     told = f"{words_of(as_probed, task.precision)}; measured by ahp probe --quick; {corrections(as_probed, cluster, task.precision)}"
