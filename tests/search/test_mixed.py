@@ -419,10 +419,11 @@ def on_two(**constraints: Any) -> Problem:
 
 
 @pytest.mark.parametrize(
-    "asked", [on_two(), mixed(cluster_of((H100, 1, 2), (A100, 1, 2), gbps=10), batch=8), mixed(cluster_of((H100, 2, 1), (A100, 1, 1), gbps=1), batch=12)]
-)  # fmt: skip
-def test_the_simplest_of_the_tied_leads(asked: Problem) -> None:
+    ("groups", "gbps", "batch"), [(((H100, 1, 2), (A100, 1, 2)), 10, 8), (((H100, 2, 1), (A100, 1, 1)), 1, 12)]
+)
+def test_the_simplest_of_the_tied_leads(groups: Any, gbps: float, batch: int) -> None:
     """As on a cluster of one kind; everything else of the ranking is as if the fastest led."""
+    asked = mixed(cluster_of(*groups, gbps=gbps), batch=batch)
     ranking, fastest_first = ranking_of(asked), ranking_by_speed(asked, 10, None, Method())
     assert ranking.fastest.parallelism == fastest_first.best.parallelism
     assert ranking.certificate.best_s == fastest_first.certificate.best_s

@@ -61,8 +61,8 @@ class PipelineSchedule(ABC):
 
     @property
     def gathers_ahead(self) -> bool:
-        """Whether torch's runtime asks for all weights of a rank as the step begins, not when a stage's first forward comes: it does so for
-        all schedules that may have several stages on a rank (``_PipelineScheduleRuntime``)."""
+        """Whether all weights of a rank are asked for as the step begins, as torch's runtime does it for schedules that may have several stages on
+        a rank; else each block's are when its first forward comes (``pipeline_of_steps``)."""
         return self.most_virtual != 1
 
     # -- what is legal ----------------------------------------------------------------------------------------------
