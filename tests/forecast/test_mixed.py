@@ -286,7 +286,10 @@ CELLS = {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 4}
         ({**ROWS, "stages": [{"group": "old", "layers": 4, "recomputed_layers": 1}]}, ["recomputed_layers = 1", "selective or full"]),
         ({**PIPES, **FULL, **ACROSS, "recomputed_layers_per_stage": [1, 1]}, ["[1, 1]", "stages.recomputed_layers"]),
         ({**PIPES, **FULL, "recomputed_layers_per_stage": [1, 3]}, ["[1, 3]", "the stages have [2, 2] layers"]),
-        ({**PIPES, "micro_batches_per_replica": [7, 1]}, ["micro_batches_per_replica = [7, 1]", "1F1B needs", "there are 1"]),
+        (
+            {**PIPES, "micro_batches_per_replica": [7, 1], "pipeline_parallel_schedule": "DualPipeV", "virtual_stages_per_rank": 2},
+            ["micro_batches_per_replica = [7, 1]", "DualPipeV needs", "there are 1"],
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_the_users_words(hand_graph, keys, words):

@@ -29,6 +29,7 @@ def reason(graph, layout, *, job=JOB, cluster=None, engine=None):
         {"data_parallel_shard_degree": 4, "micro_batch_size": 4},
         {"tensor_parallel_degree": 2},
         {"pipeline_parallel_degree": 4},
+        {"pipeline_parallel_degree": 4, "micro_batch_size": 8},
         {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 2},
         {"pipeline_parallel_degree": 2, "layers_per_stage": (3, 1)},
         {"activation_checkpoint": "auto"},
@@ -55,7 +56,15 @@ def test_legal(hand_graph, layout):
         ({"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 3}, ["= 6 stages", "4 layers"]),
         ({"virtual_stages_per_rank": 2}, ["virtual_stages_per_rank = 2"]),
         ({"pipeline_parallel_degree": 2, "layers_per_stage": (3, 2)}, ["layers_per_stage = [3, 2]", "4 layers"]),
-        ({"pipeline_parallel_degree": 4, "micro_batch_size": 8}, ["1F1B needs", "there are 2"]),
+        (
+            {
+                "pipeline_parallel_degree": 2,
+                "pipeline_parallel_schedule": "DualPipeV",
+                "virtual_stages_per_rank": 2,
+                "micro_batch_size": 8,
+            },
+            ["DualPipeV needs", "there are 2"],
+        ),
         ({"context_parallel_degree": 2}, ["context_parallel_degree = 2", "valid: 1"]),
     ],
 )
@@ -63,6 +72,13 @@ def test_illegal(hand_graph, layout, words):
     text = reason(hand_graph, layout)
     assert text is not None
     assert all(word in text for word in words), text
+
+
+def test_1f1b_runs_fewer_micro_batches_than_ranks_but_in_torchs_own_class(hand_graph):
+    few = {"pipeline_parallel_degree": 4, "micro_batch_size": 8}
+    assert reason(hand_graph, few) is None
+    told = reason(hand_graph, few, engine=EngineChoice(name="torchtitan"))
+    assert all(words in told for words in ("torch's 1F1B needs", "there are 2"))
 
 
 def test_valid_degrees_beside_a_huge_one_are_not_counted_one_by_one(hand_graph):

@@ -182,7 +182,7 @@ def _layout(d: random.Random, restart: Restart, layers: int, num_experts: int) -
             registry.get("ahp").refuses(job, p, plan.engine)
             or rules.batch(job, p)
             or rules.sequence(job, p)
-            or rules.schedules(job, p, in_torch=True)
+            or rules.schedules(job, p, in_torch=False)
         )
         if not refused:
             return layout

@@ -97,6 +97,12 @@ MORE: dict[str, dict[str, Any]] = {
         ),
         "activation_checkpoint": "full",
     },
+    "1f1b-few": {"pipeline_parallel_degree": 4, "micro_batch_size": 4},
+    "zero-bubble-few": {**SPLIT["zero-bubble"], "pipeline_parallel_degree": 4, "micro_batch_size": 4},
+    "zero0+zero-bubble-uneven": {
+        **ZERO["zero0"], **SPLIT["zero-bubble"], "micro_batch_size": 1, "micro_batches_per_replica": (7, 1),
+        "stages": ({"group": ("fast", "slow"), "layers": 3}, {"group": ("fast", "slow"), "layers": 2}),
+    },
     **SPLIT,
     "zero0+zbv": {**ZERO["zero0"], **SPLIT["zbv"], "micro_batch_size": 1},
     "zero3+dual-pipe-v": {**ZERO["zero3"], **SPLIT["dual-pipe-v"], "micro_batch_size": 1},
@@ -118,7 +124,7 @@ ON_ONE_MODEL = (
     "zero3-x-tp-x-interleaved", "replicate-x-zero3-x-tp", "replicate-x-zero2-x-gpipe", "zero3-8-ways", *SPLIT, "zero0+zbv",
     "zero3+dual-pipe-v", "zero3+interleaved-zero-bubble", "tp+zbv", "zbv-recompute", "sequence+zero3", "sequence+1f1b",
     "sequence+zbv-recompute", "sequence-4-ways", "zero3-selective", "tp-selective", "sequence+zbv-selective", "zero0-uneven", "replicate-x-zero3-uneven",
-    "replicate-x-zero1-uneven", "zero0+1f1b-uneven",
+    "replicate-x-zero1-uneven", "zero0+1f1b-uneven", "1f1b-few", "zero-bubble-few", "zero0+zero-bubble-uneven",
 )  # fmt: skip
 """Layouts whose techniques all models have gone through already, in other degrees: the models take turns."""
 SEEN_IN_PRODUCTS = (

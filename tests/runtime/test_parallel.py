@@ -204,6 +204,9 @@ def steps_of_other_sizes(
 
 
 PIPED = {"pipeline_parallel_degree": 2, "micro_batch_size": 4}
+IN_ROUNDS = {
+    "pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B", "virtual_stages_per_rank": 2, "micro_batch_size": 1
+}  # fmt: skip
 ORDERED = {
     "pipeline_parallel_schedule": "Synthesized",
     "pipeline_parallel_order": ("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"),
@@ -214,12 +217,12 @@ ORDERED = {
     ("layout", "shape", "words"),
     [
         (PIPED, (8, 12), "part: sequence length = 12: what passes between the stages of a pipeline has the length of job.sequence_length 16"),
-        (PIPED, (4, 16), "part = 4 rows: 1 micro-batches of micro_batch_size 4; pipeline_parallel_degree = 2"),
+        (IN_ROUNDS, (5, 16), "part = 5 rows: 5 micro-batches of micro_batch_size 1; pipeline_parallel_schedule = 'Interleaved1F1B'"),
         ({**PIPED, **ORDERED}, (12, 16), "part = 12 rows: 3 micro-batches of micro_batch_size 4; pipeline_parallel_order has 2"),
         ({**IN_PARTS, "micro_batch_size": 4}, (4, 15), "part: sequence length = 15: tensor_parallel_degree = 2: does not divide"),
         ({"context_parallel_degree": 2, "micro_batch_size": 4}, (4, 18), "part: sequence length = 18: context_parallel_degree = 2"),
     ],
-    ids=["length", "too few micro-batches", "not those of the order", "sequence", "context"],
+    ids=["length", "no whole rounds", "not those of the order", "sequence", "context"],
 )  # fmt: skip
 def test_a_step_of_a_size_that_the_layout_cannot_run_is_refused(
     pool: Pool, plain_run: Callable[..., dict[str, Any]], layout: dict[str, Any], shape: tuple[int, int], words: str

@@ -30,11 +30,11 @@ def test_a_node_fewer_is_a_search_on_the_rest() -> None:
 
 
 def test_of_what_is_left_not_all_must_be_used() -> None:
-    asked = small(cluster="4xH100-SXM-80GB", batch=32, constraints=FIXED)
+    asked = small(cluster="6xH100-SXM-80GB", batch=32, constraints=FIXED)
     lost = one_lost(asked, best(asked))
     assert lost.plan is not None
-    assert lost.plan.world_size == 2
-    assert "on 2 of the 3 devices left" in lost.verdict
+    assert lost.plan.world_size == 4
+    assert "on 4 of the 5 devices left" in lost.verdict
 
 
 def test_what_is_fixed_and_cannot_be_kept_is_freed_and_told() -> None:

@@ -100,6 +100,7 @@ class TorchtitanEngine(Engine):
             ),
             pipeline=PipelineTraits(
                 in_torch=True,
+                torch_orders=True,
                 ends="count_as_layers",  # generate_llm_fqn_per_model_part, input and output weight 1
             ),
             recompute=RecomputeTraits(

@@ -179,6 +179,8 @@ class PipelineTraits(NamedTuple):
     """Whether a pipeline message is cut over the tensor-parallel ranks, sent in parts and gathered (Megatron's scatter-gather)."""
     in_torch: bool = False
     """Whether torch's pipeline runtime runs the stages: it allocates what a stage receives for every micro-batch."""
+    torch_orders: bool = False
+    """Whether torch's own classes say the order of actions, so that their rules for the number of micro-batches hold."""
     ends: Ends = "hold_layers"
     """How the engine cuts the layers where it is not told: what the first and the last stage hold."""
 

@@ -365,8 +365,8 @@ def recomputed(num_layers: int, job: Job, parallelism: Parallelism, engine: Engi
 
 
 def _schedule(job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
-    in_torch = get(engine.name).traits(job, parallelism, engine).pipeline.in_torch
-    return schedules(job, parallelism, in_torch=in_torch) or _order(parallelism)
+    torch_orders = get(engine.name).traits(job, parallelism, engine).pipeline.torch_orders
+    return schedules(job, parallelism, in_torch=torch_orders) or _order(parallelism)
 
 
 def _order(parallelism: Parallelism) -> str | None:
@@ -395,7 +395,7 @@ def schedules(job: Job, parallelism: Parallelism, *, in_torch: bool) -> str | No
 
 
 def schedule(name: str, p: int, v: int, m: int, *, in_torch: bool) -> str | None:
-    """Whether p ranks with v stages each can run m micro-batches so; ``in_torch``: by torch's own pipeline runtime."""
+    """Whether p ranks with v stages each can run m micro-batches so; ``in_torch``: in the order of torch's own classes."""
     if p == 1:
         return _broken("virtual_stages_per_rank", v, "needs a pipeline_parallel_degree above 1", [1]) if v > 1 else None
     return (illegal_in_torch if in_torch else illegal_pattern)(name, p, v, m)

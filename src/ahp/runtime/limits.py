@@ -37,7 +37,7 @@ def refuse_plan(plan: Plan, device: torch.device) -> None:
         or next(filter(None, (rules.sequence(job, each) for each in p.layouts_of_ranks)), None)
         or widths_of_ranks(p)
         or rules.unlike_widths(job, p)
-        or rules.schedules(job, p, in_torch=True)
+        or rules.schedules(job, p, in_torch=False)
     ):
         raise BadInput(reason)
     if job.optimizer.name == "adamw8bit":
@@ -68,7 +68,7 @@ def refuse_micro_batches(layout: Parallelism, count: int, ordered: int | None) -
     if ordered is not None:
         reason = None if count == ordered else f"pipeline_parallel_order has {ordered} (valid: {ordered})"
     else:
-        reason = rules.schedule(name, p, v, count, in_torch=True)
+        reason = rules.schedule(name, p, v, count, in_torch=False)
     if reason:
         size = layout.micro_batch_size
         raise BadInput(f"part = {count * size} rows: {count} micro-batches of micro_batch_size {size}; {reason}")

@@ -412,7 +412,7 @@ class Choices:
     def _bad_schedule(self, pipe: ScheduleChoice, pipeline: int, micro_batches: int) -> str | None:
         if micro_batches == 0:
             return None
-        return rules.schedule(pipe.schedule, pipeline, pipe.virtual, micro_batches, in_torch=self.asked.torch_pipeline)
+        return rules.schedule(pipe.schedule, pipeline, pipe.virtual, micro_batches, in_torch=self.asked.torch_orders)
 
     def _bad_pipe(self, pipe: ScheduleChoice, pipeline: int, micro_batches: int) -> bool:
         reasons = self.refused_pipe(pipe, pipeline), self.bad_stages(pipe, pipeline)

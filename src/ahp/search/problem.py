@@ -167,9 +167,9 @@ class Problem:
         return self._pipeline_traits.pipeline.ends
 
     @property
-    def torch_pipeline(self) -> bool:
+    def torch_orders(self) -> bool:
         """Whether torch's own rules for schedules hold."""
-        return self._pipeline_traits.pipeline.in_torch
+        return self._pipeline_traits.pipeline.torch_orders
 
     @cached_property
     def _pipeline_traits(self) -> Traits:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ SMALL = {
 JOB = Job(sequence_length=16, global_batch_size=4, steps=2, precision="fp32")
 
 
-def of(**degrees: int) -> Plan:
+def of(**degrees: Any) -> Plan:
     return Plan(model=SMALL, job=JOB, parallelism=Parallelism(**degrees))
 
 
@@ -33,13 +34,13 @@ def of(**degrees: int) -> Plan:
 @pytest.mark.usefixtures("launched_on_pool")
 def test_every_plan_is_timed_and_one_that_fails_comes_last() -> None:
     said: list[str] = []
-    bad = of(pipeline_parallel_degree=2, micro_batch_size=4)  # torch's 1F1B needs two micro-batches
+    bad = of(pipeline_parallel_degree=2, pipeline_parallel_schedule="Interleaved1F1B", micro_batch_size=2)
     found = measure([bad, of(data_parallel_replicate_degree=2, micro_batch_size=2), of()], steps=3, say=said.append)
     assert [len(one.step_times_s) for one in found] == [3, 3, 0]
     assert found[0].step_time_s <= found[1].step_time_s
     assert said[1].startswith("measuring 2 of 3: dp2x1")
     assert found[2].plan == bad
-    assert found[2].words().startswith("could not be measured: pipeline_parallel_degree = 2: torch's 1F1B needs")
+    assert found[2].words().startswith("could not be measured: virtual_stages_per_rank = 1: Interleaved1F1B needs")
 
 
 def test_when_no_plan_runs_the_first_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ class MixedSpace:
         """Micro-batches that a replica must have."""
         if pipeline <= 1 or schedule == SEVERAL:
             return 1
-        return schedule_of(schedule).fewest_micro_batches(pipeline, 1, in_torch=self.asked.torch_pipeline)
+        return schedule_of(schedule).fewest_micro_batches(pipeline, 1, in_torch=self.asked.torch_orders)
 
     def _allowed(self, pipeline: int, schedule: str, total: int) -> NDArray[np.bool_]:
         """[M + 1] Whether a replica may have so many micro-batches."""
@@ -237,7 +237,7 @@ class MixedSpace:
     def legal_pipe(self, pipe: ScheduleChoice, pipeline: int, micro_batches: Ints) -> Mask:
         """Whether so many ranks can run so many micro-batches so, of each number."""
         schedule = schedule_of(pipe.schedule)
-        return schedule.runs(pipeline, pipe.virtual, micro_batches, in_torch=self.asked.torch_pipeline)
+        return schedule.runs(pipeline, pipe.virtual, micro_batches, in_torch=self.asked.torch_orders)
 
     @property
     def _virtual(self) -> int | None:
