@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ahp.errors import BadInput
-from ahp.schedule.makespan import _Run, makespan, peak_kept
+from ahp.schedule.makespan import SECONDS, _may_queue, _Run, makespan, peak_kept
 from ahp.schedule.patterns import illegal, make
 from ahp.schedule.registry import SCHEDULES, get
 from ahp.schedule.simulate import StageTimes, peak_in_flight, simulate
@@ -48,8 +48,19 @@ def same(name, p, v, m, times):
 @settings(max_examples=120, deadline=None)
 @given(layouts, st.data())
 def test_the_fast_makespan_is_the_simulations(layout, data):
-    _, p, v, _ = layout
-    same(*layout, [random_times(data) for _ in range(p * v)])
+    name, p, v, _ = layout
+    times = [random_times(data) for _ in range(p * v)]
+    same(*layout, times)
+    free = [without_queues(one, data) for one in times]
+    assert not _may_queue(name, p, v, free)
+    same(*layout, free)
+
+
+def without_queues(times, data):
+    """With messages that take no longer than any action, so that the table is run."""
+    actions = {name: getattr(times, name) + 1.0 for name in SECONDS}
+    sends = {name: data.draw(st.floats(0.0, 1.0)) for name in ("send_forward_s", "send_backward_s")}
+    return times._replace(**actions, **sends)
 
 
 MANY = [

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ahp.schedule.actions import Action, Kind, Schedule
 from ahp.schedule.patterns import illegal, make
 from ahp.schedule.registry import SCHEDULES
-from ahp.schedule.simulate import StageTimes, peak_in_flight, simulate
+from ahp.schedule.simulate import StageTimes, links, peak_in_flight, simulate
 
 
 def even(stages, forward=1.0, backward=2.0, send=0.0):
@@ -107,6 +107,19 @@ def test_gradients_are_reduced_one_stage_after_the_other_beside_the_computation(
     assert slowed.slowed_s == (0.5,)
     assert slowed.busy_s == (9.5,)
     assert slowed.makespan_s == 13.0
+
+
+def test_a_link_takes_one_message_after_the_other():
+    times = [StageTimes(1.0, 1.0, send_forward_s=3.0, send_backward_s=2.0)] * 2
+    timeline = simulate(make("GPipe", 2, 1, 2), times)
+    # Outputs leave at 1 s and, though it is there at 2 s, at 4 s; gradients at 9 s and at 11 s.
+    assert timeline.ends_s == ((1.0, 2.0, 12.0, 14.0), (5.0, 8.0, 9.0, 10.0))
+
+
+def test_outputs_and_gradients_of_a_v_share_the_links_between_ranks():
+    assert links((0, 1, 1, 0)) == ([0, 1, 2, 0], [0, 2, 1, 0])
+    assert links((0, 1, 0, 1)) == ([0, 1, 0, 0], [0, 1, 0, 1])
+    assert links((0,)) == ([0], [0])
 
 
 def test_split_backward_frees_at_the_weight_gradient():

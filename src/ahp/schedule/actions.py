@@ -29,6 +29,10 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
+PlainAction = tuple[str, int, int]
+"""Letter, stage and micro-batch of an action: what a tight loop reads."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The order in which each rank runs its actions; what arrives from other ranks it waits for."""
@@ -41,6 +45,6 @@ class Schedule:
     """``stage_rank[s]``: the pipeline rank that holds stage ``s``."""
 
     @cached_property
-    def plain(self) -> tuple[tuple[tuple[str, int, int], ...], ...]:
-        """The actions of each rank as (letter, stage, micro-batch): what a tight loop reads."""
+    def plain(self) -> tuple[tuple[PlainAction, ...], ...]:
+        """The actions of each rank."""
         return tuple(tuple((str(a.kind), a.stage, a.micro_batch) for a in rank) for rank in self.ranks)

@@ -61,10 +61,13 @@ def lower_bounds_s(name: str, p: int, v: int, m: int, times: TimeColumns, *, tur
 
 
 def gpipe_ends_s(m: int, times: Sequence[StageTimes]) -> list[float]:
-    """When each rank has done its last action under GPipe, exactly: each phase is a flow shop of equal jobs, which its slowest stage paces."""
+    """When each rank has done its last action under GPipe, exactly: each phase is a flow shop of equal jobs, which its slowest stage or link
+    paces."""
     forward_s = peak_s = first_s = 0.0
     for stage, t in enumerate(times):
-        forward_s += t.forward_s + (times[stage - 1].send_forward_s if stage else 0.0)
+        sent_s = times[stage - 1].send_forward_s if stage else 0.0
+        peak_s = max(peak_s, first_s + (m - 1) * sent_s)
+        forward_s += t.forward_s + sent_s
         first_s += t.first_forward_extra_s
         peak_s = max(peak_s, first_s + (m - 1) * t.forward_s)
     ends: list[float] = []
@@ -74,18 +77,21 @@ def gpipe_ends_s(m: int, times: Sequence[StageTimes]) -> list[float]:
         slowest_s = max(slowest_s, t.backward_s)
         ends.append(now_s + (m - 1) * slowest_s + t.last_backward_extra_s)
         now_s += t.send_backward_s
+        slowest_s = max(slowest_s, t.send_backward_s)
     return ends[::-1]
 
 
 def _gpipe_s(m: int, times: TimeColumns) -> Floats:
     """The last of ``gpipe_ends_s``."""
-    forward, back = times.forward_s, times.backward_s[..., ::-1]
+    forward, back, back_sent = times.forward_s, times.backward_s[..., ::-1], times.send_backward_s[..., ::-1]
     first = np.cumsum(times.first_forward_extra_s, axis=-1)
-    start_s = forward.sum(axis=-1) + times.send_forward_s[..., :-1].sum(axis=-1)
-    start_s = start_s + (first + (m - 1) * forward).max(axis=-1)
-    sent = np.cumsum(times.send_backward_s[..., ::-1], axis=-1)
-    ends = np.cumsum(back, axis=-1) + (m - 1) * np.maximum.accumulate(back, axis=-1)
-    ends = ends + (times.last_backward_extra_s + times.reduce_s)[..., ::-1] + sent - times.send_backward_s[..., ::-1]
+    sent = times.send_forward_s.copy()
+    sent[..., -1] = 0.0  # there is no next stage
+    start_s = (forward + sent).sum(axis=-1) + (first + (m - 1) * np.maximum(forward, sent)).max(axis=-1)
+    slowest = np.maximum.accumulate(back, axis=-1)
+    slowest[..., 1:] = np.maximum(slowest[..., 1:], np.maximum.accumulate(back_sent, axis=-1)[..., :-1])
+    ends = np.cumsum(back + back_sent, axis=-1) - back_sent + (m - 1) * slowest
+    ends = ends + (times.last_backward_extra_s + times.reduce_s)[..., ::-1]
     return start_s + ends.max(axis=-1)
 
 

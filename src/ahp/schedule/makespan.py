@@ -17,9 +17,9 @@ import numpy as np
 from ahp.arrays import Floats
 from ahp.schedule.actions import Kind, Schedule
 from ahp.schedule.bounds import gpipe_ends_s
-from ahp.schedule.patterns import make, refuse_illegal
+from ahp.schedule.patterns import make, refuse_illegal, stage_ranks
 from ahp.schedule.registry import get
-from ahp.schedule.simulate import StageTimes, Timeline, peak_in_flight, simulate
+from ahp.schedule.simulate import StageTimes, Timeline, links, peak_in_flight, simulate
 from ahp.schedule.slots import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from ahp.schedule.table import Table, table
 
@@ -106,15 +106,32 @@ def makespan(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> 
         BadInput: there is no such schedule (``patterns.illegal``).
     """
     refuse_illegal(name, p, v, m)
-    if get(name).all_forwards_first and any(t.gathered_s for t in times):
+    first = get(name).all_forwards_first
+    if any(t.gathered_s for t in times) if first else _may_queue(name, p, v, times):
         return replace(makespan_of_order(make(name, p, v, m), times), order=None)
-    ran = _all_forwards_first(m, times) if get(name).all_forwards_first else _run(name, p, v, m, times)
+    ran = _all_forwards_first(m, times) if first else _run(name, p, v, m, times)
     ends = tuple(map(max, ran.ends_s, ran.reduced_s))
     gathering = tuple(ran.gathering_s) if any(ran.gathering_s) else ()
     reducing = tuple(end - own for end, own in zip(ends, ran.ends_s, strict=True)) if any(ran.reduced_s) else ()
     slowed = tuple(ran.slowed_s) if any(ran.slowed_s) else ()
     busy = tuple(ran.busy_s)
     return Makespan(name, p, v, m, tuple(times), max(ends), busy, ends, None, gathering, reducing, slowed)
+
+
+def _may_queue(name: str, p: int, v: int, times: Sequence[StageTimes]) -> bool:
+    """Whether a message may be there before its link has taken the one ahead: where one takes longer than an action that sends another."""
+    gradients_s = [min(t.backward_s, t.input_gradient_s) if get(name).splits_backward else t.backward_s for t in times]
+    sends_s = max(max(t.send_forward_s, t.send_backward_s) for t in times)
+    if sends_s <= min(min(gradients_s), min(t.forward_s for t in times)):
+        return False
+    outputs, gradients = links(stage_ranks(name, p, v))
+    sent = list(zip(outputs, (t.send_forward_s for t in times), (t.forward_s for t in times), strict=True))[:-1]
+    sent += list(zip(gradients, (t.send_backward_s for t in times), gradients_s, strict=True))[1:]
+    longest, shortest = dict[int, float](), dict[int, float]()
+    for link, sent_s, action_s in sent:
+        longest[link] = max(longest.get(link, 0.0), sent_s)
+        shortest[link] = min(shortest.get(link, np.inf), action_s)
+    return any(longest[link] > shortest[link] for link in longest)
 
 
 def makespan_of_order(order: Schedule, times: Sequence[StageTimes]) -> Makespan:

@@ -5,13 +5,13 @@ Where only the step's length is wanted ``ahp.schedule.makespan`` has it many tim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NamedTuple
 
-from ahp.schedule.actions import Action, Kind, Schedule
+from ahp.schedule.actions import Action, Kind, PlainAction, Schedule
 
 
 class StageTimes(NamedTuple):
@@ -25,9 +25,9 @@ class StageTimes(NamedTuple):
     weight_gradient_s: float = 0.0
     """What an action W takes."""
     send_forward_s: float = 0.0
-    """From the end of its forward until the next stage can start; 0 where both are on one rank."""
+    """In which its output is sent to the next stage; 0 where both are on one rank. From one rank to another one message goes after the other."""
     send_backward_s: float = 0.0
-    """From the end of its backward, or of its input gradient, until the previous stage can start."""
+    """In which the gradient that its backward, or its input gradient, makes is sent to the previous stage."""
     first_forward_extra_s: float = 0.0
     """Added to the forward of micro-batch 0, such as weights gathered once per step."""
     last_backward_extra_s: float = 0.0
@@ -99,55 +99,79 @@ class Timeline:
         return self.ends_s[rank][-1] + self.reducing_s[rank]
 
 
+def links(stage_rank: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The number of the link from rank to rank that takes each stage's output, and that which takes its gradient; 0 where there is none."""
+    numbers: dict[tuple[int, int], int] = {}
+    pairs = list(pairwise(stage_rank))
+    outputs = [numbers.setdefault((here, there), len(numbers)) for here, there in pairs]
+    gradients = [numbers.setdefault((here, there), len(numbers)) for there, here in pairs]
+    return [*outputs, 0], [0, *gradients]
+
+
 def simulate(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
     """Run the schedule: an action starts when its rank is free and what it needs has arrived.
 
     ``times[s]`` belongs to stage ``s``. O(actions). Raises ValueError when the order can never run (a rank
     waits for something that comes only after what waits for it).
     """
-    run = _Run(schedule, times)
-    starts: list[list[float]] = [[] for _ in schedule.ranks]
-    ends: list[list[float]] = [[] for _ in schedule.ranks]
-    left = sum(map(len, schedule.ranks))
-    while left:
-        done = sum(run.advance(rank, starts[rank], ends[rank]) for rank in range(len(schedule.ranks)))
-        if done == 0:
-            stuck = [str(o[len(e)]) for o, e in zip(schedule.ranks, ends, strict=True) if len(e) < len(o)]
-            raise ValueError(f"schedule {schedule.name} never ends: waiting at {', '.join(stuck)}")
-        left -= done
-    busy = tuple(sum(end) - sum(start) for start, end in zip(starts, ends, strict=True))
-    reducing = tuple(max(0.0, reduced - end[-1]) for reduced, end in zip(run.reduced_s, ends, strict=True))
-    makespan_s = max(end[-1] + more for end, more in zip(ends, reducing, strict=True))
-    columns = tuple(map(tuple, starts)), tuple(map(tuple, ends))
-    return Timeline(schedule, *columns, makespan_s, busy, tuple(run.gathering_s), reducing, tuple(run.slowed_s))
+    run = Run(schedule.plain, schedule.stage_rank, schedule.num_micro_batches, times)
+    busy = tuple(sum(end) - sum(start) for start, end in zip(run.starts_s, run.ends_s, strict=True))
+    reducing = tuple(max(0.0, reduced - end[-1]) for reduced, end in zip(run.reduced_s, run.ends_s, strict=True))
+    columns = tuple(map(tuple, run.starts_s)), tuple(map(tuple, run.ends_s))
+    return Timeline(schedule, *columns, run.end_s, busy, tuple(run.gathering_s), reducing, tuple(run.slowed_s))
 
 
-class _Run:
-    """The state of one simulation: when each stage's results of each micro-batch reach the next rank."""
+class Run:
+    """One simulation: when each action of some orders starts and ends, and the rest of its rank's work."""
 
-    def __init__(self, schedule: Schedule, times: Sequence[StageTimes]) -> None:
-        stages, m = schedule.num_stages, schedule.num_micro_batches
-        self.order, self.last_stage = schedule.plain, stages - 1
-        self.gradients_left = [m] * stages
-        self.gathering_s = [0.0] * len(schedule.ranks)
-        self.reduced_s = [0.0] * len(schedule.ranks)
+    def __init__(
+        self, orders: Sequence[Sequence[PlainAction]], stage_rank: Sequence[int], m: int, times: Sequence[StageTimes]
+    ) -> None:
+        """``orders``: of each rank; ``m``: micro-batches. Raises as ``simulate``."""
+        stages = len(times)
+        self.times, self._last_stage = times, stages - 1
+        self._links = links(stage_rank)
+        self._free_s = [0.0] * (1 + max(map(max, self._links)))
+        """When each link has taken what was sent."""
+        self._gradients_left = [m] * stages
+        self.starts_s: list[list[float]] = [[] for _ in orders]
+        self.ends_s: list[list[float]] = [[] for _ in orders]
+        self.gathering_s = [0.0] * len(orders)
+        self.reduced_s = [0.0] * len(orders)
         """When the gradients that each rank is done with are reduced."""
-        self.slowed_s = [0.0] * len(schedule.ranks)
-        self.times = times
-        self.seconds: dict[str, list[float]] = {
+        self.slowed_s = [0.0] * len(orders)
+        self._seconds: dict[str, list[float]] = {
             Kind.FORWARD: [t.forward_s for t in times],
             Kind.BACKWARD: [t.backward_s for t in times],
             Kind.INPUT_GRADIENT: [t.input_gradient_s for t in times],
             Kind.WEIGHT_GRADIENT: [t.weight_gradient_s for t in times],
         }
-        self.forward_end: list[list[float | None]] = [[None] * m for _ in range(stages)]
-        self.gradient_end: list[list[float | None]] = [[None] * m for _ in range(stages)]
+        self._forward_end: list[list[float | None]] = [[None] * m for _ in range(stages)]
+        self._gradient_end: list[list[float | None]] = [[None] * m for _ in range(stages)]
+        self._output_there: list[list[float | None]] = [[None] * m for _ in range(stages)]
+        """When what each stage sends on has arrived."""
+        self._gradient_there: list[list[float | None]] = [[None] * m for _ in range(stages)]
+        left = sum(map(len, orders))
+        while left:
+            done = sum(self._advance(rank, order) for rank, order in enumerate(orders))
+            if done == 0:
+                ended = zip(orders, self.ends_s, strict=True)
+                stuck = [order[len(ends)] for order, ends in ended if len(ends) < len(order)]
+                at = ", ".join(f"{stage}{letter}{micro_batch}" for letter, stage, micro_batch in stuck)
+                raise ValueError(f"the schedule never ends: waiting at {at}")
+            left -= done
 
-    def advance(self, rank: int, starts: list[float], ends: list[float]) -> int:
-        """Run the rank's next actions until one waits for another rank; append their times, return their number."""
+    @property
+    def end_s(self) -> float:
+        """When all is done."""
+        return max(max(ends[-1], reduced) for ends, reduced in zip(self.ends_s, self.reduced_s, strict=True))
+
+    def _advance(self, rank: int, order: Sequence[PlainAction]) -> int:
+        """Run the rank's next actions until one waits for another rank; their number."""
+        starts, ends = self.starts_s[rank], self.ends_s[rank]
         before = len(ends)
         now = ends[-1] if ends else 0.0
-        for letter, stage, micro_batch in islice(self.order[rank], before, None):
+        for letter, stage, micro_batch in islice(order, before, None):
             arrived = self._arrival(letter, stage, micro_batch)
             if arrived is None:
                 break
@@ -155,7 +179,7 @@ class _Run:
             if letter == "F" and micro_batch == 0 and (gathered_s := self.times[stage].gathered_s) > start:
                 self.gathering_s[rank] += gathered_s - start
                 start = gathered_s
-            now = start + self.seconds[letter][stage]
+            now = start + self._seconds[letter][stage]
             if letter == "F" and micro_batch == 0:
                 now += self.times[stage].first_forward_extra_s
             if start < (until := self.reduced_s[rank]):
@@ -163,34 +187,41 @@ class _Run:
                 self.slowed_s[rank] += slowed_s
                 now += slowed_s
             if letter == "F":
-                self.forward_end[stage][micro_batch] = now
+                self._forward_end[stage][micro_batch] = now
+                if stage < self._last_stage:
+                    taken_s = self.times[stage].send_forward_s
+                    self._output_there[stage][micro_batch] = self._sent(self._links[0][stage], now, taken_s)
             else:
                 if letter != "W":
-                    self.gradient_end[stage][micro_batch] = now
+                    self._gradient_end[stage][micro_batch] = now
+                    if stage:
+                        taken_s = self.times[stage].send_backward_s
+                        self._gradient_there[stage][micro_batch] = self._sent(self._links[1][stage], now, taken_s)
                 if letter != "I":
-                    self.gradients_left[stage] -= 1
-                    if not self.gradients_left[stage]:
+                    self._gradients_left[stage] -= 1
+                    if not self._gradients_left[stage]:
                         now += self.times[stage].last_backward_extra_s
                         self.reduced_s[rank] = max(now, self.reduced_s[rank]) + self.times[stage].reduce_s
             starts.append(start)
             ends.append(now)
         return len(ends) - before
 
+    def _sent(self, link: int, at_s: float, seconds: float) -> float:
+        """When a message has arrived that is there to be sent from ``at_s`` on."""
+        free_s = self._free_s[link]
+        arrived_s = (at_s if at_s > free_s else free_s) + seconds
+        self._free_s[link] = arrived_s
+        return arrived_s
+
     def _arrival(self, letter: str, stage: int, micro_batch: int) -> float | None:
         """When everything the action reads is on its rank; None while it is not known."""
         if letter == "F":
-            if stage == 0:
-                return 0.0
-            end = self.forward_end[stage - 1][micro_batch]
-            return None if end is None else end + self.times[stage - 1].send_forward_s
-        own = (self.gradient_end if letter == "W" else self.forward_end)[stage][micro_batch]
-        if own is None or letter == "W" or stage == self.last_stage:
+            return self._output_there[stage - 1][micro_batch] if stage else 0.0
+        own = (self._gradient_end if letter == "W" else self._forward_end)[stage][micro_batch]
+        if own is None or letter == "W" or stage == self._last_stage:
             return own
-        end = self.gradient_end[stage + 1][micro_batch]
-        if end is None:
-            return None
-        end += self.times[stage + 1].send_backward_s
-        return end if end > own else own
+        there = self._gradient_there[stage + 1][micro_batch]
+        return None if there is None else max(there, own)
 
 
 def peak_in_flight(
@@ -205,9 +236,15 @@ def peak_in_flight(
         freed_after_input_gradient: the part of it that only the input gradient needs and that goes with it, where the
             backward is split; none if not given.
     """
-    freed = freed_after_input_gradient or [0.0] * len(weights)
+    return peak_of(schedule.plain, weights, freed_after_input_gradient or [0.0] * len(weights))
+
+
+def peak_of(
+    orders: Iterable[Sequence[PlainAction]], weights: Sequence[float], freed: Sequence[float]
+) -> tuple[float, ...]:
+    """The same of the orders themselves."""
     peaks = []
-    for order in schedule.plain:
+    for order in orders:
         held = peak = 0.0
         for letter, stage, _ in order:
             if letter == "F":

@@ -1,4 +1,4 @@
-"""What no order of actions can be faster than: work of the fullest rank, longest path, memory."""
+"""What no order of actions can be faster than: work of the fullest rank or link, longest path, memory."""
 
 from __future__ import annotations
 
@@ -81,6 +81,24 @@ def _bounds(paths: Paths) -> Iterator[tuple[float, str]]:
         yield back + paths.gradient_s[stage] * (m - 1) + paths.rest_s[stage], f"gradients of stage {stage}"
     for rank, own in enumerate(problem.stages_of):
         yield from _bounds_of_rank(paths, rank, own)
+    yield from _bounds_of_links(paths)
+
+
+def _bounds_of_links(paths: Paths) -> Iterator[tuple[float, str]]:
+    """Of all messages from one rank to another: what comes before the first, and what follows the last."""
+    ranks, times = paths.problem.stage_rank, paths.problem.times
+    messages: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
+    for s, t in enumerate(times):
+        made_s = paths.start_s[s] + t.first_forward_extra_s + paths.forward_s[s]
+        if s + 1 < len(times) and ranks[s] != ranks[s + 1]:
+            after_s = paths.forward_s[s + 1] + paths.turn_s[s + 1] + paths.rest_s[s + 1]
+            messages.setdefault((ranks[s], ranks[s + 1]), []).append((made_s, t.send_forward_s, after_s))
+        if s and ranks[s] != ranks[s - 1]:
+            made_s += paths.turn_s[s] + paths.gradient_s[s]
+            messages.setdefault((ranks[s], ranks[s - 1]), []).append((made_s, t.send_backward_s, paths.rest_s[s - 1]))
+    for (here, there), of_link in messages.items():
+        before_s, sends_s, after_s = zip(*of_link, strict=True)
+        yield min(before_s) + paths.m * sum(sends_s) + min(after_s), f"messages from rank {here} to rank {there}"
 
 
 def _bounds_of_rank(paths: Paths, rank: int, own: tuple[int, ...]) -> Iterator[tuple[float, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ahp.schedule.actions import Action, Kind, Schedule
+from ahp.schedule.actions import Action, Kind, PlainAction, Schedule
 from ahp.schedule.slots import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT
 
 Orders = list[list[int]]
@@ -13,22 +13,21 @@ what a stage starts as its k-th forward, gradient or weight gradient can as well
 """
 
 
-def as_schedule(name: str, orders: Orders, stage_rank: tuple[int, ...], m: int) -> Schedule:
-    """The same with the micro-batch of each action."""
-    stages = len(stage_rank)
-    kinds = [Kind(letter) for letter in KINDS]
-    ranks = []
+def numbered(orders: Orders, stages: int) -> list[list[PlainAction]]:
+    """The same with the micro-batch of each action. Raises ValueError for a weight gradient before its input gradient."""
+    found = []
     for order in orders:
-        forwards, gradients = [0] * stages, [0] * stages
+        forwards, gradients, weights = [0] * stages, [0] * stages, [0] * stages
         apart: list[list[int]] = [[] for _ in range(stages)]
-        weights = [0] * stages
-        actions = []
+        actions: list[PlainAction] = []
         for code in order:
             kind, stage = divmod(code, stages)
             if kind == FORWARD:
                 number = forwards[stage]
                 forwards[stage] += 1
             elif kind == WEIGHT_GRADIENT:
+                if weights[stage] == len(apart[stage]):
+                    raise ValueError(f"a weight gradient of stage {stage} comes before its input gradient")
                 number = apart[stage][weights[stage]]
                 weights[stage] += 1
             else:
@@ -36,9 +35,19 @@ def as_schedule(name: str, orders: Orders, stage_rank: tuple[int, ...], m: int) 
                 gradients[stage] += 1
                 if kind == INPUT_GRADIENT:
                     apart[stage].append(number)
-            actions.append(Action(kinds[kind], stage, number))
-        ranks.append(tuple(actions))
-    return Schedule(name, stages, m, tuple(ranks), stage_rank)
+            actions.append((KINDS[kind], stage, number))
+        found.append(actions)
+    return found
+
+
+def as_schedule(name: str, orders: Orders, stage_rank: tuple[int, ...], m: int) -> Schedule:
+    """The schedule that they are, with ``m`` micro-batches."""
+    kinds = {str(kind): kind for kind in Kind}
+    ranks = [
+        tuple(Action(kinds[letter], stage, number) for letter, stage, number in order)
+        for order in numbered(orders, len(stage_rank))
+    ]
+    return Schedule(name, len(stage_rank), m, tuple(ranks), stage_rank)
 
 
 def as_orders(schedule: Schedule) -> Orders:
@@ -47,4 +56,4 @@ def as_orders(schedule: Schedule) -> Orders:
     return [[numbers[action.kind] + action.stage for action in rank] for rank in schedule.ranks]
 
 
-__all__ = ["BACKWARD", "FORWARD", "INPUT_GRADIENT", "WEIGHT_GRADIENT", "Orders", "as_orders", "as_schedule"]
+__all__ = ["BACKWARD", "FORWARD", "INPUT_GRADIENT", "WEIGHT_GRADIENT", "Orders", "as_orders", "as_schedule", "numbered"]

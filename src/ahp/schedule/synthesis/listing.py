@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
+from ahp.schedule.simulate import links
 from ahp.schedule.synthesis.codes import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Orders
 from ahp.schedule.synthesis.problem import ROUNDING, Problem
 
@@ -84,6 +85,9 @@ class _Run:
         """Whether a rank has memory for any forward, or every forward is of the oldest micro-batch that has one to do there."""
         self.young_room = [room - least for room, least in zip(self.room, problem.least_bytes, strict=True)]
         self.sends_s = [t.send_forward_s for t in times] + [t.send_backward_s for t in times]
+        outputs, gradients = links(problem.stage_rank)
+        self.links, self.sent_s = outputs + gradients, [0.0] * (1 + max(outputs + gradients))
+        """Of each forward and gradient the link that takes what it makes; and when each link has taken what was sent."""
         self.end_s, self.reducing_until_s = 0.0, [0.0] * problem.num_ranks
 
     def run(self) -> Listed:
@@ -162,19 +166,19 @@ class _Run:
             end += self.problem.times[chosen % stages].slowed_s(now, end, self.reducing_until_s[rank])
         to = rank
         at = end
-        if chosen < stages:
-            if chosen == stages - 1:
-                self.gradients[chosen].append(end)
-            else:
-                at = end + self.sends_s[chosen]
+        if chosen == stages - 1:
+            self.gradients[chosen].append(end)
+        elif chosen < 2 * stages and chosen != stages:
+            link, sent_s = self.links[chosen], self.sent_s
+            at = sent_s[link] = (end if end > sent_s[link] else sent_s[link]) + self.sends_s[chosen]
+            if chosen < stages:
                 if k == 0:
                     at = max(at, self.gathered_s[chosen + 1])
                 self.outputs[chosen + 1].append(at)
                 to = self.rank_of[chosen + 1]
-        elif stages < chosen < 2 * stages:
-            at += self.sends_s[chosen]
-            self.gradients[chosen - stages - 1].append(at)
-            to = self.rank_of[chosen - stages - 1]
+            else:
+                self.gradients[chosen - stages - 1].append(at)
+                to = self.rank_of[chosen - stages - 1]
         if k == self.m - 1 and chosen >= self.first_last:
             times = self.problem.times[chosen % stages]
             end += times.last_backward_extra_s
