@@ -22,6 +22,7 @@ from ahp.runtime.optimizer import eight_bit
 from ahp.runtime.optimizer.eight_bit import MOMENTS, EightBitAdamW
 from tests.marks import cases
 from tests.runtime.models import JOB, OPTIMIZER, VOCABULARY, batch
+from tests.runtime.pipeline.test_unlike_widths import layout as unlike_layout
 from tests.runtime.test_equality import LAYOUTS, assert_same_curve, world_size
 from tests.runtime.workers import Pool
 
@@ -256,6 +257,22 @@ def test_it_is_refused_where_it_cannot_be() -> None:
         ),
     ):
         eight_bit.refuse_without_torchao()
+
+
+def is_refused(rank: int, world: int, layout: dict[str, Any]) -> str:
+    from ahp.runtime.parallel import parallelize
+
+    with pytest.raises(BadInput) as refusal:
+        parallelize(llama(), {"job": EIGHT, "parallelism": layout})
+    return str(refusal.value)
+
+
+def test_ranks_of_a_stage_that_could_hold_its_parts_are_refused_with_the_others(pool: Pool) -> None:
+    """In a loop of the user's own no plan was checked before: who was not refused would wait for who was."""
+    widths = ((1, 1), (1, 4))
+    said = pool.run(is_refused, 5, unlike_layout(*widths, layers=(1, 3)))
+    assert len(set(said)) == 1
+    assert said[0].startswith("tensor_parallel_degree = 4: cuts 512 columns of ")
 
 
 @pytest.mark.slow

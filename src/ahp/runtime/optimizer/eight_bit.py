@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ahp.about import install_extra
@@ -46,24 +47,35 @@ def refuse_without_torchao() -> None:
 
 
 def names_in_blocks(layout: ParameterLayout) -> frozenset[str]:
-    """Parameters on this rank whose moments are held in 8 bits: the same on every rank that has a part of one.
+    """Parameters on this rank whose moments are held in 8 bits: the same on every rank that has a part of one. Collective.
 
-    Raises BadInput where tensor parallelism would end a rank's part within a block.
+    Raises BadInput, on all ranks, where tensor parallelism would end a rank's part within a block: stages may be of unlike width.
     """
-    found = []
-    for name, parameter in layout.parameters.items():
-        shape = layout.shapes[name]
-        rows = len(shape) - 1 - (name in layout.experts)  # dims that ranks may divide without cutting a block
-        if not parameter.requires_grad or rows < 1 or not held_in_8_bits(shape):
-            continue
-        split, ranks = layout.splits.get(name), layout.mesh.size("tp")
-        cut = split.segments if split is not None and split.dim == len(shape) - 1 else ()
-        if bad := next((size for size in cut if size // ranks % BLOCK_OF_8_BITS), None):
-            valid = [n for n in range(1, ranks) if bad % (n * BLOCK_OF_8_BITS) == 0]
-            rule = f"cuts {bad} columns of {name}, and job.optimizer.name adamw8bit holds its moments in blocks of {BLOCK_OF_8_BITS}"
-            raise bad_input("tensor_parallel_degree", ranks, rule, valid)
-        found.append(name)
+    found = [name for name, parameter in layout.parameters.items() if parameter.requires_grad and _rows(layout, name)]
+    refusal = next(filter(None, (_cut_in_a_block(layout, name) for name in found)), None)
+    refusals: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(refusals, refusal)
+    if (said := next(filter(None, refusals), None)) is not None:
+        raise BadInput(said)
     return frozenset(found)
+
+
+def _rows(layout: ParameterLayout, name: str) -> int:
+    """Dims that ranks may divide without cutting a block; 0 where moments are not held in blocks."""
+    shape = layout.shapes[name]
+    rows = len(shape) - 1 - (name in layout.experts)
+    return rows if rows >= 1 and held_in_8_bits(shape) else 0
+
+
+def _cut_in_a_block(layout: ParameterLayout, name: str) -> str | None:
+    split, ranks = layout.splits.get(name), layout.mesh.size("tp")
+    cut = split.segments if split is not None and split.dim == len(layout.shapes[name]) - 1 else ()
+    bad = next((size for size in cut if size // ranks % BLOCK_OF_8_BITS), None)
+    if bad is None:
+        return None
+    valid = [n for n in range(1, ranks) if bad % (n * BLOCK_OF_8_BITS) == 0]
+    rule = f"cuts {bad} columns of {name}, and job.optimizer.name adamw8bit holds its moments in blocks of {BLOCK_OF_8_BITS}"
+    return str(bad_input("tensor_parallel_degree", ranks, rule, valid))
 
 
 @dataclass(frozen=True)
