@@ -121,7 +121,8 @@ class Pool:
         ours, theirs = self.context.Pipe()
         process = self.context.Process(target=_serve, args=(theirs, self.threads), daemon=True)
         # Of what this process imports from, the server is told nothing (Python 3.11), and passes over what it does not find.
-        variables = {"OMP_NUM_THREADS": str(self.threads), "PYTHONPATH": os.pathsep.join(sys.path), **COMPUTE}
+        variables = {"OMP_NUM_THREADS": str(self.threads), "PYTHONPATH": os.pathsep.join(sys.path)}
+        variables |= {name: value for name, value in COMPUTE.items() if name not in os.environ}
         if Path("/sys/class/net/lo").exists() and "GLOO_SOCKET_IFNAME" not in os.environ:
             variables["GLOO_SOCKET_IFNAME"] = "lo"
         with _environment(variables):

@@ -134,7 +134,7 @@ def _effort(to_order: ToOrder) -> float:
 
 def _own_order(order: FoundOrder, fastest_s: float) -> OwnOrder:
     gain = 1 - order.priced.forecast.step_time_s / fastest_s
-    return OwnOrder(gain, order.gap, order.bound.reason)
+    return OwnOrder(max(gain, 0.0), order.gap, order.bound.reason)
 
 
 def _entry(plan: Plan, order: FoundOrder) -> _Entry:

@@ -22,7 +22,7 @@ class OwnOrder:
     """What is known of schedules that were made for the best layouts' own stages."""
 
     gain: float
-    """Share of the step that the best of them saves against everything under a fixed pattern."""
+    """Share of the step that the best of them saves against everything under a fixed pattern; 0 where it is no faster."""
     gap: float
     """Share of its time by which another order of the same stages could be faster, at most."""
     bound: str

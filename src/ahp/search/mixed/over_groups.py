@@ -7,8 +7,9 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +18,7 @@ from ahp.errors import BadInput, NotExpressible, NothingFits, bad_input
 from ahp.plan import Parallelism, Plan, Rejected
 from ahp.search import explain, reasons
 from ahp.search.certificate import Certificate, merged
-from ahp.search.current import compared, today_of, with_candidate
+from ahp.search.current import Current, compared, today_of, with_candidate
 from ahp.search.method import Method
 from ahp.search.mixed import explain as mixed_explain
 from ahp.search.mixed.find import Budget, Finder, MixedOutcome
@@ -134,39 +135,74 @@ def mixed_ranking(
     times = [best_s, *(forecast.step_time_s for _, forecast in alike[:1])]
     unlike = unlike_widths(asked, alike, min(times))
     ranked = sorted([*alike, *unlike.fitting], key=lambda pair: pair[1].step_time_s)
-    plans, best_of = _merged(asked, ranked, alone)
+    plans = _merged(asked, ranked, alone)
     if not plans:
         raise nothing_fits_anywhere(asked, over, [(one.name, one.refusal) for one in alone], remedies=remedies)
-    best_alike_s = next((p for p in plans if not p.parallelism.has_unlike_widths), plans[0]).priced.step_time_s
+    best_alike_s = next((p for p, _ in plans if not p.parallelism.has_unlike_widths), plans[0][0]).priced.step_time_s
     certificate = _certificate(asked, over, alone, best_alike_s, perf_counter() - start)
     certificate = replace(certificate, unlike=unlike.forecasts)
-    ordered = simplest_first([(plan.parallelism, plan.priced) for plan in plans], tied)
-    at = next(at for at, plan in enumerate(plans) if plan.parallelism is ordered.ranked[0][0])
-    best, used = plans[at], best_of[at]
-    fastest, plans = plans[0], [best, *plans[:at], *plans[at + 1 :]]
     not_spread = () if over is not None else (f"no layout over several groups: {refusal}",)
-    notes = (*mixed_explain.idle(asked, best.parallelism, used.cluster), *not_spread)
-    lost = tuple(
-        Rejected.of(plan.parallelism, plan.priced, reasons.slower_because(plan.priced, best.priced))
-        for plan in plans[1:]
-    )
-    _, *why = _why(asked, best, used, ranked, alone)
-    why = [explain.headline(ordered.title(), best.priced), *ordered.words(), *why]
-    first = best.model_copy(update={"why": (*why, *notes), "rejected": lost[: keep - 1]})
-    others = [
-        plan.model_copy(update={"why": (loser.reason,), "rejected": ()})
-        for plan, loser in zip(plans[1:keep], lost[: keep - 1], strict=True)
-    ]
-    told = None
-    if today is not None:
-        of_best = mixed_explain.on_fullest(asked, (today.parallelism, today.forecast)) if today.forecast else asked
-        told = compared(today, (best.parallelism, best.priced), of_best)
-    faster = None
-    if not ordered.first_is_fastest:
-        reason = reasons.slower_because(fastest.priced, best.priced)
-        faster = fastest.model_copy(update={"why": (reason,), "rejected": ()})
-    more = tuple(plans[keep:])
-    return Ranking((first, *others), certificate, (), lost[keep - 1 :], notes, told, faster=faster, more=more)
+    return _Found(asked, plans, ranked, alone, not_spread).ranking(keep, tied, today, certificate)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was found over several groups and on each alone."""
+
+    asked: Problem
+    plans: list[tuple[Plan, Problem]]
+    """Fastest first, each with the problem that it is of."""
+    spread: list[Pair]
+    """Those over several groups, fastest first."""
+    alone: list[Alone]
+    not_spread: tuple[str, ...]
+    """Why there are none of these."""
+
+    def ranking(self, keep: int, tied: float, today: Current | None, certificate: Certificate) -> Ranking:
+        """The simplest of those that are tied with the fastest first, each with its reason."""
+        ordered = simplest_first([(plan.parallelism, plan.priced) for plan, _ in self.plans], tied)
+        at = next(at for at, (plan, _) in enumerate(self.plans) if plan.parallelism is ordered.ranked[0][0])
+        best, used = self.plans[at]
+        others = [plan for plan, _ in (*self.plans[:at], *self.plans[at + 1 :])]
+        notes = (*mixed_explain.idle(self.asked, best.parallelism, used.cluster), *self.not_spread)
+        why = (explain.headline(ordered.title(), best.priced), *ordered.words(), *self._why(best, used), *notes)
+        slower = [reasons.slower_because(plan.priced, best.priced) for plan in others]
+        lost = tuple(
+            Rejected.of(plan.parallelism, plan.priced, reason) for plan, reason in zip(others, slower, strict=True)
+        )
+        reasoned = [
+            plan.model_copy(update={"why": (reason,), "rejected": ()})
+            for plan, reason in zip(others, slower, strict=True)
+        ]
+        told = None
+        if today is not None:
+            pair = None if today.forecast is None else (today.parallelism, today.forecast)
+            of_best = self.asked if pair is None else mixed_explain.on_fullest(self.asked, pair)
+            told = compared(today, (best.parallelism, best.priced), of_best)
+        first = best.model_copy(update={"why": why, "rejected": lost[: keep - 1]})
+        faster = None if ordered.first_is_fastest else reasoned[0]
+        more = tuple(others[keep - 1 :])
+        plans = (first, *reasoned[: keep - 1])
+        return Ranking(plans, certificate, (), lost[keep - 1 :], notes, told, faster=faster, more=more)
+
+    def _why(self, best: Plan, used: Problem) -> Iterator[str]:
+        """Decision by decision, without the headline."""
+        pair = best.parallelism, best.priced
+        if used.cluster.is_mixed:
+            floors = dict.fromkeys((name for name, _ in reasons.CHOICES), float("inf"))
+            rivals = [other for other in self.spread if other[0] != best.parallelism]
+            of_fullest = mixed_explain.on_fullest(self.asked, pair)
+            yield from islice(explain.why(of_fullest, [pair, *rivals], [], floors), 1, None)
+            yield from mixed_explain.width(pair, self.spread)
+            yield from mixed_explain.groups(self.asked, pair)
+            yield from mixed_explain.recompute(self.asked, pair)
+            yield from mixed_explain.links(self.asked, pair)
+        else:
+            yield from best.why[1:]
+            yield from mixed_explain.against_spread(used, self.spread, best.priced)
+        for one in self.alone:
+            if one.problem is not used:
+                yield mixed_explain.of_alone(one.name, one.ranking, one.refusal, best.priced)
 
 
 def fastest_of_groups(asked: Problem, ceiling_s: float, like: Parallelism | None = None) -> Fastest | None:
@@ -239,12 +275,11 @@ def _priced_alone(asked: Problem, layout: Parallelism) -> tuple[MixedOutcome | N
     return outcome, None
 
 
-def _merged(asked: Problem, ranked: list[Pair], alone: list[Alone]) -> tuple[list[Plan], list[Problem]]:
-    """Plans over several groups and of each alone, fastest first, and the problem of each."""
-    found = [(explain.plan(asked, pair, ()), asked) for pair in ranked if not _told_by_its_group(asked, pair, alone)]
+def _merged(asked: Problem, spread: list[Pair], alone: list[Alone]) -> list[tuple[Plan, Problem]]:
+    """Plans over several groups and of each alone, fastest first, each with its problem."""
+    found = [(explain.plan(asked, pair, ()), asked) for pair in spread if not _told_by_its_group(asked, pair, alone)]
     found += [(plan, one.problem) for one in alone if one.ranking is not None for plan in one.ranking.plans]
-    found.sort(key=lambda pair: pair[0].priced.step_time_s)
-    return [plan for plan, _ in found], [used for _, used in found]
+    return sorted(found, key=lambda pair: pair[0].priced.step_time_s)
 
 
 def _told_by_its_group(asked: Problem, pair: Pair, alone: list[Alone]) -> bool:
@@ -286,22 +321,3 @@ def _certificate(
         shapes=over.size + over.broken + over.twins,
         placed=over.placed,
     )
-
-
-def _why(asked: Problem, best: Plan, used: Problem, ranked: list[Pair], alone: list[Alone]) -> tuple[str, ...]:
-    pair = best.parallelism, best.priced
-    if used.cluster.is_mixed:
-        floors = dict.fromkeys((name for name, _ in reasons.CHOICES), float("inf"))
-        rivals = [other for other in ranked if other[0] != best.parallelism]
-        words = explain.why(mixed_explain.on_fullest(asked, pair), [pair, *rivals], [], floors)
-        yield_of = (
-            *words,
-            *mixed_explain.width(pair, ranked),
-            *mixed_explain.groups(asked, pair),
-            *mixed_explain.recompute(asked, pair),
-            *mixed_explain.links(asked, pair),
-        )
-    else:
-        yield_of = (*best.why, *mixed_explain.against_spread(used, ranked, best.priced))
-    others = (mixed_explain.of_alone(one.name, one.ranking, one.refusal, best.priced) for one in alone)
-    return (*yield_of, *(line for one, line in zip(alone, others, strict=True) if one.problem is not used))
