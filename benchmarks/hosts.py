@@ -1,6 +1,6 @@
 """Hosts that differ: probed, planned for, and the plan measured against even layouts, plain data parallelism and many others.
 
-    python benchmarks/hosts.py                                   all clusters, some 40 minutes
+    python benchmarks/hosts.py                                   all clusters, some 70 minutes
     python benchmarks/hosts.py --quick                           a smoke run: two hosts, few layouts and steps
     python benchmarks/hosts.py --only "1:3, 100 Mb/s" --markdown docs/benchmarks.md
 
@@ -318,7 +318,7 @@ def parse() -> argparse.Namespace:
     names = [setup.name for setup in SETUPS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="CLUSTER", help=f"of {'; '.join(names)}")
     parser.add_argument("--rounds", type=int, default=3, help="over all layouts (default: 3)")
-    parser.add_argument("--steps", type=int, default=2, help="of each layout in a round (default: 2)")
+    parser.add_argument("--steps", type=int, default=3, help="of each layout in a round (default: 3)")
     parser.add_argument(
         "--model", choices=["small", "tiny"], default="small", help="size of the LLaMA (default: small)"
     )
