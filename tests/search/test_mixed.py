@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import islice, permutations, product
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from ahp.search.mixed.find import Budget, Finder, MixedOutcome, Queue
 from ahp.search.mixed.floors import Shapes
 from ahp.search.mixed.matrices import families, matrices
 from ahp.search.mixed.over_groups import BRIEFLY
+from ahp.search.mixed.solve import Row, distinct_orders
 from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of, shape_of
 from ahp.search.problem import Problem, problem
 from ahp.search.ranking import search
@@ -601,3 +602,17 @@ def test_of_several_stages_on_a_rank_some_schedule_allows_the_micro_batches() ->
             assert space.legal_pipe(pipe, p, np.arange(24)).tolist() == [False, *legal]
     either = [space.legal_pipe(pipe, 2, np.arange(8)) for pipe in space.pipes(2)]
     assert space.allowed(2, SEVERAL, 7).tolist() == np.any(either, axis=0).tolist()
+
+
+def test_orders_of_many_replicas_that_are_alike_come_once_each() -> None:
+    """Two kinds of devices with dozens of replicas: all orders of them were gone through, alike or not, and a plan never came."""
+    a, b, c = (Row((kind,), kind + 1) for kind in range(3))
+    for rows in ((a, a, b), (b, a, b, c), (a,), (c, b, a, a, b)):
+        found = list(distinct_orders(rows))
+        assert len(set(found)) == len(found)
+        assert set(found) == set(permutations(rows))
+    many = (a,) * 24 + (b,) * 12
+    first, *others = islice(distinct_orders(many), 24)
+    assert first == many
+    assert len({first, *others}) == 24
+    assert all(sorted(order) == sorted(many) for order in others)

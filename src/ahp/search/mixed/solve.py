@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, pairwise, permutations
+from itertools import islice, pairwise
 from math import comb
 from operator import le
 from typing import Any, NamedTuple
@@ -320,12 +320,8 @@ class Task:
     def _orders(self, placement: Placement) -> list[Parallelism]:
         if self.fixed.rows is not None or self.fixed.micro_batches is not None:
             return [self._layout(placement)]
-        found: dict[tuple[Row, ...], None] = {}
-        for order in permutations(placement.rows):
-            found[order] = None
-            if len(found) == ORDERS:
-                break
-        return [self._layout(replace(placement, rows=rows)) for rows in found]
+        orders = islice(distinct_orders(placement.rows), ORDERS)
+        return [self._layout(replace(placement, rows=rows)) for rows in orders]
 
     def of_families(self) -> Iterator[Placement]:
         """The members of the families, each with layers and micro-batches in balance."""
@@ -348,6 +344,20 @@ class Task:
         kinds, micro_batches = (np.array(of) for of in zip(*shared, strict=True))
         some = self.tables.stages(kinds, cut, micro_batches).recomputed.tolist()
         return [Row(kind, m, tuple(counts)) for (kind, m), counts in zip(shared, some, strict=True)]
+
+
+def distinct_orders(rows: Sequence[Row]) -> Iterator[tuple[Row, ...]]:
+    """Each order of some replicas once, however many are alike; at first those that are alike stand together."""
+    kinds = list(dict.fromkeys(rows))
+    order = sorted(map(kinds.index, rows))
+    while True:
+        yield tuple(kinds[kind] for kind in order)
+        rise = next((at for at in range(len(order) - 2, -1, -1) if order[at] < order[at + 1]), None)
+        if rise is None:
+            return
+        larger = next(at for at in range(len(order) - 1, rise, -1) if order[at] > order[rise])
+        order[rise], order[larger] = order[larger], order[rise]
+        order[rise + 1 :] = reversed(order[rise + 1 :])
 
 
 def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
