@@ -159,6 +159,7 @@ class MixedSpace:
             s.recomputed_layers is not None for s in self.stages or ()
         )
         """Whether the user says how many layers are recomputed."""
+        self._num_replicas = self._replicas_given()
         self.rules: dict[str, Rule] = {}
         self.size = 0
         """Shapes, legal or not."""
@@ -240,6 +241,24 @@ class MixedSpace:
         return schedule.runs(pipeline, pipe.virtual, micro_batches, in_torch=self.asked.torch_orders)
 
     @property
+    def _shares(self) -> tuple[int, ...] | None:
+        """Micro-batches of each replica, where the user says them."""
+        return self.given.get("micro_batches_per_replica")
+
+    def _replicas_given(self) -> int | None:
+        """The number of replicas, where the user says it, or something of each."""
+        each: list[tuple[str, Any]] = [("micro_batches_per_replica", self._shares)]
+        for stage in self.stages or ():
+            each += [("stages.group", stage.group), ("stages.recomputed_layers", stage.recomputed_layers)]
+        numbers = [(key, len(said)) for key, said in each if isinstance(said, tuple)]
+        if (degree := self.given.get("data_parallel_replicate_degree")) is not None:
+            numbers.append(("data_parallel_replicate_degree", degree))
+        if len({number for _, number in numbers}) > 1:
+            words = ", ".join(f"{key} of {number}" for key, number in dict.fromkeys(numbers))
+            raise BadInput(f"parallelism: {words} replicas (valid: the same number)")
+        return numbers[0][1] if numbers else None
+
+    @property
     def _virtual(self) -> int | None:
         return self.given.get("virtual_stages_per_rank")
 
@@ -253,7 +272,7 @@ class MixedSpace:
         """Every number of stages and replicas that the cells, the layers and the micro-batches allow."""
         cells = sum(self.cells(width))
         most = min(cells, max(self.asked.graph.num_layers, 1))
-        given_p, given_r = (self.given.get(f"{key}_degree") for key in ("pipeline_parallel", "data_parallel_replicate"))
+        given_p, given_r = self.given.get("pipeline_parallel_degree"), self._num_replicas
         pairs = [
             (p, r) for p in range(1, most + 1) if given_p in (None, p)
             for r in range(1, min(cells // p, total) + 1) if given_r in (None, r)
@@ -290,7 +309,7 @@ class MixedSpace:
             numbers = (self._numbers,) * replicas
         elif self.numbers_given:
             numbers = tuple(zip(*(stage.recomputed(replicas) for stage in self.stages or ()), strict=True))
-        return Fixed(layers, rows, self.given.get("micro_batches_per_replica"), numbers)
+        return Fixed(layers, rows, self._shares, numbers)
 
     def _all_alike(self) -> Iterator[Alike]:
         batch, world = self.asked.job.global_batch_size, self.asked.cluster.num_devices
@@ -352,6 +371,10 @@ class MixedSpace:
             return self._breaks("batch", rule, size)
         if broken is not None:
             return self._breaks(*broken, size)
+        if self._shares is not None and sum(self._shares) != self.micro_batches(alike):
+            of_all = f"global_batch_size {batch} / (data_parallel_shard_degree x micro_batch_size)"
+            rule = f"micro_batches_per_replica = {list(self._shares)}: must sum to {of_all}"
+            return self._breaks("micro-batches", rule, size)
         if wrong:
             self._breaks("schedule", "1F1B needs a micro-batch for each pipeline rank of every replica", wrong)
         self.legal += size - wrong
