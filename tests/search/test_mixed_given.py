@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from ahp.errors import BadInput
+from ahp.search.counts import choose
 from ahp.search.mixed.space import MixedSpace
+from ahp.search.objective import Objective
 
 from .test_mixed import A100, H100, cluster_of, mixed, on_two, ranking_of
 
@@ -56,3 +58,13 @@ def test_micro_batches_that_do_not_sum_to_the_batch_are_a_rule_that_shapes_break
     space = MixedSpace(on_two(micro_batches_per_replica=(3, 1)))
     assert not space.alike
     assert any("must sum to global_batch_size 6" in rule.says for rule in space.rules.values())
+
+
+def test_no_group_alone_stands_for_a_cluster_whose_replicas_are_given() -> None:
+    """A plan of one group had no use for the key, and was made as if it were not there."""
+    asked = mixed(CELLS, batch=4, constraints={"micro_batch_size": 1, "micro_batches_per_replica": (3, 1)})
+    found = choose(asked, Objective(name="tokens-per-day"), 5)
+    for one in (found.first, *found.others):
+        assert one.found.problem.cluster.is_mixed
+        assert one.found.best is not None
+        assert one.found.best[0].micro_batches_per_replica == (3, 1)

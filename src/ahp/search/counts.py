@@ -22,7 +22,7 @@ from ahp.search.method import Method
 from ahp.search.misfit import more_nodes, nothing_fits
 from ahp.search.objective import Objective, Scale
 from ahp.search.one_group import Fastest, Pair
-from ahp.search.problem import Problem, with_devices
+from ahp.search.problem import OF_PLACEMENTS, Problem, with_devices
 from ahp.search.ties import WORTH_TELLING
 from ahp.words import duration, number_of, percent
 
@@ -72,6 +72,8 @@ def choose(asked: Problem, objective: Objective, keep: int) -> Choice:
     """
     start, scale = perf_counter(), Scale(objective, asked)
     clusters = smaller(asked.cluster)
+    if any(key in asked.constraints.given for key in OF_PLACEMENTS):  # which a group alone has not
+        clusters = [cluster for cluster in clusters if cluster.is_mixed]
     if objective.name == "fewest-devices":
         settled = _that_reach(scale, clusters, keep)
     else:

@@ -25,6 +25,9 @@ from ahp.plan import AXES, DEGREE, Axis, ContextMethod, EngineChoice, Forecast, 
 from ahp.schedule.orders import SYNTHESIZED, any_order
 from ahp.schedule.stages import Ends
 
+OF_PLACEMENTS = ("stages", "micro_batches_per_replica")
+"""Keys that clusters of one group, and a group alone, have no use for."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -234,7 +237,7 @@ class Problem:
         given = self.constraints.given
         if self.own_order and (reason := self.refused(any_order())):
             raise NotExpressible(reason)
-        for key in ("stages", "micro_batches_per_replica"):
+        for key in OF_PLACEMENTS:
             if key in given and not self.cluster.is_mixed:
                 rule = "the search treats the replicas and stages of a cluster of one group alike"
                 raise bad_input(f"parallelism.{key}", given[key], rule, [None])

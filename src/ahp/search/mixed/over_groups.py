@@ -27,7 +27,7 @@ from ahp.search.mixed.space import MixedSpace, Shape, no_shape, shape_of
 from ahp.search.mixed.widths import given_widths, unlike_widths
 from ahp.search.one_group import Fastest, fastest_on_one_group
 from ahp.search.pairs import Pair
-from ahp.search.problem import Problem
+from ahp.search.problem import OF_PLACEMENTS, Problem
 from ahp.search.result import Ranking
 from ahp.search.ties import simplest_first
 from ahp.words import percent, seconds
@@ -36,10 +36,6 @@ Plain = Callable[[Problem], Ranking]
 
 ROUNDING = 1e-9
 """Share by which sums in another order may differ."""
-
-OF_PLACEMENTS = ("stages", "micro_batches_per_replica")
-"""Keys that a group alone has no use for."""
-
 
 BRIEFLY = Budget(shapes=15, forecasts=4, exact=400, near=40, several=1)
 """[Empirical] A tenth of what a search looks at: for questions about changes of a cluster whose best layout is known, of which a plan's explanation
