@@ -71,6 +71,9 @@ def test_the_commands_for_two_nodes_train(text: Path, tmp_path: Path) -> None:
     while not (tmp_path / "run" / "metrics.jsonl").exists() and all(node.poll() is None for node in nodes):
         time.sleep(0.1)
     addresses = listened_on() - others
+    if any(node.poll() for node in nodes):  # the others wait for one that failed, and would for ten minutes
+        for node in nodes:
+            node.kill()
     (out, error), (silence, other_error) = (node.communicate() for node in nodes)
     assert [node.returncode for node in nodes] == [0, 0], f"{error}\n{other_error}"
     result = json.loads(out)

@@ -163,3 +163,13 @@ def test_stages_that_lie_nowhere_are_refused():
         Problem((StageTimes(1.0, 2.0),) * 3, (0, 2, 0), 4)
     with pytest.raises(BadInput, match="kept_bytes: 1 values for 3 stages"):
         Problem((StageTimes(1.0, 2.0),) * 3, (0, 1, 0), 4, (1.0,))
+
+
+def test_the_bound_knows_what_the_messages_of_a_link_take():
+    """The first output leaves after 1 s, four take 3 s each, and after the last come a forward and two backwards with a message between."""
+    found = synthesize(
+        Problem((StageTimes(1.0, 1.0, send_forward_s=3.0, send_backward_s=3.0),) * 2, (0, 1), 4, split=False)
+    )
+    assert found.bound.seconds == pytest.approx(1.0 + 4 * 3.0 + 1.0 + 1.0 + 3.0 + 1.0)
+    assert found.bound.reason == "messages from rank 0 to rank 1"
+    assert found.makespan_s == pytest.approx(found.bound.seconds)
