@@ -61,6 +61,22 @@ def test_no_order_is_lost_and_none_stands_twice(degrees: tuple[int, ...], per_no
     equals_all_orders(dict(zip(AXES, degrees, strict=True)), 1, per_node, even=True)
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.tuples(*[st.sampled_from([1, 1, 2, 8, 16, 32])] * 5), st.sampled_from([2, 4, 8]), st.data())
+def test_no_order_is_lost_where_experts_lie_on_several_nodes(
+    degrees: tuple[int, ...], per_node: int, data: st.DataObject
+) -> None:
+    """Axes of whole nodes were cut to one node before the ranks that share experts were counted: 16 of them on a node of eight."""
+    sharded = degrees[2] * degrees[3]
+    ranks = sharded if sharded > 1 else degrees[1]
+    expert = data.draw(st.sampled_from([e for e in (1, 2, 8, 16, 32, 64) if ranks % e == 0]))
+    by_axis = dict(zip(AXES, degrees, strict=True))
+    equals_all_orders(by_axis, expert, per_node, even=False)
+    for one in Orders(per_node, lambda _: None).different(Degrees(degrees, expert)):
+        group = axes_of(of_degrees(by_axis, expert, one.order), per_node).expert
+        assert expert == 1 or group.local == one.within.expert
+
+
 @pytest.mark.slow
 @settings(max_examples=many(80), deadline=None)
 @given(st.tuples(*[st.sampled_from([1, 1, 2, 3, 4, 6, 8])] * 5), st.sampled_from([2, 3, 4, 6, 8]), st.data())

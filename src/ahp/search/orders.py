@@ -82,9 +82,14 @@ class Orders:
             within, _ = _lie(self.devices_per_node, degrees, given)
             return (Ordered(None if given == usual else given, within),)
         of = degrees.of
-        if degrees.nest:  # then whole nodes of an axis more change nothing
-            of = tuple(self.devices_per_node if degree % self.devices_per_node == 0 else degree for degree in of)
+        if degrees.nest:  # then whole nodes of an axis more change nothing, but for the ranks that share experts
+            of = tuple(self._fewest(degree, degrees.expert) for degree in of)
         return self._different(Degrees(of, degrees.expert, degrees.folded), degrees.usual())
+
+    def _fewest(self, degree: int, expert: int) -> int:
+        """As good as so many ranks of an axis."""
+        per_node = self.devices_per_node
+        return degree if degree % per_node else max(per_node, math.gcd(degree, expert))
 
     def _found(self, degrees: Degrees, usual: Order) -> tuple[Ordered, ...]:
         if math.prod(degrees.of) <= self.devices_per_node or self._only_usual(usual):
