@@ -2,7 +2,7 @@
 
 import pytest
 
-from ahp.schedule.chunks import chunks
+from ahp.schedule.chunks import chunks, num_chunks
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8, 9, 16, 17, 40, 1000])
@@ -16,6 +16,7 @@ def test_every_token_is_in_one_chunk(tokens: int) -> None:
         (row, column) for row in range(batch) for column in range(sequence)
     ]
     assert max(map(len, found)) <= tokens
+    assert num_chunks(batch, sequence, tokens) == len(found)
 
 
 def test_chunks_are_even() -> None:

@@ -20,7 +20,7 @@ from ahp.forecast.split import Role
 from ahp.forecast.tensor_collectives import TensorCollectives
 from ahp.forecast.unit import Unit
 from ahp.graph.operators import ModelGraph, Segment
-from ahp.schedule.chunks import chunks
+from ahp.schedule.chunks import num_chunks
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +137,7 @@ class UnitPricer:
     def _head(self, graph: ModelGraph, axes: Axes, how: KernelOptions, hidden_bytes: int) -> Unit:
         if how.loss_chunk_tokens is None:
             return self._unit(graph, graph.head, "head", 0, axes, how)
-        count = len(chunks(graph.micro_batch_size, graph.sequence_length // axes.context.size, how.loss_chunk_tokens))
+        count = num_chunks(graph.micro_batch_size, graph.sequence_length // axes.context.size, how.loss_chunk_tokens)
         # A chunk is to the micro-batch as the part of a context-parallel rank is.
         context = replace(axes.context, size=axes.context.size * count)
         one = self._unit(graph, graph.head, "head", 0, axes._replace(context=context), how)

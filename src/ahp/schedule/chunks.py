@@ -15,6 +15,13 @@ def chunks(batch: int, sequence: int, most_tokens: int) -> list[Chunk]:
     return [(slice(row, row + 1), part) for row in range(batch) for part in _even(sequence, most_tokens)]
 
 
+def num_chunks(batch: int, sequence: int, most_tokens: int) -> int:
+    """How many ``chunks`` there are; of a token each these are too many to list."""
+    if most_tokens >= sequence:
+        return -(-batch // (most_tokens // sequence))
+    return batch * -(-sequence // most_tokens)
+
+
 def _even(length: int, most: int) -> list[slice]:
     count = -(-length // most)
     ends = [length * i // count for i in range(count + 1)]
