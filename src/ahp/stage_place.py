@@ -48,6 +48,13 @@ class StagePlace(Record):
         return self.model_copy(update={"tensor_parallel_degree": None, "data_parallel_shard_degree": None})
 
 
+def in_words(value: Any) -> Any:
+    """The value of a key as users read it: stages by their groups."""
+    return (
+        [each.group if isinstance(each, StagePlace) else each for each in value] if isinstance(value, tuple) else value
+    )
+
+
 Width = tuple[int, int]
 """Shard and tensor degree."""
 

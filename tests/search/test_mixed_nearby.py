@@ -26,7 +26,7 @@ def legal_shapes(space: MixedSpace) -> Iterator[Shape]:
         for p, r in np.stack([grid.pipeline, grid.replicas], axis=1).tolist():
             for schedule in space.schedules(p):
                 there = schedule != SEVERAL or space.pipes(p)
-                if there and total >= r * space.least(p, schedule):
+                if there and total >= r:
                     yield Shape(alike, p, r, schedule)
 
 

@@ -247,17 +247,20 @@ def test_the_cut_is_the_one_whose_longest_stage_is_shortest(
     kinds = np.array(
         data.draw(st.lists(st.lists(st.integers(0, 1), min_size=p, max_size=p), min_size=num_kinds, max_size=num_kinds))
     )
-    found = _cut(kinds, Drawn(whole), layers, np.full(num_kinds, 2), np.zeros(num_kinds), splits=False)  # type: ignore[arg-type]
+    fewest = np.array(data.draw(st.sampled_from(list(cuts(layers, p)))))
+    fewest = np.maximum(fewest - data.draw(st.integers(0, layers)), 1)
+    found = _cut(kinds, Drawn(whole), layers, np.full(num_kinds, 2), np.zeros(num_kinds), fewest, splits=False)  # type: ignore[arg-type]
 
     def longest_s(cut: tuple[int, ...]) -> float:
         return max(float(whole[group, stage, cut[stage] - 1]) for kind in kinds for stage, group in enumerate(kind))
 
-    best = min(longest_s(cut) for cut in cuts(layers, p))
+    best = min(longest_s(cut) for cut in cuts(layers, p) if all(cut >= fewest))
     if best == np.inf:
         assert found is None
         return
     assert found is not None
     assert sum(found) == layers
+    assert all(found >= fewest)
     assert longest_s(found) == best
 
 

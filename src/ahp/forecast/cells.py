@@ -48,18 +48,18 @@ class StageLine:
 class GroupCells:
     """The cells of one group for layouts that are alike in everything but pipeline, replicas and schedule."""
 
-    def __init__(self, pricer: MixedPricer, group: str, layout: Parallelism, micro_batches: int) -> None:
-        """``layout``: any of them; its pipeline degree is 1, or above as theirs. ``micro_batches``: of a replica, at least."""
+    def __init__(self, pricer: MixedPricer, group: str, layout: Parallelism) -> None:
+        """``layout``: any of them; its pipeline degree is 1, or above as theirs."""
         self._pricer, self._layout = pricer.groups[group], layout
         self._network = pricer.network.times(self._pricer.network)
         self._num_devices = pricer.cluster.num_devices
         self._traits = get(self._pricer.choice.name).traits(self._pricer.job, layout, self._pricer.choice)
         self._units = self._pricer.units(layout)
         self._recompute: Recompute = recompute_of(layout.activation_checkpoint, self._traits, self._units)
-        # Replicas that sum gradients are not known yet: they take no time.
+        # Replicas that sum gradients and their micro-batches are not known yet: neither takes time.
         found = self._pricer.data_parallel(layout, self._traits)
         experts = found.experts[0], ALONE
-        self._data: DataParallel = replace(found, replicate=ALONE, experts=experts, micro_batches=micro_batches)
+        self._data: DataParallel = replace(found, replicate=ALONE, experts=experts, micro_batches=1)
 
     @cached_property
     def line(self) -> StageLine:

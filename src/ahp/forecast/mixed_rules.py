@@ -25,7 +25,7 @@ def illegal_placement(cluster: Cluster, job: Job, parallelism: Parallelism) -> s
         return f"cluster.groups = {names}: every group of a mixed cluster needs its own name"
     return (
         _unknown(names, parallelism)
-        or _devices(cluster, parallelism)
+        or devices(cluster, parallelism)
         or _apart(parallelism)
         or widths_of_ranks(parallelism)
         or _room(cluster, parallelism)
@@ -42,7 +42,7 @@ def _unknown(names: list[str], parallelism: Parallelism) -> str | None:
     return None
 
 
-def _devices(cluster: Cluster, parallelism: Parallelism) -> str | None:
+def devices(cluster: Cluster, parallelism: Parallelism) -> str | None:
     """Whether there is a device for every cell at all, before cells are listed one by one."""
     replicas, ranks = parallelism.data_parallel_replicate_degree, parallelism.pipeline_parallel_degree
     if replicas * ranks <= cluster.num_devices:

@@ -55,7 +55,7 @@ def illegal(
         or _divided(graph, job, parallelism, engine)
         or asynchronous(parallelism, engine)
         or experts(graph, job, parallelism, engine)
-        or _stages(graph, job, parallelism, engine)
+        or stages(graph, job, parallelism, engine)
         or _schedule(job, parallelism, engine)
     )
 
@@ -339,16 +339,17 @@ def experts(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engin
     return None
 
 
-def _stages(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
+def stages(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
+    """Whether the layers go round."""
     layers, p, v = graph.num_layers, parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
     given = parallelism.given_layers
+    if given is not None and sum(given) != layers:
+        key = "layers_per_stage" if parallelism.stages is None else "stages.layers"
+        return f"{key} = {list(given)}: sums to {sum(given)}, the model has {layers} layers"
     most = layers + 2 * (get(engine.name).traits(job, parallelism, engine).pipeline.ends != "hold_layers")
     if p * v > 1 and p * v > most:
         rule = f"x virtual_stages_per_rank {v} = {p * v} stages, but the model has {layers} layers and each stage needs one"
         return _broken("pipeline_parallel_degree", p, rule, [d for d in range(1, layers + 1) if d * v <= layers])
-    if given is not None and sum(given) != layers:
-        key = "layers_per_stage" if parallelism.stages is None else "stages.layers"
-        return f"{key} = {list(given)}: sums to {sum(given)}, the model has {layers} layers"
     return recomputed(layers, job, parallelism, engine)
 
 

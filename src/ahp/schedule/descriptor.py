@@ -76,10 +76,6 @@ class PipelineSchedule(ABC):
         """Whether it orders so many micro-batches, each number of ``m``; ``in_torch``: whether torch does."""
         return m >= 1
 
-    def fewest_micro_batches(self, p: int, v: int, *, in_torch: bool) -> int:
-        """The fewest that it orders; none asks for more than two for each rank."""
-        return 1 + int(self.runs(p, v, np.arange(1, 2 * p + 1), in_torch=in_torch).argmax())
-
     def illegal(self, p: int, v: int, m: int, *, in_torch: bool = False) -> str | None:
         """Why there is no such schedule, key, value and rule; None if there is. ``in_torch``: why torch cannot run it."""
         if in_torch and not self.in_torch:

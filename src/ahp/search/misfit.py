@@ -19,6 +19,7 @@ from ahp.search.exact import Place
 from ahp.search.problem import Problem
 from ahp.search.reasons import needed_bytes
 from ahp.search.space import Space, build
+from ahp.stage_place import in_words
 from ahp.words import gib, of_gib, part_words
 
 NEAREST = 40
@@ -129,7 +130,7 @@ def freed(used: Problem) -> Iterator[tuple[str, Problem]]:
     given = used.constraints.given
     for key, value in given.items():
         freed = Constraints(**{other: kept for other, kept in given.items() if other != key})
-        yield f"parallelism.{key} free instead of {value}", replace(used, constraints=freed)
+        yield f"parallelism.{key} free instead of {in_words(value)}", replace(used, constraints=freed)
     if len(given) > 1:
         yield "parallelism: auto", replace(used, constraints=Constraints())
 

@@ -24,6 +24,7 @@ from ahp.job import Job, Precision
 from ahp.plan import AXES, DEGREE, Axis, ContextMethod, EngineChoice, Forecast, Parallelism, validated
 from ahp.schedule.orders import SYNTHESIZED, any_order
 from ahp.schedule.stages import Ends
+from ahp.stage_place import in_words
 
 OF_PLACEMENTS = ("stages", "micro_batches_per_replica")
 """Keys that clusters of one group, and a group alone, have no use for."""
@@ -240,7 +241,10 @@ class Problem:
         for key in OF_PLACEMENTS:
             if key in given and not self.cluster.is_mixed:
                 rule = "the search treats the replicas and stages of a cluster of one group alike"
-                raise bad_input(f"parallelism.{key}", given[key], rule, [None])
+                if self.left_out:
+                    idle = ", ".join(group.name for group in self.left_out)
+                    rule = f"the devices of {idle} do not compute in {self.job.precision}, and {rule}"
+                raise bad_input(f"parallelism.{key}", in_words(given[key]), rule, [None])
         order = given.get("mesh_order", ())
         usual = [axis for axis in AXES if axis in order]
         if sorted(usual) != sorted(order):

@@ -118,13 +118,14 @@ def balance(
     allowed: Mask,
     *,
     splits: bool,
+    fewest: Sequence[int],
     fixed: tuple[int, ...] | None = None,
 ) -> Balanced | None:
     """Layers and micro-batches in turn, until neither gets better. None where no cut fits the devices, too few are left, or no number of
     micro-batches is allowed.
 
     How many layers a stage recomputes follows from its layers and micro-batches. ``allowed``: [M + 1] micro-batches that a
-    replica may have; ``fixed``: the layers of each stage where they are given.
+    replica may have; ``fewest``: layers that each stage needs; ``fixed``: those of each stage where they are given.
     """
     if not allowed.any():
         return None
@@ -138,7 +139,7 @@ def balance(
         if micro_batches is None:
             break
         most = np.array([each[0] for each in micro_batches])
-        layers = fixed or _cut(at, tables, num_layers, most, ways_s, splits=splits)
+        layers = fixed or _cut(at, tables, num_layers, most, ways_s, np.array(fewest), splits=splits)
         if layers is None:
             break
         costs = tables.stages(at, layers, most)
@@ -173,7 +174,7 @@ def _by_speed(kinds: Sequence[Kind], tables: LayoutTables, numbers: Ints) -> lis
 
 
 def _cut(
-    kinds: Ints, tables: LayoutTables, num_layers: int, most: Ints, ways_s: Floats, *, splits: bool
+    kinds: Ints, tables: LayoutTables, num_layers: int, most: Ints, ways_s: Floats, fewest: Ints, *, splits: bool
 ) -> tuple[int, ...] | None:
     """The cut with the earliest end by the formula, the ways through the replicas as they were in the last round.
 
@@ -188,11 +189,13 @@ def _cut(
         times = m if splits else max(m - 1, 0.5)
         np.maximum(ends, way_s + times * costs.whole[kind, stages] - early * costs.forward[kind, stages], out=ends)
     ends = np.maximum.accumulate(ends, axis=1)
-    last_s = max(float(np.partition(ends.ravel(), num_layers - 1)[num_layers - 1]), float(ends[:, 0].max()))
+    last_s = max(
+        float(np.partition(ends.ravel(), num_layers - 1)[num_layers - 1]), float(ends[stages, fewest - 1].max())
+    )
     if last_s == np.inf:
         return None
     layers = (ends <= last_s).sum(axis=1)
     while (over := int(layers.sum()) - num_layers) > 0:
-        at_end = np.where(layers > 1, ends[stages, layers - 1], -np.inf)
-        layers[np.argsort(-at_end, kind="stable")[: min(over, int((layers > 1).sum()))]] -= 1
+        at_end = np.where(layers > fewest, ends[stages, layers - 1], -np.inf)
+        layers[np.argsort(-at_end, kind="stable")[: min(over, int((layers > fewest).sum()))]] -= 1
     return tuple(layers.tolist())

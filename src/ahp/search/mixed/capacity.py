@@ -59,8 +59,6 @@ class Depth:
     """[N, G] Of each group."""
     schedule: str
     p: int
-    least: int
-    """Micro-batches that each replica must have."""
 
     def hold(self, of: Pipelines) -> Mask:
         """[n] Whether memory holds all layers in each of the replicas."""
@@ -70,11 +68,11 @@ class Depth:
         return found
 
     def _hold(self, of: Pipelines, heavy: int) -> Mask:
-        """Of those that have ``heavy`` micro-batches each, or fewer where the schedule allows that."""
+        """Of those that have ``heavy`` micro-batches each, or fewer."""
         rows, which = np.unique(of.rows, return_inverse=True)
         stages = positions(self.schedule, self.p, heavy)
         holds = StageRoom.of(self.columns, rows, stages, heavy).most
-        if self.least < heavy and bool(of.replicas.max() > 1):  # each stage has a cell of the replica with the most
+        if heavy > 1 and bool(of.replicas.max() > 1):  # each stage has a cell of the replica with the most
             one = StageRoom.of(self.columns, rows, light_of(stages), 1)
             holds = np.minimum(one.most, holds.max(axis=1, keepdims=True))
         return _find_room(
@@ -104,7 +102,7 @@ class Depth:
             longest_s, mix=mix, num_layers=columns.num_layers, fewest=fewest, head_s=head_s, alike=columns.alike
         )
         heavy_s, light_s = longest(room, stages), np.full((len(rows), len(mix)), np.inf)
-        if self.least < heavy and bool(of.replicas.max() > 1):
+        if heavy > 1 and bool(of.replicas.max() > 1):
             one = StageRoom.of(columns, rows, light_of(stages), 1)
             light_s = longest(one, stages)
         crews = Crews.of(heavy_s, light_s, heavy, self._ahead(rows, room, heavy), mix, columns.num_layers)

@@ -356,11 +356,11 @@ class Finder:
         """A shape with what its cells cost, to be placed."""
         if shape.schedule != SEVERAL:
             return Task(**self._facts(shape))
-        pipes, least = self.space.pipes(shape.pipeline), self._least(shape)
+        pipes = self.space.pipes(shape.pipeline)
 
         def of_pipe(pipe: ScheduleChoice) -> LayoutTables:
             update = {"pipeline_parallel_schedule": pipe.schedule, "virtual_stages_per_rank": pipe.virtual}
-            return self.floors.tables(shape, least, shape.layout().model_copy(update=update))
+            return self.floors.tables(shape, shape.layout().model_copy(update=update))
 
         # Weight gradients fill no more than what several stages on a rank fill, and loops may keep no more than 1F1B.
         facts = self._facts(shape)
@@ -368,28 +368,23 @@ class Finder:
         fixed = replace(facts["fixed"], layers=None, recomputed=None)
         return SeveralTask(
             **facts,
-            one=Task(**{**facts, "shape": one, "tables": self.floors.tables(plain, least), "fixed": fixed}),
+            one=Task(**{**facts, "shape": one, "tables": self.floors.tables(plain), "fixed": fixed}),
             pipes=pipes,
             of_pipe=cache(of_pipe),
             legal=lambda pipe, m: self.space.legal_pipe(pipe, shape.pipeline, m),
         )  # fmt: skip
 
-    def _least(self, shape: Shape) -> int:
-        """Micro-batches of a replica, as far as costs know them apart."""
-        return min(2, self.space.least(shape.pipeline, shape.schedule))
-
     def _facts(self, shape: Shape) -> dict[str, Any]:
         alike, total = shape.alike, self.space.micro_batches(shape.alike)
-        tables = self.floors.tables(shape, self._least(shape))
         return {
             "shape": shape,
-            "tables": tables,
+            "tables": self.floors.tables(shape),
             "cells": self.space.cells(alike.width),
             "names": self.names,
             "total": total,
             "allowed": self.space.allowed(shape.pipeline, shape.schedule, total),
             "fastest_first": self.floors.fastest_first(alike),
             "slowest_share": self.floors.slowest(shape.pipeline * shape.replicas * alike.width),
-            "fixed": self.space.fixed(shape.pipeline, shape.replicas),
+            "fixed": self.space.placed.fixed(shape.pipeline, shape.replicas),
             "cells_fit": self.floors.pricer.cells_fit,
         }

@@ -166,7 +166,7 @@ class ShapeFloors:
 
     def _depth(self, schedule: int, p: int) -> Depth:
         name = self.space.schedules(2)[schedule]
-        return Depth(self.columns, self._cells, name, p, self.space.least(p, name))
+        return Depth(self.columns, self._cells, name, p)
 
     def _of_pipelines(self, of: Shapes) -> Pipelines:
         return Pipelines(of.rows, of.replicas, self._total[of.rows])
@@ -202,9 +202,7 @@ class ShapeFloors:
             for schedule, name in enumerate(names):
                 if kind != "alone" and (name == SEVERAL) != (kind == "several"):
                     continue
-                least = np.array([self.space.least(p, name) for p in range(int(grid.pipeline.max(initial=0)) + 1)])
                 legal = self.space.runs(grid, name, pipelined=kind != "alone")
-                legal &= total >= grid.replicas * least[grid.pipeline]
                 p, r = grid.pipeline[legal], grid.replicas[legal]
                 slowest = 1.0 + np.array([self.slowest(count) for count in (p * r * width).tolist()])
                 floors = self._work_s(own, name, total, p, r) * slowest
@@ -244,7 +242,7 @@ class ShapeFloors:
     def _priced(self, row: int) -> tuple[Floats, float]:
         """[G] Seconds of the whole model for one micro-batch on a cell, of stages that are priced, and what comes once per step."""
         alike, there = self.space.alike[row], self._cells[row] > 0
-        tables = self._tables(alike, layout_of(alike, 1), 1)
+        tables = self._tables(alike, layout_of(alike, 1))
         whole_s = tables.least_whole_s(there)
         used = np.flatnonzero(np.isfinite(whole_s)).tolist()
         # What recomputes more hides more.
@@ -258,26 +256,26 @@ class ShapeFloors:
 
     # -- what placements cost -----------------------------------------------------------------------------------------
 
-    def tables(self, shape: Shape, least: int, layout: Parallelism | None = None) -> LayoutTables:
-        """What the cells of a shape cost, whose replicas have ``least`` micro-batches at least.
+    def tables(self, shape: Shape, layout: Parallelism | None = None) -> LayoutTables:
+        """What the cells of a shape cost.
 
         ``layout``: one of its schedules, where it stands for several. Without, the tables are of what ranks have.
         """
         ranks = shape.schedule == SEVERAL and layout is None
-        return self._tables(shape.alike, layout or shape.layout(), least, ranks=ranks)
+        return self._tables(shape.alike, layout or shape.layout(), ranks=ranks)
 
-    def _tables(self, alike: Alike, layout: Parallelism, least: int, *, ranks: bool = False) -> LayoutTables:
+    def _tables(self, alike: Alike, layout: Parallelism, *, ranks: bool = False) -> LayoutTables:
         pipelined = layout.pipeline_parallel_degree > 1
         light = alike._replace(recompute="none")
         return LayoutTables(
-            self.columns, self._rows[alike], self.group_cells(alike, pipelined, least), layout,
-            self.group_cells(light, pipelined, least) if self.space.has_choice(alike) else (),
+            self.columns, self._rows[alike], self.group_cells(alike, pipelined), layout,
+            self.group_cells(light, pipelined) if self.space.has_choice(alike) else (),
             layers=self.space.asked.graph.layers, ranks=ranks,
         )  # fmt: skip
 
-    def _group_cells(self, alike: Alike, pipelined: bool, least: int) -> list[GroupCells]:
+    def _group_cells(self, alike: Alike, pipelined: bool) -> list[GroupCells]:
         layout, names = layout_of(alike, 2 if pipelined else 1), that_have(self.pricer.cluster.groups, alike.width)
-        each = {name: GroupCells(self.pricer, name, layout, least) for name in set(names)}
+        each = {name: GroupCells(self.pricer, name, layout) for name in set(names)}
         return [each[name] for name in names]
 
 

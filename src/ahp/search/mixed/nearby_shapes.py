@@ -41,7 +41,7 @@ class NearbyShapes:
             return False
         there = (grid.pipeline == shape.pipeline) & (grid.replicas == shape.replicas)
         there &= self._space.runs(grid, shape.schedule, pipelined=shape.pipeline > 1)
-        return total >= shape.replicas * self._space.least(shape.pipeline, shape.schedule) and bool(there.any())
+        return bool(there.any())
 
     def _moved(self, shape: Shape) -> Iterator[Shape]:
         keys = (*OF_ALIKE, *OF_SHAPE, None)

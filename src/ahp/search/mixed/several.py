@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, product
+from operator import le
 
 import numpy as np
 
@@ -193,7 +194,7 @@ class SeveralTask(Task):
             row._replace(recomputed=self._recomputed(some))
             for row, some in zip(placement.rows, costs.recomputed.tolist(), strict=True)
         ]
-        if costs.fits.all():
+        if costs.fits.all() and all(map(le, self.fixed.fewest_layers(len(cut)), cut)):
             yield self._placement(rows, cut, float(self._least_s(pipe, costs, m).max()), pipe)
 
 

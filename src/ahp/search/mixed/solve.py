@@ -21,8 +21,9 @@ from ahp.schedule.registry import of_ranks
 from ahp.search.choices import ScheduleChoice
 from ahp.search.mixed.balance import balance, ends_s
 from ahp.search.mixed.fewest import fewest, said_plainly
+from ahp.search.mixed.given import Fixed
 from ahp.search.mixed.matrices import Kind, Matrix, families, matrices, num_matrices
-from ahp.search.mixed.space import Fixed, Shape
+from ahp.search.mixed.space import Shape
 from ahp.search.mixed.tables import LayoutTables
 from ahp.search.stages import cuts
 
@@ -265,7 +266,8 @@ class Task:
         for pipe, num_stages in self._depths:
             most = self._tables_of(pipe).most_in_stages(np.unique(micro_batches))
             every = cuts(self._num_layers, num_stages) if self.fixed.layers is None else [self.fixed.layers]
-            held = (cut for cut in every if all(map(le, cut, most)))
+            least = self.fixed.fewest_layers(num_stages)
+            held = (cut for cut in every if all(map(le, least, cut)) and all(map(le, cut, most)))
             while some := list(islice(held, 1 + ROWS // of_ways.size)):
                 ends = self._ends(pipe, kinds[:, None], np.array(some), micro_batches[:, None])
                 fits, bounds_s = ends.fits[of_ways].all(axis=1), ends.least_s[of_ways].max(axis=1)
@@ -329,7 +331,7 @@ class Task:
             kinds, counts = [kind for kind, _ in matrix], [count for _, count in matrix]
             found = balance(
                 kinds, counts, self.tables, self._num_layers, self.total, self.allowed,
-                splits=self._splits, fixed=self.fixed.layers,
+                splits=self._splits, fixed=self.fixed.layers, fewest=self.fixed.fewest_layers(self.shape.pipeline),
             )  # fmt: skip
             if found is None:
                 continue

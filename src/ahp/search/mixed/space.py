@@ -20,8 +20,10 @@ from ahp.plan import ContextMethod, Parallelism, StagePlace
 from ahp.schedule.registry import PLAIN, SCHEDULES
 from ahp.schedule.registry import get as schedule_of
 from ahp.search.choices import DEEPEST_UNEVEN_VIRTUAL, RECOMPUTE, ScheduleChoice
+from ahp.search.mixed.given import Given
 from ahp.search.problem import Problem
 from ahp.search.space import Rule
+from ahp.stage_place import in_words
 
 SEVERAL = "several"
 """Stands for all schedules with several stages on each rank, which are floored and queued as one."""
@@ -129,18 +131,6 @@ def shape_of(layout: Parallelism) -> Shape:
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """What of a placement the user has given."""
-
-    layers: tuple[int, ...] | None = None
-    rows: tuple[tuple[int, ...], ...] | None = None
-    """The numbers of the groups of each replica's ranks."""
-    micro_batches: tuple[int, ...] | None = None
-    recomputed: tuple[tuple[int, ...], ...] | None = None
-    """Of each replica's stages."""
-
-
-@dataclass(frozen=True)
 class Grid:
     """The stages and replicas that cells which are alike can make, [N] each."""
 
@@ -152,14 +142,8 @@ class MixedSpace:
     """The legal shapes of a problem, and a count of the others by the rule that they break."""
 
     def __init__(self, asked: Problem) -> None:
-        self.asked, self.given = asked, asked.constraints.given
-        self.stages: tuple[StagePlace, ...] | None = self.given.get("stages")
-        self._numbers: tuple[int, ...] | None = self.given.get("recomputed_layers_per_stage")
-        self.numbers_given = self._numbers is not None or any(
-            s.recomputed_layers is not None for s in self.stages or ()
-        )
-        """Whether the user says how many layers are recomputed."""
-        self._num_replicas = self._replicas_given()
+        """Raises BadInput where what the user gives of stages and replicas does not go together."""
+        self.asked, self.given, self.placed = asked, asked.constraints.given, Given(asked)
         self.rules: dict[str, Rule] = {}
         self.size = 0
         """Shapes, legal or not."""
@@ -184,12 +168,6 @@ class MixedSpace:
         """Of all replicas together."""
         return self.asked.job.global_batch_size // (alike.shard * alike.micro_batch)
 
-    def least(self, pipeline: int, schedule: str) -> int:
-        """Micro-batches that a replica must have."""
-        if pipeline <= 1 or schedule == SEVERAL:
-            return 1
-        return schedule_of(schedule).fewest_micro_batches(pipeline, 1, in_torch=self.asked.torch_orders)
-
     def _allowed(self, pipeline: int, schedule: str, total: int) -> NDArray[np.bool_]:
         """[M + 1] Whether a replica may have so many micro-batches."""
         numbers = np.arange(total + 1)
@@ -204,14 +182,17 @@ class MixedSpace:
         name = self.given.get("pipeline_parallel_schedule")
         if pipeline == 1:
             return (name or PLAIN,)
-        one = one_per_rank() if self._virtual in (None, 1) else ()
+        one = one_per_rank() if self.placed.virtual in (None, 1) else ()
         found = tuple(s for s in one if name in (None, s) and not self._refused_schedule(ScheduleChoice(s, 1)))
-        return (*((SEVERAL,) if self.pipes(2) else ()), *found)
+        ranks = range(2, self.placed.num_stages or 3)
+        return (*((SEVERAL,) if any(map(self.pipes, ranks)) else ()), *found)
 
     def _pipes(self, pipeline: int) -> tuple[ScheduleChoice, ...]:
         """Schedules with several stages on each of so many ranks."""
         name, most = self.given.get("pipeline_parallel_schedule"), self.asked.graph.num_layers // max(pipeline, 1)
-        depths = range(2, min(most, DEEPEST_UNEVEN_VIRTUAL) + 1) if self._virtual is None else [self._virtual]
+        depths = (
+            range(2, min(most, DEEPEST_UNEVEN_VIRTUAL) + 1) if self.placed.virtual is None else [self.placed.virtual]
+        )
         found = [
             ScheduleChoice(s.name, v)
             for v in depths
@@ -230,8 +211,8 @@ class MixedSpace:
             pipe
             for pipe in found
             if name in (None, pipe.schedule)
-            and self._virtual in (None, pipe.virtual)
-            and self._num_given in (None, pipeline * pipe.virtual)
+            and self.placed.virtual in (None, pipe.virtual)
+            and self.placed.goes_round(pipe, pipeline)
             and not self._refused_schedule(pipe)
         )
 
@@ -240,42 +221,16 @@ class MixedSpace:
         schedule = schedule_of(pipe.schedule)
         return schedule.runs(pipeline, pipe.virtual, micro_batches, in_torch=self.asked.torch_orders)
 
-    @property
-    def _shares(self) -> tuple[int, ...] | None:
-        """Micro-batches of each replica, where the user says them."""
-        return self.given.get("micro_batches_per_replica")
-
-    def _replicas_given(self) -> int | None:
-        """The number of replicas, where the user says it, or something of each."""
-        each: list[tuple[str, Any]] = [("micro_batches_per_replica", self._shares)]
-        for stage in self.stages or ():
-            each += [("stages.group", stage.group), ("stages.recomputed_layers", stage.recomputed_layers)]
-        numbers = [(key, len(said)) for key, said in each if isinstance(said, tuple)]
-        if (degree := self.given.get("data_parallel_replicate_degree")) is not None:
-            numbers.append(("data_parallel_replicate_degree", degree))
-        if len({number for _, number in numbers}) > 1:
-            words = ", ".join(f"{key} of {number}" for key, number in dict.fromkeys(numbers))
-            raise BadInput(f"parallelism: {words} replicas (valid: the same number)")
-        return numbers[0][1] if numbers else None
-
-    @property
-    def _virtual(self) -> int | None:
-        return self.given.get("virtual_stages_per_rank")
-
-    @property
-    def _num_given(self) -> int | None:
-        """The number of stages, where the user says something of each."""
-        given = (self.stages, self.given.get("layers_per_stage"), self._numbers)
-        return next((len(each) for each in given if each is not None), None)
-
     def _grid(self, width: int, total: int) -> Grid:
         """Every number of stages and replicas that the cells, the layers and the micro-batches allow."""
-        cells = sum(self.cells(width))
+        there = self.cells(width)
+        cells = sum(there)
         most = min(cells, max(self.asked.graph.num_layers, 1))
-        given_p, given_r = self.given.get("pipeline_parallel_degree"), self._num_replicas
+        given_p, given_r = self.given.get("pipeline_parallel_degree"), self.placed.num_replicas
         pairs = [
             (p, r) for p in range(1, most + 1) if given_p in (None, p)
             for r in range(1, min(cells // p, total) + 1) if given_r in (None, r)
+            if self.placed.has_room(p, r, there)
         ]  # fmt: skip
         found = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return Grid(found[:, 0], found[:, 1])
@@ -285,9 +240,10 @@ class MixedSpace:
         there = (grid.pipeline > 1) == pipelined
         if schedule == SEVERAL:
             return there & self._has_pipes(int(grid.pipeline.max(initial=0)))[grid.pipeline]
-        if self._virtual not in (None, 1):
+        if self.placed.virtual not in (None, 1):
             return there & False
-        return there & (grid.pipeline == self._num_given) if self._num_given is not None else there
+        num_stages = self.placed.num_stages
+        return there if num_stages is None else there & (grid.pipeline == num_stages)
 
     def _with_pipes(self, most: int) -> Mask:
         """[P + 1] Whether so many ranks can have several stages each."""
@@ -295,21 +251,7 @@ class MixedSpace:
 
     def has_choice(self, alike: Alike) -> bool:
         """Whether stages may recompute fewer than all of their layers."""
-        return alike.recompute != "none" and (self.numbers_given or "activation_checkpoint" not in self.given)
-
-    def fixed(self, pipeline: int, replicas: int) -> Fixed:
-        """What of the placement is given."""
-        layers, rows, numbers = self.given.get("layers_per_stage"), None, None
-        if self.stages is not None:
-            layers = tuple(stage.layers for stage in self.stages)
-            numbers_of = {group.name: number for number, group in enumerate(self.asked.cluster.groups)}
-            columns = [[numbers_of[name] for name in stage.groups(replicas)] for stage in self.stages[:pipeline]]
-            rows = tuple(zip(*columns, strict=True))
-        if self._numbers is not None:
-            numbers = (self._numbers,) * replicas
-        elif self.numbers_given:
-            numbers = tuple(zip(*(stage.recomputed(replicas) for stage in self.stages or ()), strict=True))
-        return Fixed(layers, rows, self._shares, numbers)
+        return alike.recompute != "none" and (self.placed.recomputed or "activation_checkpoint" not in self.given)
 
     def _all_alike(self) -> Iterator[Alike]:
         batch, world = self.asked.job.global_batch_size, self.asked.cluster.num_devices
@@ -335,7 +277,9 @@ class MixedSpace:
             for sequence in self._values("enable_sequence_parallel", [False, True] if tensor > 1 else [False]):
                 for expert in self._values("expert_parallel_degree", experts):
                     for micro_batch in self._values("micro_batch_size", divisors(batch)):
-                        for recompute in self._values("activation_checkpoint", list(RECOMPUTE[self.numbers_given :])):
+                        for recompute in self._values(
+                            "activation_checkpoint", list(RECOMPUTE[self.placed.recomputed :])
+                        ):
                             for method in self.methods(context):
                                 yield Alike(
                                     tensor, bool(sequence), context, expert, micro_batch, shard, zero, recompute, method
@@ -359,11 +303,11 @@ class MixedSpace:
 
     def _legal(self, alike: Alike) -> bool:
         batch = self.asked.job.global_batch_size
-        alone, piped, wrong = self._count(alike.width, max(self.micro_batches(alike), 1))
+        alone, piped = self._count(alike.width, max(self.micro_batches(alike), 1))
         is_twin, broken = self._verdict(alike._replace(micro_batch=1))
         if is_twin:
             self.twins += piped
-            piped = wrong = 0
+            piped = 0
         size = alone + piped
         self.size += size
         if batch % (alike.shard * alike.micro_batch):
@@ -371,13 +315,12 @@ class MixedSpace:
             return self._breaks("batch", rule, size)
         if broken is not None:
             return self._breaks(*broken, size)
-        if self._shares is not None and sum(self._shares) != self.micro_batches(alike):
+        shares = self.placed.shares
+        if shares is not None and sum(shares) != self.micro_batches(alike):
             of_all = f"global_batch_size {batch} / (data_parallel_shard_degree x micro_batch_size)"
-            rule = f"micro_batches_per_replica = {list(self._shares)}: must sum to {of_all}"
+            rule = f"micro_batches_per_replica = {list(shares)}: must sum to {of_all}"
             return self._breaks("micro-batches", rule, size)
-        if wrong:
-            self._breaks("schedule", "1F1B needs a micro-batch for each pipeline rank of every replica", wrong)
-        self.legal += size - wrong
+        self.legal += size
         return True
 
     def _judged(self, alike: Alike) -> tuple[bool, tuple[str, str] | None]:
@@ -398,18 +341,12 @@ class MixedSpace:
             ("experts", rules.experts(graph, self.asked.job, layout, self.asked.engine)),
         )
 
-    def _counted(self, width: int, total: int) -> tuple[int, int, int]:
-        """Shapes of cells so wide without a pipeline, with one, and those of them whose replicas have too few micro-batches for the
-        schedule."""
+    def _counted(self, width: int, total: int) -> tuple[int, int]:
+        """Shapes of cells so wide without a pipeline, and with one."""
         grid = self.grid(width, total)
         alone = int(self.runs(grid, self.schedules(1)[0], pipelined=False).sum())
-        piped = wrong = 0
-        for schedule in self.schedules(2):
-            there = self.runs(grid, schedule, pipelined=True)
-            piped += int(there.sum())
-            least = np.array([self.least(p, schedule) for p in range(int(grid.pipeline.max(initial=0)) + 1)])
-            wrong += int((there & (grid.replicas * least[grid.pipeline] > total)).sum())
-        return alone, piped, wrong
+        piped = sum(int(self.runs(grid, schedule, pipelined=True).sum()) for schedule in self.schedules(2))
+        return alone, piped
 
     def is_twin(self, alike: Alike) -> bool:
         """Whether the engine runs pipelines of a ZeRO stage as those of a lower one that is free to be taken."""
@@ -452,6 +389,10 @@ def _zero_stages(shard: int, context: int) -> list[int]:
 
 def no_shape(space: MixedSpace) -> BadInput:
     """The refusal of a problem without a legal shape."""
-    worst = max(space.rules.values(), key=lambda rule: rule.broken, default=None)
-    says = worst.says if worst is not None else "no cell of these degrees lies within a group"
+    worst = max((rule for rule in space.rules.values() if rule.broken), key=lambda rule: rule.broken, default=None)
+    given = ", ".join(f"{key} = {in_words(value)}" for key, value in space.given.items())
+    there = ", ".join(f"{group.num_devices} devices in {group.name}" for group in space.asked.cluster.groups)
+    says = (
+        worst.says if worst is not None else f"no stages and replicas on whole cells go with {given}, and with {there}"
+    )
     return BadInput(f"parallelism: no legal layout over the groups of the cluster: {says}")

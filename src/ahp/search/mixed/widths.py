@@ -24,6 +24,7 @@ from ahp.forecast.priced import Priced
 from ahp.graph.operators import ModelGraph
 from ahp.plan import ContextMethod, Parallelism, StagePlace, validated
 from ahp.search.mixed.fewest import fewest, said_plainly
+from ahp.search.mixed.given import degrees
 from ahp.search.mixed.space import one_per_rank
 from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
@@ -112,7 +113,7 @@ def given_widths(asked: Problem) -> Parallelism | None:
     given = asked.constraints.given
     if not any(stage.own_width for stage in given.get("stages", ())):
         return None
-    return validated(Parallelism, {"activation_checkpoint": "auto", **given}, "parallelism")
+    return validated(Parallelism, {"activation_checkpoint": "auto", **degrees(given), **given}, "parallelism")
 
 
 class _Finder:

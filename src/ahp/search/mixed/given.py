@@ -1,0 +1,159 @@
+"""What the user gives of the stages and the replicas of a mixed cluster, refused where it does not go together or with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ahp.errors import BadInput, bad_input
+from ahp.forecast import mixed_rules, rules
+from ahp.plan import Parallelism, validated
+from ahp.schedule.patterns import stage_ranks
+from ahp.search.choices import ScheduleChoice
+from ahp.search.problem import Problem
+
+OF_STAGES = ("stages", "layers_per_stage", "recomputed_layers_per_stage")
+"""Keys with an entry for each stage."""
+
+KEPT = (
+    *OF_STAGES, "data_parallel_replicate_degree", "pipeline_parallel_degree", "virtual_stages_per_rank", "micro_batches_per_replica",
+    "activation_checkpoint",
+)  # fmt: skip
+"""Keys that have to go together, whatever the degrees of a cell."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What of a placement the user has given."""
+
+    layers: tuple[int, ...] | None = None
+    rows: tuple[tuple[int, ...], ...] | None = None
+    """The numbers of the groups of each replica's ranks."""
+    micro_batches: tuple[int, ...] | None = None
+    recomputed: tuple[tuple[int, ...], ...] | None = None
+    """Of each replica's stages."""
+
+    def fewest_layers(self, num_stages: int) -> list[int]:
+        """[S] Layers that each stage needs: one, and those that it recomputes."""
+        return [max(1, *of) for of in zip(*self.recomputed, strict=True)] if self.recomputed else [1] * num_stages
+
+
+class Given:
+    """Keys of stages and replicas that the user has fixed."""
+
+    def __init__(self, asked: Problem) -> None:
+        """Raises BadInput."""
+        self._asked, self._keys = asked, asked.constraints.given
+        self.num_stages = next((len(self._keys[key]) for key in OF_STAGES if key in self._keys), None)
+        self.num_replicas = _replicas(self._keys)
+        kept = {key: value for key, value in self._keys.items() if key in KEPT}
+        self._layout: Parallelism = validated(Parallelism, self._recompute | degrees(self._keys) | kept, "parallelism")
+        self._check()
+
+    @property
+    def _recompute(self) -> dict[str, str]:
+        return {"activation_checkpoint": "full"} if self.recomputed else {}
+
+    def _check(self) -> None:
+        self._check_groups()
+        asked, layout = self._asked, self._layout
+        if layout.given_layers is None:
+            self._check_recomputed(layout.recomputed_layers_per_stage or ())
+            layout = layout.model_copy(update={"recomputed_layers_per_stage": None})
+        depth = self._keys.get("pipeline_parallel_degree", 1)  # where it is free ranks may have several stages
+        shape = Parallelism(data_parallel_replicate_degree=self.num_replicas or 1, pipeline_parallel_degree=depth)
+        broken = rules.stages(asked.graph, asked.job, layout, asked.engine)
+        if (broken := broken or mixed_rules.devices(asked.cluster, shape)) is not None:
+            raise BadInput(broken)
+
+    def _check_groups(self) -> None:
+        usable, idle = ([g.name for g in groups] for groups in (self._asked.cluster.groups, self._asked.left_out))
+        for name in (name for stage in self._layout.stages or () for name in stage.groups(1)):
+            if name in idle:
+                raise bad_input(
+                    "stages.group", name, f"its devices do not compute in {self._asked.job.precision}", usable
+                )
+            if name not in usable:
+                raise bad_input("stages.group", name, "no group of the cluster has this name", usable)
+
+    def _check_recomputed(self, some: tuple[int, ...]) -> None:
+        needs, num_layers = sum(max(1, count) for count in some), self._asked.graph.num_layers
+        if needs > num_layers:
+            rule = f"stages with so many need {needs} layers, the model has {num_layers}"
+            raise bad_input("recomputed_layers_per_stage", list(some), rule)
+
+    @property
+    def virtual(self) -> int | None:
+        """Stages of each rank."""
+        return self._keys.get("virtual_stages_per_rank")
+
+    @property
+    def shares(self) -> tuple[int, ...] | None:
+        """Micro-batches of each replica."""
+        return self._layout.micro_batches_per_replica
+
+    @cached_property
+    def recomputed(self) -> bool:
+        """Whether the user says how many layers are recomputed."""
+        stages = self._keys.get("stages", ())
+        return "recomputed_layers_per_stage" in self._keys or any(s.recomputed_layers is not None for s in stages)
+
+    def goes_round(self, pipe: ScheduleChoice, pipeline: int) -> bool:
+        """Whether there are as many stages as given, and all of a rank on one group."""
+        if self.num_stages not in (None, pipeline * pipe.virtual):
+            return False
+        groups = [stage.groups(self.num_replicas or 1) for stage in self._layout.stages or ()]
+        ranks = stage_ranks(pipe.schedule, pipeline, pipe.virtual) if groups else ()
+        return all(of == groups[rank] for of, rank in zip(groups, ranks, strict=True))
+
+    def has_room(self, pipeline: int, replicas: int, cells: Sequence[int]) -> bool:
+        """Whether the groups have the cells, [G], that the stages are to lie on."""
+        return all(
+            sum(row.count(group) for row in self._rows(pipeline, replicas) or ()) <= count
+            for group, count in enumerate(cells)
+        )
+
+    def _rows(self, pipeline: int, replicas: int) -> tuple[tuple[int, ...], ...] | None:
+        """The numbers of the groups of each replica's ranks."""
+        if (stages := self._layout.stages) is None:
+            return None
+        numbers_of = {group.name: number for number, group in enumerate(self._asked.cluster.groups)}
+        columns = [[numbers_of[name] for name in stage.groups(replicas)] for stage in stages[:pipeline]]
+        return tuple(zip(*columns, strict=True))
+
+    def fixed(self, pipeline: int, replicas: int) -> Fixed:
+        """What of the placement is given, with so many ranks and replicas."""
+        layout, rows = self._layout, self._rows(pipeline, replicas)
+        each = layout.recomputed_layers_per_stage
+        numbers = None if each is None else (each,) * replicas
+        if each is None and self.recomputed:
+            numbers = tuple(zip(*(stage.recomputed(replicas) for stage in layout.stages or ()), strict=True))
+        return Fixed(layout.given_layers, rows, self.shares, numbers)
+
+
+def _replicas(keys: Mapping[str, Any]) -> int | None:
+    """The number of replicas, where the user says it, or something of each."""
+    each: list[tuple[str, Any]] = [("micro_batches_per_replica", keys.get("micro_batches_per_replica"))]
+    for stage in keys.get("stages", ()):
+        each += [("stages.group", stage.group), ("stages.recomputed_layers", stage.recomputed_layers)]
+    numbers = [(key, len(said)) for key, said in each if isinstance(said, tuple)]
+    if (degree := keys.get("data_parallel_replicate_degree")) is not None:
+        numbers.append(("data_parallel_replicate_degree", degree))
+    if len({number for _, number in numbers}) > 1:
+        words = ", ".join(f"{key} of {number}" for key, number in dict.fromkeys(numbers))
+        raise BadInput(f"parallelism: {words} replicas (valid: the same number)")
+    return numbers[0][1] if numbers else None
+
+
+def degrees(keys: Mapping[str, Any]) -> dict[str, int]:
+    """The ranks, the stages of each and the replicas that follow from what is given, else one. Raises BadInput where replicas do not agree."""
+    stages = next((len(keys[key]) for key in OF_STAGES if key in keys), None)
+    virtual, pipeline = keys.get("virtual_stages_per_rank"), keys.get("pipeline_parallel_degree")
+    found = {"data_parallel_replicate_degree": max(_replicas(keys) or 1, 1)}
+    if stages is not None and pipeline is None:
+        found["pipeline_parallel_degree"] = max(stages // (virtual or 1), 1)
+    if stages is not None and pipeline is not None and virtual is None:
+        found["virtual_stages_per_rank"] = max(stages // pipeline, 1)
+    return found
