@@ -46,21 +46,23 @@ def num_matrices(cells: Cells, pipeline: int, replicas: int, most: int) -> int:
 def matrices(cells: Cells, pipeline: int, replicas: int) -> Iterator[Matrix]:
     """Every matrix that the groups have the cells for."""
     groups = [group for group, count in enumerate(cells) if count]
-    kinds = product(groups, repeat=pipeline)
+    kinds = [
+        (kind, [(group, kind.count(group)) for group in sorted(set(kind))]) for kind in product(groups, repeat=pipeline)
+    ]
 
-    def more(first: list[Kind], at: int, left: list[int], rows: int) -> Iterator[list[Kind]]:
+    def more(first: Matrix, at: int, left: list[int], rows: int) -> Iterator[Matrix]:
         if rows == 0:
             yield first
             return
-        for index in range(at, len(all_kinds)):
-            kind = all_kinds[index]
-            after = [count - kind.count(group) for group, count in enumerate(left)]
-            if min(after) >= 0:
-                yield from more([*first, kind], index, after, rows - 1)
+        for index in range(at, len(kinds)):
+            kind, needs = kinds[index]
+            for count in range(min(rows, *(left[group] // each for group, each in needs)), 0, -1):
+                after = left.copy()
+                for group, each in needs:
+                    after[group] -= count * each
+                yield from more((*first, (kind, count)), index + 1, after, rows - count)
 
-    all_kinds = list(kinds)
-    for rows in more([], 0, list(cells), replicas):
-        yield matrix_of(rows)
+    return more((), 0, list(cells), replicas)
 
 
 def families(cells: Cells, pipeline: int, replicas: int, fastest_first: Sequence[int]) -> list[Matrix]:

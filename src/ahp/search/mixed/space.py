@@ -153,9 +153,11 @@ class MixedSpace:
         self.grid = cache(self._grid)
         self._count = cache(self._counted)
         self._rules = cache(self._ruled)
+        self._of_tensor = cache(self._of_tensor_ranks)
         self._verdict = cache(self._judged)
         self._twins = cache(self._twin)
         self.allowed = cache(self._allowed)
+        self.methods = cache(self._all_methods)
         self.pipes = cache(self._pipes)
         self._has_pipes = cache(self._with_pipes)
         self.alike = [alike for alike in self._all_alike() if self._legal(alike)]
@@ -285,7 +287,7 @@ class MixedSpace:
                                     tensor, bool(sequence), context, expert, micro_batch, shard, zero, recompute, method
                                 )  # fmt: skip
 
-    def methods(self, context: int) -> list[ContextMethod | None]:
+    def _all_methods(self, context: int) -> list[ContextMethod | None]:
         """How so many ranks may share a sequence."""
         if context == 1:
             return [None]
@@ -330,15 +332,25 @@ class MixedSpace:
 
     def _ruled(self, alike: Alike) -> tuple[tuple[str, str | None], ...]:
         """Rules of the degrees, each with what it says against them."""
-        graph, layout = self.asked.graph, layout_of(alike, 1)
+        graph, job, engine, layout = self.asked.graph, self.asked.job, self.asked.engine, layout_of(alike, 1)
         return (
             ("not placed", self._not_placed()),
-            ("tensor", rules.tensor(graph, self.asked.job, layout, self.asked.engine)),
-            ("products in 8 bits", rules.products(graph, self.asked.job, layout, self.asked.engine)),
+            *self._of_tensor(alike.tensor, alike.sequence_parallel),
+            ("context", rules.context(graph, layout, engine)),
             ("sequence", rules.sequence(graph, layout)),
-            ("whole attention", rules.whole_attention(graph, self.asked.job, layout, self.asked.engine)),
-            ("context", rules.context(graph, layout, self.asked.engine)),
-            ("experts", rules.experts(graph, self.asked.job, layout, self.asked.engine)),
+            ("experts", rules.experts(graph, job, layout, engine)),
+        )
+
+    def _of_tensor_ranks(self, tensor: int, sequence: bool) -> tuple[tuple[str, str | None], ...]:
+        """Rules of ranks that share products, whatever else they share."""
+        graph, job, engine = self.asked.graph, self.asked.job, self.asked.engine
+        layout = Parallelism(tensor_parallel_degree=tensor, enable_sequence_parallel=sequence)
+        return (
+            ("tensor", rules.tensor(graph, job, layout, engine)),
+            ("products in 8 bits", rules.products(graph, job, layout, engine)),
+            ("sequence", rules.sequence(graph, layout)),
+            ("whole attention", rules.whole_attention(graph, job, layout, engine)),
+            ("asynchronous", rules.asynchronous(layout, engine)),
         )
 
     def _counted(self, width: int, total: int) -> tuple[int, int]:
