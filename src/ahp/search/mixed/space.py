@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,6 +139,15 @@ class Grid:
     replicas: Ints
 
 
+class _Sizes(NamedTuple):
+    """Micro-batches of cells that are as wide."""
+
+    micro_batches: list[int]
+    """Sequences of those that are legal."""
+    shapes: dict[tuple[str, str] | None, tuple[int, int]]
+    """Without a pipeline and with one, by the rule that they break, or None."""
+
+
 class MixedSpace:
     """The legal shapes of a problem, and a count of the others by the rule that they break."""
 
@@ -154,13 +164,12 @@ class MixedSpace:
         self._count = cache(self._counted)
         self._rules = cache(self._ruled)
         self._of_tensor = cache(self._of_tensor_ranks)
-        self._verdict = cache(self._judged)
         self._twins = cache(self._twin)
         self.allowed = cache(self._allowed)
         self.methods = cache(self._all_methods)
         self.pipes = cache(self._pipes)
         self._has_pipes = cache(self._with_pipes)
-        self.alike = [alike for alike in self._all_alike() if self._legal(alike)]
+        self.alike = list(self._all_alike())
 
     def cells(self, width: int) -> tuple[int, ...]:
         """Cells of each group."""
@@ -272,20 +281,43 @@ class MixedSpace:
                     yield from self._of_width(tensor, context, shard, experts)
 
     def _of_width(self, tensor: int, context: int, shard: int, experts: list[int]) -> Iterator[Alike]:
-        batch = self.asked.job.global_batch_size
+        sizes = self._sizes(tensor * context * shard, shard)
+        kinds = self._values("activation_checkpoint", list(RECOMPUTE[self.placed.recomputed :]))
         for zero in self._values("zero_stage", _zero_stages(shard, context)):
             if zero not in _zero_stages(shard, context) and self.given.get("data_parallel_shard_degree") != 1:
                 continue
             for sequence in self._values("enable_sequence_parallel", [False, True] if tensor > 1 else [False]):
                 for expert in self._values("expert_parallel_degree", experts):
-                    for micro_batch in self._values("micro_batch_size", divisors(batch)):
-                        for recompute in self._values(
-                            "activation_checkpoint", list(RECOMPUTE[self.placed.recomputed :])
-                        ):
-                            for method in self.methods(context):
-                                yield Alike(
-                                    tensor, bool(sequence), context, expert, micro_batch, shard, zero, recompute, method
-                                )  # fmt: skip
+                    legal = [
+                        alike
+                        for kind, method in product(kinds, self.methods(context))
+                        if self._legal(
+                            alike := Alike(tensor, bool(sequence), context, expert, 1, shard, zero, kind, method), sizes
+                        )
+                    ]
+                    yield from (alike._replace(micro_batch=m) for m in sizes.micro_batches for alike in legal)
+
+    def _sizes(self, width: int, shard: int) -> _Sizes:
+        """Of all micro-batches of so many sequences that cells may have: the legal ones, and how many shapes there are by what forbids the
+        others."""
+        batch, shares, legal = self.asked.job.global_batch_size, self.placed.shares, list[int]()
+        shapes = dict[tuple[str, str] | None, tuple[int, int]]()
+        for micro_batch in self._values("micro_batch_size", divisors(batch)):
+            total, rest = divmod(batch, shard * micro_batch)
+            rule = None
+            if rest:
+                rule = (
+                    "batch",
+                    f"global_batch_size {batch} must be a multiple of data_parallel_shard_degree x micro_batch_size",
+                )
+            elif shares is not None and sum(shares) != total:
+                of_all = f"global_batch_size {batch} / (data_parallel_shard_degree x micro_batch_size)"
+                rule = "micro-batches", f"micro_batches_per_replica = {list(shares)}: must sum to {of_all}"
+            else:
+                legal.append(micro_batch)
+            (alone, piped), (more_alone, more) = shapes.get(rule, (0, 0)), self._count(width, max(total, 1))
+            shapes[rule] = alone + more_alone, piped + more
+        return _Sizes(legal, shapes)
 
     def _all_methods(self, context: int) -> list[ContextMethod | None]:
         """How so many ranks may share a sequence."""
@@ -303,32 +335,26 @@ class MixedSpace:
                 return f"{key} = {value!r}: layouts over several groups of devices do not have it (valid: null)"
         return None
 
-    def _legal(self, alike: Alike) -> bool:
-        batch = self.asked.job.global_batch_size
-        alone, piped = self._count(alike.width, max(self.micro_batches(alike), 1))
-        is_twin, broken = self._verdict(alike._replace(micro_batch=1))
-        if is_twin:
-            self.twins += piped
-            piped = 0
-        size = alone + piped
-        self.size += size
-        if batch % (alike.shard * alike.micro_batch):
-            rule = f"global_batch_size {batch} must be a multiple of data_parallel_shard_degree x micro_batch_size"
-            return self._breaks("batch", rule, size)
-        if broken is not None:
-            return self._breaks(*broken, size)
-        shares = self.placed.shares
-        if shares is not None and sum(shares) != self.micro_batches(alike):
-            of_all = f"global_batch_size {batch} / (data_parallel_shard_degree x micro_batch_size)"
-            rule = f"micro_batches_per_replica = {list(shares)}: must sum to {of_all}"
-            return self._breaks("micro-batches", rule, size)
-        self.legal += size
-        return True
+    def _legal(self, alike: Alike, sizes: _Sizes) -> bool:
+        """Whether the degrees are, of micro-batches of whatever size; counts all shapes that have them."""
+        is_twin, broken = self.is_twin(alike), self._broken(alike)
+        for of_sizes, (alone, piped) in sizes.shapes.items():
+            self.twins += piped * is_twin
+            shapes = alone + piped * (not is_twin)
+            self.size += shapes
+            if (rule := of_sizes or broken) is None:
+                self.legal += shapes
+            else:
+                self._breaks(*rule, shapes)
+        return broken is None
 
-    def _judged(self, alike: Alike) -> tuple[bool, tuple[str, str] | None]:
-        """Whether it is a twin, and the first rule that it breaks with what this says; the same for any micro-batch."""
-        rules_of = (*self._rules(alike._replace(recompute="none")), ("engine", self.asked.refused(layout_of(alike, 1))))
-        return self.is_twin(alike), next(((name, says) for name, says in rules_of if says is not None), None)
+    def _broken(self, alike: Alike) -> tuple[str, str] | None:
+        """The first rule that it breaks, with what this says."""
+        for name, says in self._rules(alike._replace(recompute="none")):
+            if says is not None:
+                return name, says
+        refused = self.asked.refused(layout_of(alike, 1))
+        return None if refused is None else ("engine", refused)
 
     def _ruled(self, alike: Alike) -> tuple[tuple[str, str | None], ...]:
         """Rules of the degrees, each with what it says against them."""
@@ -336,8 +362,8 @@ class MixedSpace:
         return (
             ("not placed", self._not_placed()),
             *self._of_tensor(alike.tensor, alike.sequence_parallel),
-            ("context", rules.context(graph, layout, engine)),
             ("sequence", rules.sequence(graph, layout)),
+            ("context", rules.context(graph, layout, engine)),
             ("experts", rules.experts(graph, job, layout, engine)),
         )
 
@@ -373,10 +399,9 @@ class MixedSpace:
 
         return any(traits(alike.zero) == traits(zero) for zero in range(1, alike.zero))
 
-    def _breaks(self, name: str, says: str, rows: int) -> bool:
+    def _breaks(self, name: str, says: str, shapes: int) -> None:
         before = self.rules.get(name, Rule(name, says, 0))
-        self.rules[name] = Rule(name, before.says, before.broken + rows)
-        return False
+        self.rules[name] = Rule(name, before.says, before.broken + shapes)
 
     def _refused_schedule(self, pipe: ScheduleChoice) -> str | None:
         return self.asked.refused(
