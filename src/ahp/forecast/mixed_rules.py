@@ -26,11 +26,11 @@ def illegal_placement(cluster: Cluster, job: Job, parallelism: Parallelism) -> s
     return (
         _unknown(names, parallelism)
         or devices(cluster, parallelism)
-        or _apart(parallelism)
+        or _on_one_group(parallelism)
         or widths_of_ranks(parallelism)
         or _room(cluster, parallelism)
         or _experts(parallelism)
-        or _used(cluster, job, parallelism)
+        or used(cluster, job, parallelism)
     )
 
 
@@ -51,7 +51,7 @@ def devices(cluster: Cluster, parallelism: Parallelism) -> str | None:
     return str(bad_input("data_parallel_replicate_degree", replicas, rule))
 
 
-def _apart(parallelism: Parallelism) -> str | None:
+def _on_one_group(parallelism: Parallelism) -> str | None:
     """Whether all stages of a rank lie on one group."""
     if parallelism.stages is None or parallelism.virtual_stages_per_rank == 1:
         return None
@@ -143,29 +143,42 @@ def _experts(parallelism: Parallelism) -> str | None:
     return None
 
 
-def _used(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None:
+def used(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None:
     """Whether the groups that take part can compute so, and reach each other."""
     columns = named_groups(cluster, parallelism) or []
     names = {name for column in columns for name in column}
-    used = [group for group in cluster.groups if group.name in names]
-    for group in used:
+    taken = [group for group in cluster.groups if group.name in names]
+    for group in taken:
         if job.precision not in group.device.peak_flops_per_s:
-            valid = sorted(set.intersection(*(set(group.device.peak_flops_per_s) for group in used)))
+            valid = sorted(set.intersection(*(set(group.device.peak_flops_per_s) for group in taken)))
             return str(bad_input("precision", job.precision, f"{group.device.name} has no units for it", valid))
         if group.nodes > 1 and group.inter_node is None:
             return (
                 f"cluster.groups = {group.name!r}: a group of several nodes needs the bandwidth between them "
                 "(inter_node_gbps, Gb/s of one node)"
             )
-    for one, other in combinations(used, 2):
-        if _library(one) != _library(other):
-            return (
-                f"cluster.groups = {[one.name, other.name]}: {one.device.name} communicates by {_library(one)} and "
-                f"{other.device.name} by {_library(other)}, and no library spans both (valid: groups of one kind)"
-            )
-        if link_between(cluster, one.name, other.name) is None:
-            return f"cluster.links: add {{between: [{one.name}, {other.name}], gbps: ...}}, which both take part"
+    return next((said for pair in combinations(taken, 2) if (said := _apart(cluster, *pair)) is not None), None)
+
+
+def _apart(cluster: Cluster, one: NodeGroup, other: NodeGroup) -> str | None:
+    """Why two groups cannot take part in one layout."""
+    if _library(one) != _library(other):
+        return (
+            f"cluster.groups = {[one.name, other.name]}: {one.device.name} communicates by {_library(one)} and "
+            f"{other.device.name} by {_library(other)}, and no library spans both (valid: groups of one kind)"
+        )
+    if link_between(cluster, one.name, other.name) is None:
+        return f"cluster.links: add {{between: [{one.name}, {other.name}], gbps: ...}}, which both take part"
     return None
+
+
+def joined(cluster: Cluster) -> list[list[NodeGroup]]:
+    """The groups that may take part in one layout, apart from those that nothing joins with them; each in the cluster's order."""
+    found: list[list[NodeGroup]] = []
+    for group in cluster.groups:
+        near = [of for of in found if any(_apart(cluster, group, other) is None for other in of)]
+        found = [of for of in found if of not in near] + [[*(one for of in near for one in of), group]]
+    return [[group for group in cluster.groups if group in of] for of in found]
 
 
 def _library(group: NodeGroup) -> str:

@@ -8,7 +8,7 @@ search may be: the gap.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count, islice
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ahp.schedule.registry import PLAIN
+from ahp.search.certificate import merged
 from ahp.search.choices import ScheduleChoice
 from ahp.search.mixed.floors import Kind, ShapeFloors, Shapes
 from ahp.search.mixed.nearby_shapes import NearbyShapes
@@ -165,6 +166,34 @@ class MixedOutcome:
         return self.size - self.placed - self.too_large
 
 
+def find_over(
+    asked: Problem,
+    spaces: Sequence[MixedSpace],
+    budget: Budget,
+    best_s: float,
+    keep: int,
+    seeds: Sequence[Shape] = (),
+) -> MixedOutcome:
+    """Of several spaces of one problem, as ``Finder``; the best of one is what the next has to beat."""
+    found = []
+    for space in spaces:
+        if space.alike:
+            found.append(Finder(asked, space, budget, best_s).run(keep, seeds))
+            best_s = min([best_s, *(forecast.step_time_s for _, forecast in found[-1].fitting[:1])])
+    return MixedOutcome(
+        fitting=sorted((pair for one in found for pair in one.fitting), key=lambda pair: pair[1].step_time_s),
+        misfits=[pair for one in found for pair in one.misfits],
+        rules=merged([tuple(space.rules.values()) for space in spaces]),
+        broken=sum(space.size - space.legal for space in spaces),
+        size=sum(space.legal for space in spaces),
+        twins=sum(space.twins for space in spaces),
+        placed=sum(one.placed for one in found),
+        too_large=sum(one.too_large for one in found),
+        forecasts=sum(one.forecasts for one in found),
+        floor_s=min((one.floor_s for one in found), default=float("inf")),
+    )
+
+
 class Finder:
     """One search of a mixed problem."""
 
@@ -173,8 +202,7 @@ class Finder:
         self.asked, self.space, self.budget = asked, space, budget
         self.names = tuple(group.name for group in asked.cluster.groups)
         self.best_s = best_s
-        rules = tuple(space.rules.values())
-        self.outcome = MixedOutcome(rules=rules, size=space.legal, broken=space.size - space.legal, twins=space.twins)
+        self.outcome = MixedOutcome(size=space.legal)
         self.floors = ShapeFloors(asked.mixed_pricer, space)
         self._waiting: list[tuple[float, int, Task, list[Placement]]] = []
         """Shapes with their most promising placements, not priced yet: (its bound, a number of their own, ...)."""

@@ -65,7 +65,8 @@ class Given:
         depth = self._keys.get("pipeline_parallel_degree", 1)  # where it is free ranks may have several stages
         shape = Parallelism(data_parallel_replicate_degree=self.num_replicas or 1, pipeline_parallel_degree=depth)
         broken = rules.stages(asked.graph, asked.job, layout, asked.engine)
-        if (broken := broken or mixed_rules.devices(asked.cluster, shape)) is not None:
+        broken = broken or mixed_rules.devices(asked.cluster, shape)
+        if (broken := broken or mixed_rules.used(asked.cluster, asked.job, layout)) is not None:
             raise BadInput(broken)
 
     def _check_groups(self) -> None:

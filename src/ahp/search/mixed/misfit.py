@@ -9,8 +9,8 @@ from ahp.cluster.cells import place
 from ahp.cluster.model import Cluster
 from ahp.errors import AhpError, NothingFits
 from ahp.search.misfit import by_how_much, freed, nearest, shorter
-from ahp.search.mixed.find import Budget, Finder, MixedOutcome
-from ahp.search.mixed.space import MixedSpace
+from ahp.search.mixed.find import Budget, MixedOutcome, find_over
+from ahp.search.mixed.space import spaces_of
 from ahp.search.mixed.widths import given_widths
 from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
@@ -66,10 +66,10 @@ def that_fits(changed: Problem) -> str | None:
                 return f"{group.name} alone: {found.layout.short()}"
         if (only := given_widths(changed)) is not None:
             return only.short() if changed.price(only).fits else None
-        space = MixedSpace(changed)
-        if space.refusal() is not None or not space.alike:
+        spaces = spaces_of(changed)
+        if spaces[0].refusal() is not None:
             return None
-        outcome = Finder(changed, space, FEW, float("inf")).run(1)
+        outcome = find_over(changed, spaces, FEW, float("inf"), 1)
     except AhpError:
         return None
     return outcome.fitting[0][0].short() if outcome.fitting else None

@@ -21,9 +21,9 @@ from ahp.search.certificate import Certificate, merged
 from ahp.search.current import Current, compared, today_of, with_candidate
 from ahp.search.method import Method
 from ahp.search.mixed import explain as mixed_explain
-from ahp.search.mixed.find import Budget, Finder, MixedOutcome
+from ahp.search.mixed.find import Budget, MixedOutcome, find_over
 from ahp.search.mixed.misfit import nothing_fits_anywhere
-from ahp.search.mixed.space import MixedSpace, Shape, no_shape, shape_of
+from ahp.search.mixed.space import Shape, no_shape, shape_of, spaces_of
 from ahp.search.mixed.widths import given_widths, unlike_widths
 from ahp.search.one_group import Fastest, fastest_on_one_group
 from ahp.search.pairs import Pair
@@ -204,18 +204,39 @@ class _Found:
 def fastest_of_groups(asked: Problem, ceiling_s: float, like: Parallelism | None = None) -> Fastest | None:
     """The layout with the shortest step over several groups or on one alone, without a ranking; None where none is legal.
 
-    ``ceiling_s``: layouts that take as long are not wanted; ``like``: one that is nearly the best, near which is looked first, and then ``BRIEFLY``.
+    ``ceiling_s``: layouts that take as long are not wanted; ``like``: one that is nearly the best. Then only what is near it is looked at, and
+    ``BRIEFLY``; all where nothing of that fits.
     """
-    alone = []
-    if not any(key in asked.constraints.given for key in OF_PLACEMENTS):
-        alone = [one for used in _groups(asked) if (one := fastest_on_one_group(used, ceiling_s)) is not None]
+    if like is not None:
+        found = _fastest_near(asked, ceiling_s, like)
+        if found is not None and (found.best is not None or ceiling_s < float("inf")):
+            return found
+    alone = _alone_below(asked, ceiling_s)
     pairs = [(one.best, one.problem) for one in alone if one.best is not None]
     best_s = min([ceiling_s, *(pair[1].step_time_s for pair, _ in pairs)])
-    seeds = [shape_of(layout) for layout in (*([] if like is None else [like]), *(pair[0] for pair, _ in pairs))]
-    over, _ = _over_groups(asked, seeds, best_s, 1, Budget() if like is None else BRIEFLY)
+    over, _ = _over_groups(asked, [shape_of(layout) for (layout, _), _ in pairs], best_s, 1, Budget())
+    return _best_of(asked, over, alone, ceiling_s)
+
+
+def _fastest_near(asked: Problem, ceiling_s: float, like: Parallelism) -> Fastest | None:
+    """The same of what is near a layout, and of groups alone."""
+    over, _ = _over_groups(asked, [shape_of(like)], ceiling_s, 1, BRIEFLY, near=like)
+    best_s = min([ceiling_s, *(pair[1].step_time_s for pair in ([] if over is None else over.fitting))])
+    return _best_of(asked, over, _alone_below(asked, best_s), ceiling_s)
+
+
+def _alone_below(asked: Problem, ceiling_s: float) -> list[Fastest]:
+    """The best of each group alone, where it is faster; none for a cluster whose placements are given."""
+    if any(key in asked.constraints.given for key in OF_PLACEMENTS):
+        return []
+    return [one for used in _groups(asked) if (one := fastest_on_one_group(used, ceiling_s)) is not None]
+
+
+def _best_of(asked: Problem, over: MixedOutcome | None, alone: list[Fastest], ceiling_s: float) -> Fastest | None:
     if over is None and not alone:
         return None
     over = over or MixedOutcome()
+    pairs = [(one.best, one.problem) for one in alone if one.best is not None]
     pairs += [(pair, asked) for pair in over.fitting if pair[1].step_time_s < ceiling_s]
     least_s = min([over.floor_s, *(one.at_least_s for one in alone), *(pair[1].step_time_s for pair, _ in pairs)])
     best, used = min(pairs, key=lambda pair: pair[0][1].step_time_s, default=(None, asked))
@@ -243,20 +264,16 @@ def _each_alone(asked: Problem, plain: Plain) -> list[Alone]:
 
 
 def _over_groups(
-    asked: Problem, seeds: list[Shape], best_s: float, keep: int, budget: Budget
+    asked: Problem, seeds: list[Shape], best_s: float, keep: int, budget: Budget, near: Parallelism | None = None
 ) -> tuple[MixedOutcome | None, BadInput | NotExpressible | None]:
     """Layouts over several groups; or the reason why there are none. ``best_s``: what was found elsewhere, and is to be faster."""
     if (only := given_widths(asked)) is not None:
         return _priced_alone(asked, only)
-    space = MixedSpace(asked)
-    if (says := space.refusal()) is not None:
+    spaces = spaces_of(asked, near)
+    if (says := spaces[0].refusal()) is not None:
         return None, NotExpressible(says)
-    if not space.alike:
-        return None, no_shape(space)
-    outcome = Finder(asked, space, budget, best_s).run(keep, seeds)
-    if not outcome.size:
-        return None, no_shape(space)
-    return outcome, None
+    outcome = find_over(asked, spaces, budget, best_s, keep, seeds)
+    return (outcome, None) if outcome.size else (None, no_shape(spaces))
 
 
 def _priced_alone(asked: Problem, layout: Parallelism) -> tuple[MixedOutcome | None, BadInput | NotExpressible | None]:

@@ -140,7 +140,7 @@ class Task:
 
     def solve(self, price: Price, beat_s: float) -> Solved:
         """Price every placement that may take less than ``beat_s``, in the order of the bound; only where they are few."""
-        found = sorted(self.all(), key=lambda placement: placement.at_least_s)
+        found = sorted(self.all(beat_s), key=lambda placement: placement.at_least_s)
         solved = Solved(proven=True)
         for placement in found:
             limit_s = beat_s if solved.best is None else min(beat_s, solved.best[1].step_time_s)
@@ -247,8 +247,8 @@ class Task:
             return list(matrices(self.cells, shape.pipeline, shape.replicas))
         return families(self.cells, shape.pipeline, shape.replicas, self.fastest_first)
 
-    def all(self) -> Iterator[Placement]:
-        """Every placement with its bound, but for the order of the replicas."""
+    def all(self, below_s: float = float("inf")) -> Iterator[Placement]:
+        """Every placement whose bound is below a time, with it, but for the order of the replicas."""
         shares = list(self._shares()) if self.allowed.any() else []
         replicas = [[kind for kind, count in matrix for _ in range(count)] for matrix in self._matrices(all_=True)]
         ways = [
@@ -271,6 +271,7 @@ class Task:
             while some := list(islice(held, 1 + ROWS // of_ways.size)):
                 ends = self._ends(pipe, kinds[:, None], np.array(some), micro_batches[:, None])
                 fits, bounds_s = ends.fits[of_ways].all(axis=1), ends.least_s[of_ways].max(axis=1)
+                fits &= bounds_s * (1.0 + self.slowest_share) < below_s
                 for at, way in np.argwhere(fits.T).tolist():
                     rows = [
                         Row(kind, m, self._recomputed(ends.recomputed[of, at].tolist()))

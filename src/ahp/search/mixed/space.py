@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from ahp.arrays import Ints, Mask
 from ahp.cluster.cells import cells_of
+from ahp.cluster.model import NodeGroup
 from ahp.divisors import divisors
 from ahp.engines.traits import Traits
 from ahp.errors import BadInput
-from ahp.forecast import rules
+from ahp.forecast import mixed_rules, rules
 from ahp.plan import ContextMethod, Parallelism, StagePlace
 from ahp.schedule.registry import PLAIN, SCHEDULES
 from ahp.schedule.registry import get as schedule_of
@@ -53,6 +54,14 @@ PLACED = frozenset({
     "micro_batches_per_replica", "recomputed_layers_per_stage", "virtual_stages_per_rank",
 })  # fmt: skip
 """Keys that a layout over several groups may have."""
+
+
+SIZES = frozenset({
+    "tensor_parallel_degree", "context_parallel_degree", "data_parallel_shard_degree", "expert_parallel_degree", "micro_batch_size",
+})  # fmt: skip
+"""Of these keys the ones of which cells have more or less."""
+
+NEAR = 4
 
 
 class Alike(NamedTuple):
@@ -151,9 +160,13 @@ class _Sizes(NamedTuple):
 class MixedSpace:
     """The legal shapes of a problem, and a count of the others by the rule that they break."""
 
-    def __init__(self, asked: Problem) -> None:
-        """Raises BadInput where what the user gives of stages and replicas does not go together."""
-        self.asked, self.given, self.placed = asked, asked.constraints.given, Given(asked)
+    def __init__(
+        self, asked: Problem, near: Parallelism | None = None, groups: Sequence[NodeGroup] | None = None
+    ) -> None:
+        """``near``: leaves out what has a degree or a micro-batch more than ``NEAR`` times as large or as small; ``groups``: those on which
+        cells may lie, instead of all. Raises BadInput where what the user gives of stages and replicas does not go together."""
+        self.asked, self.given, self.placed, self._near = asked, asked.constraints.given, Given(asked), near
+        self._groups = asked.cluster.groups if groups is None else groups
         self.rules: dict[str, Rule] = {}
         self.size = 0
         """Shapes, legal or not."""
@@ -173,7 +186,7 @@ class MixedSpace:
 
     def cells(self, width: int) -> tuple[int, ...]:
         """Cells of each group."""
-        return tuple(cells_of(group, width) for group in self.asked.cluster.groups)
+        return tuple(cells_of(group, width) if group in self._groups else 0 for group in self.asked.cluster.groups)
 
     def micro_batches(self, alike: Alike) -> int:
         """Of all replicas together."""
@@ -268,8 +281,8 @@ class MixedSpace:
         batch, world = self.asked.job.global_batch_size, self.asked.cluster.num_devices
         num_experts = self.asked.graph.config.get("num_experts")
         experts = divisors(num_experts) if isinstance(num_experts, int) else [1]
-        widest = max(group.num_devices for group in self.asked.cluster.groups)
-        degrees = sorted({d for group in self.asked.cluster.groups for d in divisors(group.num_devices)})
+        widest = max(group.num_devices for group in self._groups)
+        degrees = sorted({d for group in self._groups for d in divisors(group.num_devices)})
         for tensor in self._values("tensor_parallel_degree", [d for d in degrees if d <= widest]):
             for context in self._values("context_parallel_degree", [d for d in degrees if d * tensor <= widest]):
                 if context == 1 and "context_parallel_method" in self.given:
@@ -326,7 +339,12 @@ class MixedSpace:
         return self._values("context_parallel_method", self.asked.context_methods(context))
 
     def _values(self, key: str, free: list[Any]) -> list[Any]:
-        return [self.given[key]] if key in self.given else free
+        if key in self.given:
+            return [self.given[key]]
+        if self._near is None or key not in SIZES:
+            return free
+        there = getattr(self._near, key)
+        return [size for size in free if there <= NEAR * size and size <= NEAR * there]
 
     def _not_placed(self) -> str | None:
         """A given key that layouts over several groups do not have, in words."""
@@ -424,8 +442,14 @@ def _zero_stages(shard: int, context: int) -> list[int]:
     return [1, 2, 3] if shard > 1 else [0, 1, 2, 3] if context > 1 else [0]
 
 
-def no_shape(space: MixedSpace) -> BadInput:
+def spaces_of(asked: Problem, near: Parallelism | None = None) -> list[MixedSpace]:
+    """A space for each part of the cluster whose groups may take part in one layout. Raises BadInput as they do."""
+    return [MixedSpace(asked, near, groups) for groups in mixed_rules.joined(asked.cluster)]
+
+
+def no_shape(spaces: Sequence[MixedSpace]) -> BadInput:
     """The refusal of a problem without a legal shape."""
+    space = max(spaces, key=lambda one: one.size)
     worst = max((rule for rule in space.rules.values() if rule.broken), key=lambda rule: rule.broken, default=None)
     given = ", ".join(f"{key} = {in_words(value)}" for key, value in space.given.items())
     there = ", ".join(f"{group.num_devices} devices in {group.name}" for group in space.asked.cluster.groups)

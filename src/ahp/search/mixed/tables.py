@@ -148,7 +148,7 @@ class LayoutTables:
 
     def most_in_stages(self, micro_batches: Ints) -> Ints:
         """[S] Layers of each stage that any group can hold with one of so many micro-batches, at most."""
-        return np.max([self.most_layers(m).max(axis=0) for m in micro_batches.tolist()], axis=0)
+        return self._most_of(micro_batches).max(axis=(0, 1))
 
     def _by_layers(self, micro_batches: int) -> StageCosts:
         """[G, S, L] By number of layers from 1 on; where layers differ of the mean one. Infinite seconds where it does not fit."""
@@ -231,7 +231,11 @@ class LayoutTables:
 
     def _most_layers(self, micro_batches: int) -> Ints:
         """[G, S] Layers that a device of the group can hold in a stage, at most, recomputed or not; below 0 where not even none."""
-        most = self._rooms(np.array([micro_batches])).mapped(lambda of: of[0]).most
+        return self._most_of(np.array([micro_batches]))[0]
+
+    def _most_of(self, micro_batches: Ints) -> Ints:
+        """[M, G, S]"""
+        most = self._rooms(micro_batches).mapped(lambda of: of).most
         return np.minimum(np.floor(most / self._least_work + ROUNDING), self.num_layers).astype(np.int64)
 
 

@@ -19,7 +19,7 @@ from ahp.cluster.cells import first_devices
 from ahp.cluster.model import NodeGroup
 from ahp.divisors import divisors
 from ahp.errors import AhpError
-from ahp.forecast import rules
+from ahp.forecast import mixed_rules, rules
 from ahp.forecast.priced import Priced
 from ahp.graph.operators import ModelGraph
 from ahp.plan import ContextMethod, Parallelism, StagePlace, validated
@@ -132,8 +132,7 @@ class _Finder:
             micro_batches, rest = divmod(self.asked.job.global_batch_size, common.whole * common.replicas)
             if rest:
                 continue
-            for sides in product(*(self.sides(group.name, common) for group in self.asked.cluster.groups)):
-                used = [side for side in sides if side is not None]
+            for used in self._used(common):
                 stages = sum(side.stages for side in used)
                 if len({side.width for side in used}) < 2 or stages > min(micro_batches, self.graph.num_layers):
                     continue
@@ -143,6 +142,12 @@ class _Finder:
                 pipeline_s = (micro_batches + stages - 1) * self.graph.num_layers / rate
                 for order in permutations(used):
                     yield Promise(pipeline_s, order, common)
+
+    def _used(self, common: Common) -> Iterator[list[Side]]:
+        """The stages of some groups that may take part in one layout."""
+        for groups in mixed_rules.joined(self.asked.cluster):
+            for sides in product(*(self.sides(group.name, common) for group in groups)):
+                yield [side for side in sides if side is not None]
 
     def _commons(self, near: Sequence[Parallelism]) -> Iterator[Common]:
         """What stages may have alike: what the user has given, what layouts ``near`` have, and little of each."""
