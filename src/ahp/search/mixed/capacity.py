@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -146,6 +146,7 @@ class Late(NamedTuple):
         return cls(weights * layer_s + copied_s, share, 1.0 - both)
 
 
+@lru_cache(maxsize=4096)
 def positions(schedule: str, p: int, m: int) -> Positions:
     """Of a replica with m micro-batches or more, those with the most room first; of stages that keep about as many, all as if they kept
     as many as the one with the fewest. Of ``SEVERAL`` stages on a rank some are the ends, and which is not known."""

@@ -81,12 +81,19 @@ class Queue:
         self.kind: Kind = kind
         self._rough, self._open = floors.by_work(kind, limit_s), Shapes.all([])
         """By work and speed, and by memory, the lowest first."""
+        self._limit_s, self._step = limit_s, FURTHER
         self.number = count()  # of equal floors the first
         self._some: list[tuple[float, int, Shapes, int]] = []
         """As close as all are known, each for all rows that it stands for."""
         self._each: list[tuple[float, int, Shape]] = []
         self.too_large = 0
         """Shapes that memory rules out, of those that came up."""
+
+    def reach(self, limit_s: float) -> None:
+        """With the shapes up to another limit, which is further."""
+        more = self._floors.by_work(self.kind, limit_s)
+        self._rough = Shapes.all([self._rough, more.where(more.floor_s >= self._limit_s)]).sorted()
+        self._limit_s = limit_s
 
     def pop(self, below_s: float) -> tuple[float, Shape] | None:
         """The next and its floor; None where no floor is below so much, which is never more than it was before."""
@@ -115,14 +122,16 @@ class Queue:
             yield found
 
     def _by_memory(self, below_s: float) -> None:
-        of, self._rough = self._rough.split(FURTHER * self._rough.lowest_s)
-        of = self._floors.by_memory(self.kind, of.where(of.floor_s < below_s))
-        self.too_large += int((of.floor_s == np.inf).sum())
-        near = of.where(of.floor_s < below_s)
+        of, self._rough = self._rough.split(min(self._step * self._rough.lowest_s, below_s))
+        of = self._floors.by_memory(self.kind, of)
+        held = of.where(of.floor_s < np.inf)
+        self.too_large += len(of.floor_s) - len(held.floor_s)
+        # Where nothing fits so far the next step is a longer one: many shapes at once take hardly longer than few.
+        self._step = FURTHER if len(held.floor_s) else self._step**2
         if self._closest:
-            self._open = Shapes.all([self._open, near]).sorted()
+            self._open = Shapes.all([self._open, held]).sorted()
         else:
-            self._push(near)
+            self._push(held)
 
     def _by_replicas(self, below_s: float) -> None:
         lowest_s = self._open.lowest_s
@@ -233,12 +242,12 @@ class Finder:
     def _queue(self, kind: Kind, keep: int) -> float:
         """Place the shapes of one kind, of the lowest floors the most promising first. Where no time is known yet they are looked for
         further and further from the least that any may take. The lowest floor of what is not settled then."""
-        least_s, placed = self.floors.least_s(), 0
-        reach = [times * least_s for times in REACH]
-        while True:
-            limit_s = min(self._limit_s(keep), reach.pop(0))
-            queue = Queue(self.floors, kind, limit_s)
-            placed, left_s = self._place_from(queue, limit_s, keep, placed)
+        queue, placed, limit_s, left_s = Queue(self.floors, kind, 0.0), 0, 0.0, float("inf")
+        for times in REACH:
+            limit_s = min(self._limit_s(keep), times * self.floors.least_s())
+            queue.reach(limit_s)
+            placed, waits_s = self._place_from(queue, limit_s, keep, placed)
+            left_s = min(left_s, waits_s)
             if self._limit_s(keep) <= limit_s or placed >= self.budget.shapes:
                 break
         self.outcome.too_large += queue.too_large

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ahp.cluster.cells import place
-from ahp.cluster.model import Cluster
+from ahp.cluster.model import Cluster, NodeGroup
 from ahp.errors import AhpError, NothingFits
 from ahp.search.misfit import by_how_much, freed, nearest, shorter
 from ahp.search.mixed.find import Budget, MixedOutcome, find_over
@@ -35,9 +35,13 @@ def nothing_fits_anywhere(
     if not remedies:
         return NothingFits("\n  ".join(lines))
     tried = []
-    for family in (freed(asked), _more_nodes(asked), shorter(asked, that_fits)):
+
+    def now_fits(changed: Problem) -> str | None:
+        return that_fits(changed, asked)
+
+    for family in (freed(asked), _more_nodes(asked), shorter(asked, now_fits)):
         for words, changed in family:
-            if (fits := that_fits(changed)) is not None:
+            if (fits := now_fits(changed)) is not None:
                 lines.append(f"would fit: {words} ({fits})")
                 break
             tried.append(words)
@@ -56,13 +60,18 @@ def _nearest_miss(asked: Problem, over: MixedOutcome) -> str:
     return f"over several groups the nearest miss, {layout.short()}, {by_how_much(forecast, over_by((layout, forecast))[1])}"
 
 
-def that_fits(changed: Problem) -> str | None:
-    """A layout that fits, in words; None where a brief look finds none."""
+def that_fits(changed: Problem, asked: Problem | None = None) -> str | None:
+    """A layout that fits, in words; None where a brief look finds none. ``asked``: what was changed, of which nothing fits."""
+    known: tuple[NodeGroup, ...] = ()
+    if asked is not None and (changed.job, changed.constraints) == (asked.job, asked.constraints):
+        known = asked.cluster.groups
     placed = changed.constraints.stages is not None or changed.constraints.micro_batches_per_replica is not None
     try:
         for group in changed.cluster.groups:
+            if placed or group in known:
+                continue
             found = nearest(changed.on(Cluster(groups=(group,), source=changed.cluster.source)))
-            if found is not None and found.forecast.fits and not placed:
+            if found is not None and found.forecast.fits:
                 return f"{group.name} alone: {found.layout.short()}"
         if (only := given_widths(changed)) is not None:
             return only.short() if changed.price(only).fits else None

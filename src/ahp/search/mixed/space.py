@@ -181,6 +181,7 @@ class MixedSpace:
         self.allowed = cache(self._allowed)
         self.methods = cache(self._all_methods)
         self.pipes = cache(self._pipes)
+        self.schedules = cache(self._all_schedules)
         self._has_pipes = cache(self._with_pipes)
         self.alike = list(self._all_alike())
 
@@ -201,7 +202,7 @@ class MixedSpace:
             return numbers >= 1
         return self.legal_pipe(ScheduleChoice(schedule, 1), pipeline, numbers)
 
-    def schedules(self, pipeline: int) -> tuple[str, ...]:
+    def _all_schedules(self, pipeline: int) -> tuple[str, ...]:
         """Those that the engine has; without a pipeline there is nothing to order."""
         name = self.given.get("pipeline_parallel_schedule")
         if pipeline == 1:
