@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -73,7 +74,7 @@ class GroupCells:
             return self._whole()
         if len(set(self._units.layers)) != 1 or num_layers == 1:
             return self._of_units()
-        one, two, first, last = self._priced[1][:4]
+        one, two, first, last = self._passes_s(self._priced([(1, BETWEEN), (2, BETWEEN), (1, FIRST), (1, LAST)]))
         each = np.minimum(two - one, one)
         beside = np.stack([first, one, last, last], axis=1) - each[:, None]
         return StageLine(np.repeat(each[:, None], num_layers, axis=1), beside)
@@ -81,7 +82,8 @@ class GroupCells:
     def _whole(self) -> StageLine:
         """Of the whole model, with what comes once per step."""
         num_layers = len(self._units.layers)
-        costs, [both] = self._priced
+        costs = self._priced([(num_layers, WHOLE)])
+        [both] = self._passes_s(costs)
         weights = stage_weights(self._units, self._pricer.table([(0, num_layers, True, True)]))
         updated = float(weights.total[0] - weights.experts[0]) / shard_ranks(self._layout)
         once = float(costs["first_forward"][0] + costs["last_backward"][0])
@@ -96,10 +98,11 @@ class GroupCells:
     def last_s(self) -> Floats:
         """[L + 1] Seconds that a first stage with so many layers takes after its last micro-batch, at least; of the whole model 0 but for
         all layers."""
-        costs, _ = self._priced
-        found = np.minimum(costs["last_backward"], costs["last_weight_gradient"])
         num_layers = len(self._units.layers)
-        return found[4:] if len(found) > 1 else np.concatenate([np.zeros(num_layers), found])
+        alone = self._layout.pipeline_parallel_degree == 1
+        costs = self._priced([(num_layers, WHOLE)] if alone else [(n, FIRST) for n in range(num_layers + 1)])
+        found = np.minimum(costs["last_backward"], costs["last_weight_gradient"])
+        return np.concatenate([np.zeros(num_layers), found]) if alone else found
 
     def _of_units(self) -> StageLine:
         """Without what gathers weights beside the layers, and without the host."""
@@ -108,18 +111,18 @@ class GroupCells:
         beside = np.stack([embedding, 0 * head, head, embedding + head], axis=1)
         return StageLine(kinds[:, list(self._units.layers)], beside)
 
-    @cached_property
-    def _priced(self) -> tuple[dict[str, Floats], Floats]:
-        """[S] Of the stages that are priced what they take, and [S, 2] for one micro-batch, forward and both passes: of the whole model; or
-        of one layer and of two between, of one at each end, and of first stages with any number of layers."""
+    def _priced(self, stages: Sequence[tuple[int, int]]) -> dict[str, Floats]:
+        """[S] What stages of so many layers take at a place, by part."""
         num_layers = len(self._units.layers)
-        several = (1, BETWEEN), (2, BETWEEN), (1, FIRST), (1, LAST), *((n, FIRST) for n in range(num_layers + 1))
-        stages = ((num_layers, WHOLE),) if self._layout.pipeline_parallel_degree == 1 else several
         table = self._pricer.table([(0, min(n, num_layers), *ENDS[place]) for n, place in stages])
         bytes_per_s = self._pricer.unit_pricer.rates.bytes_per_s
         costs = layout_costs(self._units, table, self._recompute, self._data, self._network, bytes_per_s).seconds()
-        seconds = {name: np.broadcast_to(of, (1, 1, len(stages)))[0, 0] for name, of in costs.items()}
-        return seconds, np.stack([seconds["forward"], seconds["forward"] + seconds["backward"]], axis=1)
+        return {name: np.broadcast_to(of, (1, 1, len(stages)))[0, 0] for name, of in costs.items()}
+
+    @staticmethod
+    def _passes_s(costs: dict[str, Floats]) -> Floats:
+        """[S, 2] For one micro-batch, forward and both passes."""
+        return np.stack([costs["forward"], costs["forward"] + costs["backward"]], axis=1)
 
     @cached_property
     def again_s(self) -> float:
