@@ -135,7 +135,8 @@ class Queue:
 
     def _by_replicas(self, below_s: float) -> None:
         lowest_s = self._open.lowest_s
-        of, self._open = self._open.split(FURTHER * lowest_s)
+        known_s = self._some[0][0] if self._some else float("inf")  # what is beyond need not be closer yet
+        of, self._open = self._open.split(min(FURTHER * lowest_s, known_s))
         limit_s = min(below_s, FURTHER**REACHED * lowest_s)
         of = self._floors.by_replicas(self.kind, of.where(of.floor_s < below_s), limit_s)
         known = of.floor_s < limit_s * AT_LIMIT
