@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from ahp.cluster.model import Cluster
-from ahp.forecast.mixed_rules import joined
+from ahp.errors import BadInput
+from ahp.forecast.mixed_rules import together
 from ahp.plan import Parallelism
 from ahp.search.fastest import fastest
 from ahp.search.mixed.space import NEAR, MixedSpace, spaces_of
@@ -20,7 +21,7 @@ FIXED = {"micro_batch_size": 1, "activation_checkpoint": "none"}
 
 
 def named(cluster: Cluster) -> list[str]:
-    return ["".join(group.name for group in of) for of in joined(cluster)]
+    return ["".join(group.name for group in of) for of in together(cluster)]
 
 
 def test_groups_are_apart_where_no_library_or_link_joins_them() -> None:
@@ -50,6 +51,20 @@ def test_no_layout_lies_on_groups_that_nothing_joins_and_the_best_is_proven() ->
     ]
     best_s = [ranking_of(mixed(part, batch=6, constraints=FIXED)).fastest.priced.step_time_s for part in parts]
     assert found.fastest.priced.step_time_s == pytest.approx(min(best_s), rel=1e-12)
+
+
+def test_degrees_that_one_part_has_the_devices_for_are_not_refused() -> None:
+    """Without stages the ranks would fill the groups in their order, over both libraries."""
+    cluster = cluster_of((H100, 1, 2), (MI300X, 1, 4), gbps=400)
+    found = ranking_of(mixed(cluster, batch=8, constraints={**FIXED, "pipeline_parallel_degree": 4}))
+    for plan in found.plans:
+        assert plan.parallelism.pipeline_parallel_degree == 4
+        assert {name for stage in plan.parallelism.stages or () for name in stage.groups(1)} <= {"b"}
+    words = "communicates by NCCL and .* by RCCL, and no library spans both"
+    with pytest.raises(BadInput, match=words):
+        ranking_of(
+            mixed(cluster, batch=8, constraints={"stages": [{"group": "a", "layers": 2}, {"group": "b", "layers": 2}]})
+        )
 
 
 def test_each_part_has_the_shapes_of_its_own_groups() -> None:

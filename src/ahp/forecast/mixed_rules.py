@@ -172,7 +172,7 @@ def _apart(cluster: Cluster, one: NodeGroup, other: NodeGroup) -> str | None:
     return None
 
 
-def joined(cluster: Cluster) -> list[list[NodeGroup]]:
+def together(cluster: Cluster) -> list[list[NodeGroup]]:
     """The groups that may take part in one layout, apart from those that nothing joins with them; each in the cluster's order."""
     found: list[list[NodeGroup]] = []
     for group in cluster.groups:

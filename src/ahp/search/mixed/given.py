@@ -66,7 +66,9 @@ class Given:
         shape = Parallelism(data_parallel_replicate_degree=self.num_replicas or 1, pipeline_parallel_degree=depth)
         broken = rules.stages(asked.graph, asked.job, layout, asked.engine)
         broken = broken or mixed_rules.devices(asked.cluster, shape)
-        if (broken := broken or mixed_rules.used(asked.cluster, asked.job, layout)) is not None:
+        if broken is None and layout.stages is not None:
+            broken = mixed_rules.used(asked.cluster, asked.job, layout)
+        if broken is not None:
             raise BadInput(broken)
 
     def _check_groups(self) -> None:

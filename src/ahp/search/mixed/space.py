@@ -59,9 +59,11 @@ PLACED = frozenset({
 SIZES = frozenset({
     "tensor_parallel_degree", "context_parallel_degree", "data_parallel_shard_degree", "expert_parallel_degree", "micro_batch_size",
 })  # fmt: skip
-"""Of these keys the ones of which cells have more or less."""
+"""Keys whose values are sizes."""
 
 NEAR = 4
+"""A size is near another that is up to so many times as large or as small. [Empirical] Of twelve mixed clusters the best with a node less, and with 10 % more
+of each piece of hardware, was as near to the plan."""
 
 
 class Alike(NamedTuple):
@@ -445,7 +447,7 @@ def _zero_stages(shard: int, context: int) -> list[int]:
 
 def spaces_of(asked: Problem, near: Parallelism | None = None) -> list[MixedSpace]:
     """A space for each part of the cluster whose groups may take part in one layout. Raises BadInput as they do."""
-    return [MixedSpace(asked, near, groups) for groups in mixed_rules.joined(asked.cluster)]
+    return [MixedSpace(asked, near, groups) for groups in mixed_rules.together(asked.cluster)]
 
 
 def no_shape(spaces: Sequence[MixedSpace]) -> BadInput:

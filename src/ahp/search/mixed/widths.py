@@ -145,7 +145,7 @@ class _Finder:
 
     def _used(self, common: Common) -> Iterator[list[Side]]:
         """The stages of some groups that may take part in one layout."""
-        for groups in mixed_rules.joined(self.asked.cluster):
+        for groups in mixed_rules.together(self.asked.cluster):
             for sides in product(*(self.sides(group.name, common) for group in groups)):
                 yield [side for side in sides if side is not None]
 
