@@ -1,6 +1,8 @@
 """The simulation keeps every dependency, meets the closed forms, and its bound holds."""
 
+from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from ahp.schedule.actions import Action, Kind, Schedule
 from ahp.schedule.patterns import illegal, make
 from ahp.schedule.registry import SCHEDULES
-from ahp.schedule.simulate import StageTimes, links, peak_in_flight, simulate
+from ahp.schedule.simulate import Run, StageTimes, links, peak_in_flight, simulate
 
 
 def even(stages, forward=1.0, backward=2.0, send=0.0):
@@ -161,3 +163,25 @@ def test_an_order_that_cannot_run_is_named():
     f, b = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)
     with pytest.raises(ValueError, match="never ends: waiting at 0B0"):
         simulate(Schedule("wrong", 1, 1, ((b, f),), (0,)), even(1))
+
+
+class Counted(list[Any]):
+    """A list that counts what is read of it."""
+
+    reads = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(at)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[at] for at in range(len(self)))
+
+
+def test_an_action_is_read_once_and_once_more_for_each_time_that_its_rank_waits() -> None:
+    """Two ranks that wait for each other at every action went through all actions before each time: minutes for tens of thousands."""
+    order = make("1F1B", 2, 1, 300)
+    counted = [Counted(actions) for actions in order.plain]
+    Run(counted, order.stage_rank, 300, [StageTimes(1.0, 2.0) for _ in range(2)])
+    actions = sum(map(len, counted))
+    assert actions <= sum(of.reads for of in counted) <= 2 * actions

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from ahp.schedule.actions import Action, Kind, PlainAction, Schedule
@@ -171,7 +171,8 @@ class Run:
         starts, ends = self.starts_s[rank], self.ends_s[rank]
         before = len(ends)
         now = ends[-1] if ends else 0.0
-        for letter, stage, micro_batch in islice(order, before, None):
+        for at in range(before, len(order)):  # not islice, which goes through all that are done before
+            letter, stage, micro_batch = order[at]
             arrived = self._arrival(letter, stage, micro_batch)
             if arrived is None:
                 break
