@@ -17,6 +17,7 @@ from ahp.forecast.mixed_network import MixedNetwork, Spread
 from ahp.forecast.nccl import Nccl
 from ahp.forecast.priced import Priced
 from ahp.forecast.step import price, simulate
+from ahp.graph.trace import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from tests.lower_bounds import lower_bound_s
@@ -380,3 +381,21 @@ def test_plain_dicts(hand_graph):
     assert found.fits
     assert "4 x H100-SXM-80GB" in found.mfu_peak
     assert "4 x A100-SXM-40GB" in found.mfu_peak
+
+
+def test_muon_exchanges_parts_within_the_nodes_of_a_cell():
+    """Cells of three on a node of eight: numbered through the whole layout some would lie on two nodes, and there is one."""
+    job = Job.model_validate({"sequence_length": 64, "global_batch_size": 12, "precision": "bf16", "optimizer": "muon"})
+    graph = analyze("tiny", job)
+    keys = {
+        "data_parallel_replicate_degree": 2,
+        "data_parallel_shard_degree": 3,
+        "zero_stage": 1,
+        "pipeline_parallel_degree": 2,
+    }
+    stages = [{"group": "h100", "layers": graph.num_layers - 1}, {"group": "a100", "layers": 1}]
+    on_one = price(graph, Cluster.parse("8xH100-SXM-80GB+8xA100-SXM-80GB"), job, layout(**keys, stages=stages)).forecast
+    on_two = price(
+        graph, Cluster.parse("2x8xH100-SXM-80GB+2x8xA100-SXM-80GB"), job, layout(**keys, stages=stages)
+    ).forecast
+    assert on_one.step["optimizer"] == pytest.approx(on_two.step["optimizer"])

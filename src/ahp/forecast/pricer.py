@@ -325,7 +325,7 @@ class Pricer:
         parameters: list[float] = np.asarray(weights.updated(Shards.of(parallelism, traits.experts.folded))).tolist()
         updates_s = [self.update_s(count, traits) for count in parameters]
         if self.muon is not None:
-            places = places_of(parallelism, self.nodes.devices_per_node)
+            places = places_of(self._numbered(parallelism), self.nodes.devices_per_node)
             layers = [self._layers_of_rank(parallelism, span, rank) for rank in range(span.p)]
             updates_s = np.add(updates_s, self.muon.ranks_s(layers, places, traits, between)).tolist()
         return [(update_s, self.offload_s(n, traits)) for update_s, n in zip(updates_s, parameters, strict=True)]
