@@ -60,6 +60,10 @@ FURTHER = 1.06
 """Shapes whose floors are up to so many times the lowest are made closer with it."""
 
 
+FURTHEST = 1e6
+"""Where memory holds none of them: so many times the lowest, at most."""
+
+
 REACHED = 2
 """By so many steps of that, at most."""
 
@@ -96,7 +100,8 @@ class Queue:
         self._limit_s = limit_s
 
     def pop(self, below_s: float) -> tuple[float, Shape] | None:
-        """The next and its floor; None where no floor is below so much, which is never more than it was before."""
+        """The next and its floor; None where no floor is below so much. Where floors are to be as close as can be it is never more than it was
+        before."""
         while True:
             rough_s, open_s = self._rough.lowest_s, self._open.lowest_s
             some_s = self._some[0][0] if self._some else float("inf")
@@ -127,7 +132,7 @@ class Queue:
         held = of.where(of.floor_s < np.inf)
         self.too_large += len(of.floor_s) - len(held.floor_s)
         # Where nothing fits so far the next step is a longer one: many shapes at once take hardly longer than few.
-        self._step = FURTHER if len(held.floor_s) else self._step**2
+        self._step = FURTHER if len(held.floor_s) else min(self._step**2, FURTHEST)
         if self._closest:
             self._open = Shapes.all([self._open, held]).sorted()
         else:

@@ -46,7 +46,7 @@ class Given:
     def __init__(self, asked: Problem) -> None:
         """Raises BadInput."""
         self._asked, self._keys = asked, asked.constraints.given
-        self.num_stages = next((len(self._keys[key]) for key in OF_STAGES if key in self._keys), None)
+        self.num_stages = _stages(self._keys)
         self.num_replicas = _replicas(self._keys)
         kept = {key: value for key, value in self._keys.items() if key in KEPT}
         self._layout: Parallelism = validated(Parallelism, self._recompute | degrees(self._keys) | kept, "parallelism")
@@ -136,6 +136,11 @@ class Given:
         return Fixed(layout.given_layers, rows, self.shares, numbers)
 
 
+def _stages(keys: Mapping[str, Any]) -> int | None:
+    """The number of stages, where the user says something of each."""
+    return next((len(keys[key]) for key in OF_STAGES if key in keys), None)
+
+
 def _replicas(keys: Mapping[str, Any]) -> int | None:
     """The number of replicas, where the user says it, or something of each."""
     each: list[tuple[str, Any]] = [("micro_batches_per_replica", keys.get("micro_batches_per_replica"))]
@@ -152,7 +157,7 @@ def _replicas(keys: Mapping[str, Any]) -> int | None:
 
 def degrees(keys: Mapping[str, Any]) -> dict[str, int]:
     """The ranks, the stages of each and the replicas that follow from what is given, else one. Raises BadInput where replicas do not agree."""
-    stages = next((len(keys[key]) for key in OF_STAGES if key in keys), None)
+    stages = _stages(keys)
     virtual, pipeline = keys.get("virtual_stages_per_rank"), keys.get("pipeline_parallel_degree")
     found = {"data_parallel_replicate_degree": max(_replicas(keys) or 1, 1)}
     if stages is not None and pipeline is None:

@@ -205,7 +205,7 @@ def fastest_of_groups(asked: Problem, ceiling_s: float, like: Parallelism | None
     """The layout with the shortest step over several groups or on one alone, without a ranking; None where none is legal.
 
     ``ceiling_s``: layouts that take as long are not wanted; ``like``: one that is nearly the best. Then only what is near it is looked at, and
-    ``BRIEFLY``; all where nothing of that fits.
+    ``BRIEFLY``, and what no layout goes below is of that alone; all where nothing of it fits.
     """
     if like is not None:
         found = _fastest_near(asked, ceiling_s, like)
