@@ -54,6 +54,11 @@ def test_where_the_user_says_the_width_there_is_one(constraints: dict[str, Any])
     assert unlike_widths(asked(**constraints), []) == UnlikeWidths()
 
 
+def test_a_key_that_is_fixed_as_it_is_without_it_hides_no_layout() -> None:
+    keys = {"virtual_stages_per_rank": 1, "expert_parallel_degree": 1}
+    assert unlike_widths(asked(**keys), []).fitting == unlike_widths(asked(), []).fitting
+
+
 def test_what_the_user_has_fixed_beside_widths_is_kept() -> None:
     keys = {"micro_batch_size": 2, "activation_checkpoint": "full", "pipeline_parallel_schedule": "GPipe"}
     found = unlike_widths(asked(**keys), [])

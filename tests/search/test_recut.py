@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -74,6 +75,19 @@ def test_a_ranking_is_cut_anew_and_stays_sorted() -> None:
     assert cut.layers_per_stage is not None
     assert cut.layers_per_stage[-1] < max(cut.layers_per_stage)  # the head is as long as several blocks
     assert asked("ahp").price(cut).step_time_s < price(layout).step_time_s
+
+
+def test_layouts_with_one_pipeline_leave_room_for_others() -> None:
+    used = problem(graph(), "1x8xH100-SXM-80GB", JOB, None, {"name": "ahp"})
+    pipeline: dict[str, Any] = {"pipeline_parallel_degree": 2, "micro_batch_size": 2}
+    sharded = [Parallelism(**pipeline, data_parallel_shard_degree=4, zero_stage=zero) for zero in (1, 2, 3)]
+    twins = [Parallelism(**pipeline, data_parallel_replicate_degree=4), *sharded]
+    other = twins[0].model_copy(update={"pipeline_parallel_schedule": "ZBVZeroBubble", "virtual_stages_per_rank": 2})
+    found = recut(used, [(layout, used.price(layout)) for layout in (*twins, other)])
+    cuts = [layout.layers_per_stage for layout, _ in found.ranked]
+    assert sorted(map(str, cuts)) == ["(3, 2, 1, 1)", *["(5, 2)"] * len(twins)]
+    assert all(used.price(layout) == forecast for layout, forecast in found.ranked)
+    assert len(found.gains) == len(cuts)
 
 
 def test_the_plan_has_the_cut_and_says_what_it_is_worth() -> None:

@@ -22,8 +22,11 @@ from ahp.search.stages import WORTH_S, BestCut, Cut, best_cut, least_longest, lo
 from ahp.search.ties import WORTH_TELLING
 from ahp.words import percent
 
-LAYOUTS = 3
-"""So many layouts, the fastest with a pipeline, are cut anew: each costs up to some hundred forecasts."""
+PIPELINES = 4
+"""Of so many pipelines that differ, the fastest ones, the fastest layout is cut anew: each costs up to some hundred forecasts."""
+
+ALIKE = 3
+"""So many more layouts with each of these pipelines get its cut, if they are faster with it: a forecast each."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +51,37 @@ def recut(asked: Problem, ranked: list[Pair]) -> Recut:
     if asked.constraints.layers_per_stage is not None:
         return Recut(ranked, 0, {})
     found, forecasts, gains = list(ranked), 0, {}
-    pipelines = [at for at, (layout, _) in enumerate(ranked) if layout.num_stages > 1][:LAYOUTS]
-    for at in pipelines:
-        layout, even = ranked[at]
-        better = _cut(asked, layout)
-        forecasts += 0 if better is None else better.forecasts
-        if better is None or better.forecast.step_time_s > even.step_time_s * (1 - WORTH_S):
+    for first, *alike in _pipelines(asked, ranked):
+        better = _cut(asked, ranked[first][0])
+        if better is None:
             continue
-        cut = layout.model_copy(update={"layers_per_stage": better.layers})
-        found[at] = cut, better.forecast
-        gains[cut] = even.step_time_s / better.forecast.step_time_s - 1
+        forecasts += better.forecasts + len(alike)
+        cuts = {first: better.forecast, **{at: _with(asked, ranked[at][0], better.layers) for at in alike}}
+        for at, forecast in cuts.items():
+            layout, even = ranked[at]
+            if forecast is None or forecast.step_time_s > even.step_time_s * (1 - WORTH_S):
+                continue
+            cut = layout.model_copy(update={"layers_per_stage": better.layers})
+            found[at] = cut, forecast
+            gains[cut] = even.step_time_s / forecast.step_time_s - 1
     found.sort(key=lambda pair: pair[1].step_time_s)
     return Recut(found, forecasts, gains)
+
+
+def _pipelines(asked: Problem, ranked: Sequence[Pair]) -> list[list[int]]:
+    """Where in a ranking the layouts with each of the fastest pipelines are: which cut is best hardly depends on the rest of a layout."""
+    found: dict[object, list[int]] = {}
+    for at, (of, _) in enumerate(ranked):
+        if of.num_stages > 1:
+            pipeline = of.pipeline_parallel_schedule, of.pipeline_parallel_degree, of.virtual_stages_per_rank
+            found.setdefault((*pipeline, of.num_micro_batches(asked.job)), []).append(at)
+    return [places[: 1 + ALIKE] for places in list(found.values())[:PIPELINES]]
+
+
+def _with(asked: Problem, layout: Parallelism, cut: Cut) -> Forecast | None:
+    """The forecast with a cut; None where it does not fit or is refused."""
+    forecast = asked.price_or_none(layout.model_copy(update={"layers_per_stage": cut}))
+    return forecast if forecast is not None and forecast.fits else None
 
 
 def _cut(asked: Problem, layout: Parallelism) -> BestCut | None:
@@ -80,9 +102,6 @@ class LayoutCosts:
     def usual(self) -> Cut:
         """The cut that the layout has where nobody asks for another."""
         return layers_of_stages(self.layout, self.asked.graph.num_layers, ends=self.asked.stage_ends)
-
-    def _with(self, cut: Cut) -> Parallelism:
-        return self.layout.model_copy(update={"layers_per_stage": cut})
 
     def floors_s(self, found: Sequence[Cut]) -> Floats:
         """[N] Of each, what the layers of its fullest rank compute."""
@@ -107,8 +126,7 @@ class LayoutCosts:
 
     def price(self, cut: Cut) -> Forecast | None:
         """The forecast; None where the cut does not fit or is refused."""
-        forecast = self.asked.price_or_none(self._with(cut))
-        return forecast if forecast is not None and forecast.fits else None
+        return _with(self.asked, self.layout, cut)
 
     def floor_s(self) -> float:
         """Seconds that no cut can go below: of its longest stage, from the layers' own computation."""

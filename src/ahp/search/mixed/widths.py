@@ -32,9 +32,11 @@ from ahp.stage_place import Width
 
 GIVEN = (
     "tensor_parallel_degree", "data_parallel_shard_degree", "stages", "layers_per_stage", "recomputed_layers_per_stage",
-    "micro_batches_per_replica", "expert_parallel_degree", "mesh_order", "virtual_stages_per_rank", "pipeline_parallel_order",
+    "micro_batches_per_replica", "mesh_order", "pipeline_parallel_order",
 )  # fmt: skip
 """Keys that say how wide stages are, or what lies where: where the user has given one, all stages are of one width."""
+ONE = ("expert_parallel_degree", "virtual_stages_per_rank")
+"""Keys that are 1 with stages of unlike width: where the user has given more, all are of one width."""
 MOST_STAGES = 4
 """Of a group, in each replica: more narrow ones wait longer than fewer wide ones."""
 MOST_WAYS = 3
@@ -89,7 +91,9 @@ def unlike_widths(asked: Problem, ranked: Sequence[Pair], best_s: float = math.i
     ``best_s``: what takes longer by its layers alone is not priced.
     """
     found = UnlikeWidths()
-    if any(key in asked.constraints.given for key in GIVEN) or "balance_loss" in asked.graph.config:
+    given = asked.constraints.given
+    alike = any(key in given for key in GIVEN) or any(given.get(key, 1) != 1 for key in ONE)
+    if alike or "balance_loss" in asked.graph.config:
         return found
     finder = _Finder(asked, found)
     best: list[Priced] = []
