@@ -69,12 +69,31 @@ def test_degrees_that_one_part_has_the_devices_for_are_not_refused() -> None:
 
 def test_each_part_has_the_shapes_of_its_own_groups() -> None:
     cluster = cluster_of((H100, 1, 2), (MI300X, 1, 2), (A100, 1, 1), gbps=400)
-    spaces = spaces_of(mixed(cluster, batch=6, constraints=FIXED))
-    assert [space.cells(1) for space in spaces] == [(0, 2, 0), (2, 0, 1)]
+    (space,) = spaces_of(mixed(cluster, batch=6, constraints=FIXED))
+    assert space.cells(1) == (2, 0, 1)
     alone = MixedSpace(
         mixed(cluster.model_copy(update={"groups": (cluster.groups[0], cluster.groups[2])}), batch=6, constraints=FIXED)
     )
-    assert (spaces[1].alike, spaces[1].size, spaces[1].legal) == (alone.alike, alone.size, alone.legal)
+    assert (space.alike, space.size, space.legal) == (alone.alike, alone.size, alone.legal)
+    placed = mixed(cluster, batch=6, constraints={**FIXED, "stages": [{"group": "b", "layers": 4}]})
+    assert [one.cells(1) for one in spaces_of(placed)] == [(0, 2, 0), (2, 0, 1)]
+
+
+def test_where_nothing_joins_any_groups_each_is_searched_alone_and_why_is_said() -> None:
+    cluster = cluster_of((H100, 1, 2), (MI300X, 1, 2), gbps=400)
+    asked = mixed(cluster, batch=6)
+    assert spaces_of(asked) == []
+    found = ranking_of(asked)
+    alone = [ranking_of(mixed(Cluster(groups=(group,)), batch=6)).fastest for group in cluster.groups]
+    best = min(alone, key=lambda plan: plan.priced.step_time_s)
+    assert found.fastest.parallelism == best.parallelism
+    assert found.certificate.proven
+    assert any("no library spans both" in note for note in found.notes)
+    assert "0 shapes" not in found.certificate.lines()[0]
+    answer = fastest(asked)
+    assert answer is not None
+    assert answer.best is not None
+    assert answer.best[1].step_time_s == pytest.approx(best.priced.step_time_s, rel=1e-9)
 
 
 def test_near_a_layout_is_what_has_no_degree_much_larger_or_smaller() -> None:

@@ -157,10 +157,10 @@ def used(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None:
                 f"cluster.groups = {group.name!r}: a group of several nodes needs the bandwidth between them "
                 "(inter_node_gbps, Gb/s of one node)"
             )
-    return next((said for pair in combinations(taken, 2) if (said := _apart(cluster, *pair)) is not None), None)
+    return next((said for pair in combinations(taken, 2) if (said := apart(cluster, *pair)) is not None), None)
 
 
-def _apart(cluster: Cluster, one: NodeGroup, other: NodeGroup) -> str | None:
+def apart(cluster: Cluster, one: NodeGroup, other: NodeGroup) -> str | None:
     """Why two groups cannot take part in one layout."""
     if _library(one) != _library(other):
         return (
@@ -176,7 +176,7 @@ def together(cluster: Cluster) -> list[list[NodeGroup]]:
     """The groups that may take part in one layout, apart from those that nothing joins with them; each in the cluster's order."""
     found: list[list[NodeGroup]] = []
     for group in cluster.groups:
-        near = [of for of in found if any(_apart(cluster, group, other) is None for other in of)]
+        near = [of for of in found if any(apart(cluster, group, other) is None for other in of)]
         found = [of for of in found if of not in near] + [[*(one for of in near for one in of), group]]
     return [[group for group in cluster.groups if group in of] for of in found]
 

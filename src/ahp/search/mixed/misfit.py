@@ -76,7 +76,7 @@ def that_fits(changed: Problem, asked: Problem | None = None) -> str | None:
         if (only := given_widths(changed)) is not None:
             return only.short() if changed.price(only).fits else None
         spaces = spaces_of(changed)
-        if spaces[0].refusal() is not None:
+        if not spaces or spaces[0].refusal() is not None:
             return None
         outcome = find_over(changed, spaces, FEW, float("inf"), 1)
     except AhpError:

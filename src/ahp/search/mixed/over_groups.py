@@ -15,6 +15,7 @@ from typing import Any
 
 from ahp.cluster.cells import place
 from ahp.errors import BadInput, NotExpressible, NothingFits, bad_input
+from ahp.forecast import mixed_rules
 from ahp.plan import Parallelism, Plan, Rejected
 from ahp.search import explain, reasons
 from ahp.search.certificate import Certificate, merged
@@ -68,9 +69,10 @@ class MixedCertificate(Certificate):
 
     def _searched(self) -> str:
         unlike = f", {self.unlike:,} of them with stages of unlike width" if self.unlike else ""
+        over = f"{self.shapes:,} shapes over {self.num_groups} groups of devices and " if self.shapes else ""
         return (
-            f"{self.shapes:,} shapes over {self.num_groups} groups of devices and {self.rows - self.shapes:,} layouts of one group "
-            f"alone, in {self.search_s:.1f} s; {self.forecasts + self.unlike:,} forecast in full{unlike}"
+            f"{over}{self.rows - self.shapes:,} layouts of one group alone, in {self.search_s:.1f} s; "
+            f"{self.forecasts + self.unlike:,} forecast in full{unlike}"
         )
 
     def _left_out(self) -> list[tuple[int, str]]:
@@ -195,7 +197,8 @@ class _Found:
             yield from mixed_explain.links(self.asked, pair)
         else:
             yield from best.why[1:]
-            yield from mixed_explain.against_spread(used, self.spread, best.priced)
+            if not self.not_spread:
+                yield from mixed_explain.against_spread(used, self.spread, best.priced)
         for one in self.alone:
             if one.problem is not used:
                 yield mixed_explain.of_alone(one.name, one.ranking, one.refusal, best.priced)
@@ -270,6 +273,8 @@ def _over_groups(
     if (only := given_widths(asked)) is not None:
         return _priced_alone(asked, only)
     spaces = spaces_of(asked, near)
+    if not spaces:
+        return None, BadInput(str(mixed_rules.apart(asked.cluster, *asked.cluster.groups[:2])))
     if (says := spaces[0].refusal()) is not None:
         return None, NotExpressible(says)
     outcome = find_over(asked, spaces, budget, best_s, keep, seeds)

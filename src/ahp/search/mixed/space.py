@@ -23,7 +23,7 @@ from ahp.schedule.registry import PLAIN, SCHEDULES
 from ahp.schedule.registry import get as schedule_of
 from ahp.search.choices import DEEPEST_UNEVEN_VIRTUAL, RECOMPUTE, ScheduleChoice
 from ahp.search.mixed.given import Given
-from ahp.search.problem import Problem
+from ahp.search.problem import OF_PLACEMENTS, Problem
 from ahp.search.space import Rule
 from ahp.stage_place import in_words
 
@@ -446,8 +446,11 @@ def _zero_stages(shard: int, context: int) -> list[int]:
 
 
 def spaces_of(asked: Problem, near: Parallelism | None = None) -> list[MixedSpace]:
-    """A space for each part of the cluster whose groups may take part in one layout. Raises BadInput as they do."""
-    return [MixedSpace(asked, near, groups) for groups in mixed_rules.together(asked.cluster)]
+    """A space for each part of the cluster whose groups may take part in one layout; none for a group that nothing joins with another, which is
+    searched alone, unless placements are given. Raises BadInput as they do."""
+    placed = any(key in asked.constraints.given for key in OF_PLACEMENTS)
+    parts = (groups for groups in mixed_rules.together(asked.cluster) if placed or len(groups) > 1)
+    return [MixedSpace(asked, near, groups) for groups in parts]
 
 
 def no_shape(spaces: Sequence[MixedSpace]) -> BadInput:
