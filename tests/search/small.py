@@ -39,6 +39,9 @@ TRAINED = {
     "max_position_embeddings": 4096,
 }  # fmt: skip
 """Layers of a size that is trained, those of Llama 3 8B."""
+
+SHORT = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+"""Layers whose kernels take less time than their launches."""
 MODELS: dict[str, dict[str, Any]] = {
     "llama": _SIZES | {"model_type": "llama", "num_hidden_layers": 4},
     "tied gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 5, "n_head": 4, "vocab_size": 512, "n_positions": 128},

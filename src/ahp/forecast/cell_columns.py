@@ -2,7 +2,8 @@
 
 Dims: N = layouts, G = groups, P = places of a stage (first, between, last, whole), K = kinds of layers. Layers are counted by their
 work: one that is like all others counts 1, else by the share of the time that it has, and all together are as many as they are. Seconds
-are the device's own for one micro-batch, without what gathers weights and without the host. No stage takes or holds less.
+are the device's own for one micro-batch, without what gathers weights, or the host's where it takes longer to launch that. No stage takes or
+holds less.
 """
 
 from __future__ import annotations
@@ -67,6 +68,22 @@ class Work(NamedTuple):
     """The largest share that weight gradients have."""
     again_s_per_byte: Floats
     """Of recompute, for each byte that it saves, at least; 0 where there is nothing to choose."""
+
+
+class Launched(NamedTuple):
+    """The same of a layer where the host takes longer for a pass, [N, G] each: then it hides what the device copies, makes again, and computes
+    beside layers."""
+
+    layer_s: Floats
+    forward_share: Floats
+    weight_share: Floats
+
+    def where_longer(self, work: Work, copied_s: Floats, num_layers: int) -> tuple[Work, Floats]:
+        """What takes longer of both, and the seconds of copies [C, N, G, P] beside it."""
+        longer = self.layer_s > work.layer_s + copied_s[0].min(axis=-1) + work.head_s / max(num_layers, 1)
+        host = Work(self.layer_s, np.zeros(1), self.forward_share, self.weight_share, np.zeros(1))
+        found = Work(*(np.where(longer, *both) for both in zip(host, work, strict=True)))
+        return found, np.where(longer[..., None], 0.0, copied_s)
 
 
 class Held(NamedTuple):
@@ -188,11 +205,13 @@ class _Maker:
         single, places = np.split(np.moveaxis(figures[of_layers], 2, 0), [_SINGLE])
         held = np.moveaxis(places.reshape(-1, len(ENDS), *places.shape[1:]), 1, 3)
         copied_s = (copied[:, of_states] / share[..., None]).min(axis=2)[:, :, None] / self._speeds[:, None]
+        num_layers, (of_work, of_host, of_layers_held) = int(self._counts.sum()), np.split(single, _OF_SINGLE)
+        work, copied_s = Launched(*of_host).where_longer(Work(*of_work), copied_s, num_layers)
         found = CellColumns(
-            num_layers=int(self._counts.sum()),
+            num_layers=num_layers,
             alike=len(self._counts) == 1,
-            work=Work(*single[: len(Work._fields)]),
-            held=Held(*single[len(Work._fields) :], *held),
+            work=work,
+            held=Held(*of_layers_held, *held),
             one=_by_work(one[:, of_states], share),
             several=_by_work(several[:, of_states], share),
             room=room[of_states],
@@ -222,7 +241,8 @@ class _Maker:
         names = that_have(self._pricer.cluster.groups, cell_widths(parallelism)[0])
         for name in dict.fromkeys(names):
             pricer = self._groups[name]
-            found[name] = _Segments(pricer.units(parallelism), pricer.data_parallel(parallelism, traits), self._ends)
+            units, data = pricer.units(parallelism), pricer.data_parallel(parallelism, traits)
+            found[name] = _Segments(units, data, self._ends, self._counts)
         return [found[name] for name in names]
 
     def _traits(self, parallelism: Parallelism) -> Traits:
@@ -322,8 +342,9 @@ class _Again(NamedTuple):
 class _Segments:
     """What the segments of a model take on one group."""
 
-    def __init__(self, units: Units, data: DataParallel, ends: StageTable) -> None:
-        self._units, self._data, self._ends = units, data, ends
+    def __init__(self, units: Units, data: DataParallel, ends: StageTable, counts: Ints) -> None:
+        """``counts``: [K] layers of each kind."""
+        self._units, self._data, self._ends, self._counts = units, data, ends, counts
         overlap, blocks, head = data.tensor_overlap, units.blocks, units.head
         self._forward_s = np.array([segment_forward_s(unit) for unit in blocks])
         self.both_s = self._forward_s + [segment_backward_s(unit, overlap) for unit in blocks]
@@ -346,8 +367,31 @@ class _Segments:
             self._needs(kind),
         )
 
+    def _launched(self, share: Floats) -> Launched:
+        """With nothing made again; of all kinds of layers each pass as the host or the device takes it, whichever is longer for all layers together."""
+        host = self._data.traits.host
+        each_s = 0.0 if self._data.host_is_device else host.launches_per_operator * self._data.operator_s
+        own_s = 0.0 if self._data.host_is_device else host.operators_per_unit / 2 * self._data.operator_s
+        launches = np.array([
+            (u.times.forward.launches + u.tensor_launches, u.times.input_gradient.launches + u.tensor_launches,
+             u.times.weight_gradient.launches, u.stalled_launches)
+            for u in self._units.blocks
+        ], dtype=float).reshape(-1, 4)  # fmt: skip
+        forward, inputs, weights, stalled = each_s * launches.T
+        backward_s = self.both_s - self._forward_s
+
+        def longer(host_s: Floats, device_s: Floats) -> Floats:
+            return host_s if host_s @ self._counts > device_s @ self._counts else device_s
+
+        forward = longer(forward + own_s, self._forward_s) + stalled
+        backward = longer(inputs + weights + own_s, backward_s)
+        both = np.maximum(forward + backward, 1e-300)
+        weights = np.maximum(backward - longer(inputs + own_s, backward_s - self._weights_s), 0.0)
+        shares = (float((of / both).max(initial=0.0)) for of in (forward, weights))
+        return Launched(float((both / share).min(initial=np.inf)), *shares)  # type: ignore[arg-type]
+
     def row(self, again: _Again, share: Floats, *, may_choose: bool) -> Floats:
-        """[F] In the order of ``Work`` and ``Held``; ``share``: [K] the work of a layer of each kind."""
+        """[F] In the order of ``Work``, ``Launched`` and ``Held``; ``share``: [K] the work of a layer of each kind."""
         both = self.both_s if may_choose else self.both_s + again.seconds
         forward, weights = list(self._forward_s / both), list(self._weights_s / both)
         if self._head_s:
@@ -369,12 +413,14 @@ class _Segments:
             (both / share).min(initial=np.inf), self._head_s,
             max(forward, default=1.0), max(weights, default=1.0),
             per_byte if may_choose and np.isfinite(per_byte) else 0.0,
+            *self._launched(share),
             (kept / share).min(initial=np.inf), (again.dropped / share).max(initial=0.0) if may_choose else 0.0,
             *np.concatenate([none + of for of in places]),
         ])  # fmt: skip
 
 
-_SINGLE = len(Work._fields) + 2
+_OF_SINGLE = np.cumsum([len(Work._fields), len(Launched._fields)])
+_SINGLE = int(_OF_SINGLE[-1]) + 2
 """Figures of a row that do not depend on the place."""
 
 

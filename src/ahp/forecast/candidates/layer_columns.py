@@ -15,6 +15,8 @@ from ahp.forecast.candidates.shardings import Shardings
 from ahp.forecast.data_parallel import CommUnit, DataParallel
 from ahp.forecast.segment import (
     Recompute,
+    launched_beside,
+    recomputed,
     segment_again_s,
     segment_backward_s,
     segment_forward_s,
@@ -151,6 +153,52 @@ class LayerColumns:
         """[K] Device seconds of the products that make weight gradients."""
         return self._kinds(lambda u: u.times.weight_gradient.device_s)
 
+    def _host_s(self, launches: Floats) -> Floats:
+        """Seconds that the host takes for so many operators while the device waits for none; 0 where they are one, and wait for each other."""
+        return launches * (
+            0.0 if self.data.host_is_device else self.data.traits.host.launches_per_operator * self.data.operator_s
+        )
+
+    @cached_property
+    def host_forward_of_kinds(self) -> Floats:
+        """[R, K] Seconds in which the host launches a forward pass, without what the engine does at each unit."""
+        host = self.data.traits.host
+        beside = self._kinds_recomputed(lambda u, kind: launched_beside(u, kind, host)[0], self._timed)
+        return self._host_first_forward + self._host_s(beside)
+
+    @cached_property
+    def _host_first_forward(self) -> Floats:
+        """[K] The same with nothing recomputed."""
+        return self._host_s(self._kinds(lambda u: u.times.forward.launches + u.tensor_launches))
+
+    @cached_property
+    def host_backward_of_kinds(self) -> Floats:
+        """[R, K] The same of a backward pass."""
+        host = self.data.traits.host
+        again = self._kinds_recomputed(
+            lambda u, kind: recomputed(u, kind).launches + launched_beside(u, kind, host)[1], self._timed
+        )
+        return self._host_first_backward + self._host_s(again)
+
+    @cached_property
+    def _host_first_backward(self) -> Floats:
+        """[K] The same with nothing made again."""
+
+        def launches(u: Unit) -> float:
+            return u.times.input_gradient.launches + u.times.weight_gradient.launches + u.tensor_launches
+
+        return self._host_s(self._kinds(launches))
+
+    @cached_property
+    def host_weight_gradient_of_kinds(self) -> Floats:
+        """[K] Of a backward pass, seconds in which the host launches what makes weight gradients."""
+        return self._host_s(self._kinds(lambda u: u.times.weight_gradient.launches))
+
+    @cached_property
+    def stalled_of_kinds(self) -> Floats:
+        """[K] Seconds that the device waits for the host in a forward pass, however long its kernels take."""
+        return self._host_s(self._kinds(lambda u: u.stalled_launches))
+
     @cached_property
     def least_s(self) -> tuple[float, ...]:
         """Device seconds of the layer that has the least of each: of the forward pass, of the backward pass with nothing made again, of what of
@@ -162,6 +210,14 @@ class LayerColumns:
         return self.least_forward_s, float(backward.min()), float(inputs), 0.0, 0.0, 0.0, 0.0, self.head_s
 
     @cached_property
+    def least_host_s(self) -> tuple[float, ...]:
+        """The same of the host, and none of the head."""
+        backward = self._host_first_backward
+        passes = self._host_first_forward, backward, backward - self.host_weight_gradient_of_kinds
+        least_s = (float(each.min()) if self.units.blocks else 0.0 for each in passes)
+        return *least_s, 0.0, 0.0, 0.0, 0.0, 0.0
+
+    @cached_property
     def least_forward_s(self) -> float:
         """Device seconds of the shortest layer's forward pass."""
         return float(self.forward_of_kinds.min(initial=np.inf)) if self.units.blocks else 0.0
@@ -169,8 +225,17 @@ class LayerColumns:
     @cached_property
     def micro_batch_s(self) -> float:
         """Device seconds of both passes over all layers and both ends, with nothing made again."""
-        counts = np.bincount(np.array(self.units.layers, dtype=np.int64), minlength=len(self.units.blocks))
-        return float(counts @ (self.forward_of_kinds + self.first_backward_of_kinds)) + self.ends_s
+        return float(self._counts @ (self.forward_of_kinds + self.first_backward_of_kinds)) + self.ends_s
+
+    @cached_property
+    def host_micro_batch_s(self) -> float:
+        """Seconds in which the host launches both passes over all layers, with nothing made again."""
+        return float(self._counts @ (self._host_first_forward + self._host_first_backward))
+
+    @cached_property
+    def _counts(self) -> Ints:
+        """[K] Layers of each kind."""
+        return np.bincount(np.array(self.units.layers, dtype=np.int64), minlength=len(self.units.blocks))
 
     @cached_property
     def again_of_kinds(self) -> Floats:

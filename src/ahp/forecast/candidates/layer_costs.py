@@ -19,7 +19,7 @@ from ahp.forecast.candidates.layer_columns import LayerColumns
 from ahp.forecast.candidates.sharding_columns import ShardingColumns
 from ahp.forecast.candidates.shardings import CollectiveTimes
 from ahp.forecast.overlap import least_of_one_ahead_s, shown_behind_s
-from ahp.forecast.states import last_copy_bytes
+from ahp.forecast.states import TraitColumns, last_copy_bytes
 
 
 class LayerCosts(NamedTuple):
@@ -94,3 +94,44 @@ def layer_costs(
         forward, backward = forward + own_s, backward + own_s
     parts = forward, backward, backward - each("weight_gradient_of_kinds")[:, None], *first, last
     return LayerCosts(*(np.broadcast_to(part, backward.shape) for part in parts))
+
+
+def launched(
+    costs: LayerCosts, traits: TraitColumns, layers: Sequence[LayerColumns], of: Ints, shares: Floats
+) -> LayerCosts | None:
+    """The same with the passes as long as the host takes to launch them, where that is longer for a layer of average kind, and without what comes
+    once as far as the device waits there anyway. The head is not among it: what it computes may lie behind that. None where the host holds
+    nothing up.
+
+    ``traits``: of each way; ``shares`` [K]: of all layers, those of each kind; the others as ``layer_costs`` has them.
+    """
+    data = layers[0].data
+    if data.host_is_device:
+        return None
+
+    def each(name: str) -> Floats:
+        return np.array([getattr(one, name) for one in layers])[of]
+
+    own_s = traits.host.operators_per_unit[..., None] / 2 * data.operator_s
+    forward, backward = (each(name) + own_s for name in ("host_forward_of_kinds", "host_backward_of_kinds"))
+    passes = forward, backward, backward - each("host_weight_gradient_of_kinds")[:, None]
+    waits = [host - device for host, device in zip(passes, costs[:3], strict=True)]
+    first, last, inputs = (np.where((wait @ shares > 0)[..., None], wait, 0.0) for wait in waits)
+    if not (first.any() or last.any() or inputs.any()):
+        return None
+    first = first + each("stalled_of_kinds")[:, None]
+    return LayerCosts(
+        forward=costs.forward + first,
+        backward=costs.backward + last,
+        input_gradient=costs.input_gradient + inputs,
+        first_forward=_left(costs.first_forward + costs.first_gather, first) * costs.first_forward,
+        first_gather=_left(costs.first_gather, first) * costs.first_gather,
+        last_backward=_left(costs.last_backward, last) * costs.last_backward,
+    )
+
+
+def _left(once_s: Floats, waits_s: Floats) -> Floats:
+    """[N, R, 1] Of what comes once, the share that is left at least behind the waits of its pass, whatever layers a stage has."""
+    waits_s = np.maximum(waits_s, 0.0)
+    hidden = np.divide(waits_s, once_s, out=np.where(waits_s > 0, np.inf, 0.0), where=once_s > 0)
+    return np.maximum(1.0 - hidden.max(axis=-1, keepdims=True), 0.0)

@@ -38,8 +38,10 @@ def work_bounds_s(
     """Seconds that every layout of some blocks takes at least, [number of these]; ``stages``, ``copies_s``: of each."""
     blocks = space.blocks.at(which)
     p, m = blocks.pipeline, blocks.micro_batches
-    forward_s, micro_batch_s = np.array([(of.least_forward_s, of.micro_batch_s) for of in stages]).reshape(-1, 2).T
-    before_s, work_s = layers_before(asked, p) * forward_s, m * (micro_batch_s + asked.graph.num_layers * copies_s) / p
+    figures = [(of.least_forward_s, of.micro_batch_s, of.host_micro_batch_s) for of in stages]
+    forward_s, micro_batch_s, host_s = np.array(figures).reshape(-1, 3).T
+    micro_batch_s = np.maximum(micro_batch_s + asked.graph.num_layers * copies_s, host_s)
+    before_s, work_s = layers_before(asked, p) * forward_s, m * micro_batch_s / p
     pricer = asked.pricer
     return np.maximum(work_s, (before_s + work_s) * least_share(pricer.turns, p)) * pricer.stretch
 

@@ -80,8 +80,12 @@ class CutBounds(LayerBounds):
         backward, inputs = found.backward - again_s, found.input_gradient - again_s
         return found._replace(backward=backward, input_gradient=inputs)
 
-    def weighed(self, rows: Ints, mix: Mixes, layer: LayerCosts) -> Weighed:
-        """Layers that take ``layer`` [n, R, K] with some ways to share states, in mixes [C, M]."""
+    def launched(self, rows: Ints) -> LayerCosts | None:
+        """[n, R, K] What layers take where the device waits for the host; None where it nowhere does."""
+        return None if self._launched is None else LayerCosts(*(part[rows] for part in self._launched))
+
+    def weighed(self, rows: Ints, mix: Mixes, layer: LayerCosts, *, ends: bool = True) -> Weighed:
+        """Layers that take ``layer`` [n, R, K] with some ways to share states, in mixes [C, M]; ``ends``: and what both ends compute."""
         of = self._of[rows]
         dense, experts = (self._kinds_of(name).min(axis=1, keepdims=True)[of] for name in ("dense", "experts"))
         once_s = layer.first_forward + (1.0 - self._ahead[rows, :, None]) * layer.first_gather
@@ -95,7 +99,7 @@ class CutBounds(LayerBounds):
         average_s = np.tensordot(of_kind_s, self._shares, (2, 0))
         relative = of_kind_s / average_s[:, :, None]
         embedding_s, head_s = (self._column(name)[of][..., None] for name in ("embedding_s", "head_s"))
-        ends_s = embedding_s * mix.embedding + head_s * mix.head
+        ends_s = (embedding_s * mix.embedding + head_s * mix.head) * ends
         ranks_s = (kinds_s / of_kind_s).min(axis=2) * average_s
         return Weighed(ranks_s, base_s + ends_s[:, None, ..., None], relative.min(axis=2), relative.max(axis=2))
 
@@ -154,9 +158,14 @@ class AnyCut:
 
     def cut_s(self, rows: Ints, most_bytes: float) -> Floats:
         """[n, R, C] With all layers recomputed in one way."""
-        weighed = self.of.weighed(rows, self.mix, self.of.layers(rows, slice(None)))
         more, _ = self._room(rows, slice(None), slice(None), most_bytes)
-        found = self._least_s(weighed, [Piece(weighed.ranks_s, more[..., None, :])])
+
+        def least_s(weighed: Weighed) -> Floats:
+            return self._least_s(weighed, [Piece(weighed.ranks_s, more[..., None, :])])
+
+        found = least_s(self.of.weighed(rows, self.mix, self.of.layers(rows, slice(None))))
+        if (launched := self.of.launched(rows)) is not None:
+            found = np.maximum(found, least_s(self.of.weighed(rows, self.mix, launched, ends=False)))
         return np.where((more >= -NO_LAYER * self.num_layers).all(axis=-1), found, np.inf)
 
     def part_s(self, rows: Ints, kinds: list[int], most_bytes: float) -> Floats:

@@ -18,7 +18,7 @@ import numpy as np
 
 from ahp.arrays import Floats, Ints, Mask
 from ahp.forecast.candidates.layer_columns import LayerColumns
-from ahp.forecast.candidates.layer_costs import LayerCosts, layer_costs
+from ahp.forecast.candidates.layer_costs import LayerCosts, launched, layer_costs
 from ahp.forecast.candidates.sharding_columns import ShardingColumns
 from ahp.forecast.candidates.shardings import CollectiveTimes, Shardings
 from ahp.forecast.gathered import gathers_ahead, share_ahead
@@ -105,8 +105,16 @@ class LayerBounds:
 
     def _pipelines_s(self, first: int, rows: slice) -> Floats:
         """[rows, C, R] Of the way through each pipeline that takes longest, without its optimizer."""
-        of, layer = self._of[rows], self._costs.part(rows)  # [rows, R, K] each
-        head_s = np.broadcast_to(self._column("head_s")[of][..., None], layer.forward.shape)
+        device_s = self._paths_s(first, rows, self._costs.part(rows), self._column("head_s"))
+        if self._launched is None:
+            return device_s
+        no_head_s = np.zeros((len(self.blocks), 1))
+        return np.maximum(device_s, self._paths_s(first, rows, self._launched.part(rows), no_head_s))
+
+    def _paths_s(self, first: int, rows: slice, layer: LayerCosts, heads_s: Floats) -> Floats:
+        """[rows, C, R] ``layer``: [rows, R, K]; ``heads_s``: [B, 1]."""
+        of = self._of[rows]
+        head_s = np.broadcast_to(heads_s[of][..., None], layer.forward.shape)
         beside = self._beside[rows][..., None]
         last = (1.0 - beside) * layer.last_backward, beside * layer.last_backward
         ahead = share_ahead(self.ways.part(rows).traits, self.blocks[0].stages.overlap)[..., None]
@@ -202,6 +210,12 @@ class LayerBounds:
         layers, m = [block.stages for block in self.blocks], self._m[self._of]
         bytes_per_s = self.asked.pricer.unit_pricer.rates.bytes_per_s
         return layer_costs(self.ways, CollectiveTimes.joined(found), layers, self._of, m, is_whole, bytes_per_s)
+
+    @cached_property
+    def _launched(self) -> LayerCosts | None:
+        """[N, R, K] The same where the device waits for the host; None where it nowhere does."""
+        layers = [block.stages for block in self.blocks]
+        return launched(self._costs, self.ways.traits, layers, self._of, self._shares)
 
     @cached_property
     def _shares(self) -> Floats:

@@ -86,12 +86,11 @@ class Bounds:
 
     def scheduled_s(self, blocks: list[int]) -> Floats:
         """The same of every row of some blocks, with what its schedule leaves no rank to do."""
-        layer_s = np.array([self._layers.of(block).least_s for block in blocks])
-        which = np.array(blocks, dtype=np.int64)
-        scheduled_s = schedule_bounds_s(
-            self.problem, self.space, self._pipelines, which, layer_s, self._copies_s[which]
-        )
-        return np.maximum(self.work_s(blocks), scheduled_s)
+        layers, which = [self._layers.of(block) for block in blocks], np.array(blocks, dtype=np.int64)
+        asked = self.problem, self.space, self._pipelines, which
+        device_s = schedule_bounds_s(*asked, np.array([of.least_s for of in layers]), self._copies_s[which])
+        host_s = schedule_bounds_s(*asked, np.array([of.least_host_s for of in layers]), np.zeros(len(which)))
+        return np.maximum(self.work_s(blocks), np.maximum(device_s, host_s))
 
     def _of_layers(self, priced: dict[int, PricedBlock], seconds_s: Callable[[CutBounds], Floats]) -> dict[int, float]:
         """A bound of each block from what its layers take; those with the same kinds of recompute are looked at together, and
