@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 WAITING = 12
 """So many layouts, those with the shortest step but for their bubble, are looked at more closely."""
 
-LAYOUTS = 3
+LAYOUTS = 6
 """So many layouts, those that could become the fastest, get a schedule where it is left open."""
 
 MOST_ACTIONS = 30_000
