@@ -54,7 +54,7 @@ def test_unknown_name() -> None:
     ("make", "told"),
     [
         (lambda: ahp.Job(sequence_len=8), "Job: sequence_len: unknown key (did you mean: sequence_length"),  # pyright: ignore
-        (lambda: ahp.Job(sequence_length=1), "Job: sequence_length = 1: input should be greater than or equal to 2"),
+        (lambda: ahp.Job(sequence_length=1), "Job: sequence_length = 1: must be at least 2"),
         (lambda: ahp.Parallelism(tp=2), "tp: unknown key (did you mean: tensor_parallel_degree?)"),  # pyright: ignore
         (lambda: EngineChoice(name="megatrn"), "name = 'megatrn': there is no such value (valid: ahp, torchtitan"),  # pyright: ignore
         (lambda: ahp.Plan(job={"optimizer": {"nam": 1}}), "Plan: job.optimizer.nam: unknown key (did you mean: name?)"),  # pyright: ignore

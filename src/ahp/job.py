@@ -140,6 +140,9 @@ class Lora(Record):
         return value
 
 
+MOST_SEQUENCES = 1_000_000_000
+"""Of a step."""
+
 LEAST_SHARE = 1 / 1000
 """Of the sequences of a mixture that one of its texts may have: they are dealt out a thousand at a time."""
 
@@ -167,7 +170,7 @@ class Job(Record):
     validation: Annotated[float, Field(gt=0, lt=1)] | str | None = None
     """Text that is held out: other data, as ``data``; or a share of the documents of ``data``, the last ones (of its tokens where that is none or all)."""
     sequence_length: int = Field(default=256, ge=2, le=1_000_000_000)
-    global_batch_size: int = Field(default=16, ge=1, le=1_000_000_000)
+    global_batch_size: int = Field(default=16, ge=1, le=MOST_SEQUENCES)
     """Sequences per optimizer step, over all devices."""
     steps: int = Field(default=200, ge=1)
     precision: Precision = "bf16"

@@ -25,9 +25,23 @@ LONGEST = 600
 """Characters of one of them: rules of records repeat a value as it is."""
 
 
+WHOLE_NUMBER, NUMBER, TRUTH = "must be a whole number", "must be a number", "must be true or false"
+RULES = {
+    "int_type": WHOLE_NUMBER, "int_parsing": WHOLE_NUMBER, "int_parsing_size": WHOLE_NUMBER, "int_from_float": WHOLE_NUMBER,
+    "float_type": NUMBER, "float_parsing": NUMBER, "finite_number": "must be a finite number",
+    "bool_type": TRUTH, "bool_parsing": TRUTH, "string_type": "must be text", "tuple_type": "must be a list",
+    "dict_type": "must be a mapping of keys",
+    "greater_than": "must be above {gt}", "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}", "less_than_equal": "must be at most {le}",
+    "too_short": "must have at least {min_length}", "too_long": "must have at most {max_length}",
+}  # fmt: skip
+"""By pydantic's name of a violation the rule that it breaks; in braces what pydantic knows of it."""
+
+
 def broken_rules(error: ValidationError, kind: type[BaseModel], where: str) -> Iterator[str]:
     """One line for each violation that pydantic found in data for ``kind``; ``where`` is what the data as a whole is called."""
-    for item, place in _of_the_form_meant([(item, _place(kind, item["loc"])) for item in error.errors()]):
+    found = list(_at_the_innermost(error.errors()))
+    for item, place in _of_the_form_meant([(item, _place(kind, item["loc"])) for item in found]):
         key = ".".join(place.keys) or where
         match item["type"]:
             case "extra_forbidden":
@@ -39,8 +53,8 @@ def broken_rules(error: ValidationError, kind: type[BaseModel], where: str) -> I
                 yield f"{key} = {shortened(item['input'])}: must be a mapping of keys, such as {', '.join(names[:3])}"
             case "literal_error":
                 yield f"{key} = {shortened(item['input'])}: there is no such value (valid: {', '.join(_choices(item))})"
-            case "tuple_type":
-                yield f"{key} = {shortened(item['input'])}: must be a list"
+            case rule if rule in RULES:
+                yield f"{key} = {shortened(item['input'])}: {RULES[rule].format(**item.get('ctx', {}))}"
             case "value_error":
                 yield " ".join(str(item.get("ctx", {}).get("error", item["msg"])).split())
             case _:
@@ -168,6 +182,12 @@ def _records(annotation: Any) -> Iterator[type[BaseModel]]:
         yield annotation
     for one in get_args(annotation):
         yield from _records(one)
+
+
+def _at_the_innermost(found: list[ErrorDetails]) -> Iterator[ErrorDetails]:
+    """Without the complaint that a list is too short, where those of its values that are wrong are missed in it."""
+    places = {item["loc"][:end] for item in found for end in range(len(item["loc"]))}
+    return (item for item in found if item["type"] != "too_short" or item["loc"] not in places)
 
 
 def _of_the_form_meant(found: list[tuple[ErrorDetails, _Place]]) -> Iterator[tuple[ErrorDetails, _Place]]:

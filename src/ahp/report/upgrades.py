@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ahp.cluster.better import MORE, better_clusters
 from ahp.errors import AhpError
+from ahp.job import MOST_SEQUENCES
 from ahp.plan import Forecast, Plan
 from ahp.words import percent, seconds
 
@@ -68,6 +69,8 @@ def _larger_batch(graph: ModelGraph, cluster: Cluster, plan: Plan, today: Foreca
     change = f"global batch {larger:,}, {percent(larger / batch - 1)} more"
     if any(getattr(layout, key) is not None for key in counted):
         return Upgrade(change, 0.0, "not priced: the layout deals out the micro-batches of this batch alone")
+    if larger > MOST_SEQUENCES:
+        return Upgrade(change, 0.0, f"not possible: more than {MOST_SEQUENCES:,} sequences a step")
     try:
         job = plan.job.model_copy(update={"global_batch_size": larger})
         there = forecast(graph, cluster, job, layout, plan.engine)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput, NotExpressible
+from ahp.job import MOST_SEQUENCES
 from ahp.plan import Plan
 from ahp.schedule.orders import under_pattern
 from ahp.search.problem import Problem
@@ -33,7 +34,8 @@ def small_batch(asked: Problem, plan: Plan) -> str | None:
     used = replace(asked.on(Cluster.resolve(plan.cluster)), engine=plan.engine)
     found: dict[int, float] = {}
     for times in TIMES:
-        batch = asked.job.global_batch_size * times
+        if (batch := asked.job.global_batch_size * times) > MOST_SEQUENCES:
+            break
         larger = replace(used, job=asked.job.model_copy(update={"global_batch_size": batch}))
         try:
             forecast = larger.priced(under_pattern(plan.parallelism)).forecast
