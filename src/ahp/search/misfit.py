@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -14,16 +15,20 @@ from ahp.config import Constraints
 from ahp.errors import BadInput, NothingFits
 from ahp.forecast.efficiency import is_cpu
 from ahp.plan import Forecast, Parallelism
+from ahp.search.bounds.level import TOGETHER
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.exact import Place
 from ahp.search.problem import Problem
 from ahp.search.reasons import needed_bytes
-from ahp.search.space import Space, build
+from ahp.search.space import build
 from ahp.stage_place import in_words
 from ahp.words import gib, of_gib, part_words
 
 NEAREST = 40
 """Layouts priced to find the one that needs the least, in the order of a lower bound of their memory."""
+
+MAY_FIT = 80
+"""Layouts priced to find one that fits."""
 
 MOST_TIMES_MORE_NODES = 64
 SHORTEST_SEQUENCE = 128
@@ -73,17 +78,17 @@ def _larger_and_shorter(used: Problem) -> str | None:
     return None
 
 
-def nearest(used: Problem) -> Nearest | None:
+def nearest(used: Problem, *, fitting: bool = False) -> Nearest | None:
     """The legal layout that needs the least memory; the one that fits, where one does. None without a legal one, and on several groups of
-    devices, whose placements have no order by memory."""
+    devices, whose placements have no order by memory. ``fitting``: None where none fits, which takes a part of the time."""
     if used.cluster.is_mixed:
         return None
     try:
         space = build(used)
     except BadInput:
         return None
-    found: Nearest | None = None
-    for place in _by_memory(used, space):
+    bounds, found = Bounds(used, space), None
+    for place in islice(_that_may_fit(bounds), MAY_FIT) if fitting else _by_memory(bounds):
         layout = space.layout(*place)
         if (forecast := used.price_or_none(layout)) is None:
             continue
@@ -91,13 +96,12 @@ def nearest(used: Problem) -> Nearest | None:
             found = Nearest(layout, forecast)
         if forecast.fits:
             return Nearest(layout, forecast)
-    return found
+    return None if fitting else found
 
 
-def _by_memory(used: Problem, space: Space) -> list[Place]:
+def _by_memory(bounds: Bounds) -> list[Place]:
     """The rows that need the least by their lower bound. A block is opened until none left can hold one of them."""
-    bounds, found = Bounds(used, space), list[tuple[float, Place]]()
-    blocks = bounds.blocks_bytes()
+    blocks, found = bounds.blocks_bytes(), list[tuple[float, Place]]()
     for block in np.argsort(blocks, kind="stable").tolist():
         if len(found) == NEAREST and blocks[block] >= found[-1][0]:
             break
@@ -105,6 +109,17 @@ def _by_memory(used: Problem, space: Space) -> list[Place]:
         least = np.argsort(needs, kind="stable")[:NEAREST].tolist()
         found = sorted([*found, *((float(needs[row]), (block, row)) for row in least)])[:NEAREST]
     return [place for _, place in found]
+
+
+def _that_may_fit(bounds: Bounds) -> Iterator[Place]:
+    """Of each block that may fit the row that needs the least by its lower bound, the blocks that need the least first."""
+    blocks, most = bounds.blocks_bytes(), bounds.most_that_fits_bytes()
+    order = np.argsort(blocks, kind="stable")[: int((blocks <= most).sum())].tolist()
+    for at in range(0, len(order), TOGETHER):
+        for block in bounds.that_may_fit(order[at : at + TOGETHER]):
+            needs = bounds.needs_bytes(block)
+            if needs.min() <= most:
+                yield block, int(needs.argmin())
 
 
 def by_how_much(forecast: Forecast, capacity_bytes: int) -> str:
@@ -119,8 +134,7 @@ def by_how_much(forecast: Forecast, capacity_bytes: int) -> str:
 
 def _checked(words: str, changed: Problem) -> str | None:
     """The remedy with the layout that proves it, or None when it does not help."""
-    fit = nearest(changed)
-    if fit is None or not fit.forecast.fits:
+    if (fit := nearest(changed, fitting=True)) is None:
         return None
     return f"{words} ({fit.layout.short()}: {of_gib(needed_bytes(fit.forecast), changed.capacity_bytes)})"
 

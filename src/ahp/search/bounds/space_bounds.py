@@ -75,6 +75,10 @@ class Bounds:
         found = self._of_layers(self._priced_of(blocks), lambda layers: layers.of_rows_s(most_bytes))
         return [found[block] for block in blocks]
 
+    def that_may_fit(self, blocks: list[int]) -> list[int]:
+        """Of some blocks those with a row that may fit, by what its layers hold."""
+        return [block for block, closer_s in zip(blocks, self._block_s(blocks), strict=True) if closer_s < np.inf]
+
     def work_s(self, blocks: list[int]) -> Floats:
         """Seconds that every layout of some blocks takes at least, whether it fits or not, whatever it does beside its units' work and
         however its layers are cut into stages. Prices the units."""

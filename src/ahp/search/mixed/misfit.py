@@ -70,8 +70,8 @@ def that_fits(changed: Problem, asked: Problem | None = None) -> str | None:
         for group in changed.cluster.groups:
             if placed or group in known:
                 continue
-            found = nearest(changed.on(Cluster(groups=(group,), source=changed.cluster.source)))
-            if found is not None and found.forecast.fits:
+            alone = changed.on(Cluster(groups=(group,), source=changed.cluster.source))
+            if (found := nearest(alone, fitting=True)) is not None:
                 return f"{group.name} alone: {found.layout.short()}"
         if (only := given_widths(changed)) is not None:
             return only.short() if changed.price(only).fits else None
