@@ -12,6 +12,7 @@ from ahp.divisors import divisors
 from ahp.engines.registry import names
 from ahp.errors import BadInput
 from ahp.forecast import rules
+from ahp.forecast.axes import axes_of
 from ahp.forecast.rules import illegal
 from ahp.plan import Parallelism
 from ahp.search.choices import ShardingChoice
@@ -86,6 +87,33 @@ def test_a_row_is_what_its_block_says(asked: Problem, data: st.DataObject) -> No
     assert layout.data_parallel_degree == space.blocks.data[block]
     assert len(space.rows(block)) == space.blocks.rows[block]
     assert reason(asked, layout) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "given"),
+    [
+        ("llama", "3x4xA100-SXM-80GB", {}),
+        ("llama", "4x3xA100-SXM-80GB", {}),
+        ("llama", "2x6xA100-SXM-80GB", {"tensor_parallel_degree": 4}),
+        ("experts", "4x3xA100-SXM-80GB", {"expert_parallel_degree": 2}),
+    ],
+)
+def test_groups_lie_on_the_nodes_that_the_forecast_says(model: str, cluster: str, given: dict) -> None:
+    """Also where an axis does not fill nodes evenly, so that some of its groups lie on more nodes than the first."""
+    asked = small(model, cluster, batch=12, constraints=given)
+    space, per_node, beyond = build(asked), asked.cluster.groups[0].devices_per_node, 0
+    local = space.local(space.blocks.mesh)
+    for block in range(len(space.blocks)):
+        found = space.axes(block)
+        assert local[block].tolist() == [group.local for group in (found.tensor, found.context, found.expert)]
+        for row in range(int(space.blocks.rows[block])):
+            layout = space.layout(block, row)
+            own = axes_of(layout, per_node, asked.traits(layout).experts.folded)
+            assert own._replace(expert=found.expert) == found
+            assert own.expert.local <= found.expert.local  # of ranks that share experts some rows' lie further apart
+            assert own.expert.nodes >= found.expert.nodes
+        beyond += found.tensor.nodes > 1 and found.tensor.size <= per_node
+    assert beyond
 
 
 def test_a_method_is_of_layouts_that_share_sequences() -> None:

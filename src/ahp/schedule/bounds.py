@@ -57,6 +57,8 @@ def lower_bounds_s(name: str, p: int, v: int, m: int, times: TimeColumns, *, tur
     bound = np.maximum(paths.way_of_one_s(), paths.ranks_s().max(axis=-1))
     if (forwards := schedule.forwards_before_gradient(p, v, m)) is not None:
         bound = np.maximum(bound, paths.after_first_gradient_s(forwards).max(axis=-1))
+    if p > 1 and (np.any(times.send_forward_s > times.forward_s) or np.any(times.send_backward_s > times.backward_s)):
+        bound = np.maximum(bound, paths.links_s().max(axis=-1))  # else ranks take longer than what they send
     return np.maximum(bound, paths.round_trips_s()) if schedule.one_forward_one_backward and v == 1 and p > 1 else bound
 
 
@@ -182,6 +184,23 @@ class _Paths:
         until_s = first_s + left_s - self.gradient_s[..., highest]
         return until_s + np.maximum(self.tail_s[..., : self.p] - deferred_s, 0.0)
 
+    def links_s(self) -> Floats:
+        """[N, links] What comes before the first message from one rank to another, all of them one after the other, and what follows the
+        last one at least."""
+        t = self.times
+        each = t.forward_s, t.send_forward_s, t.send_backward_s
+        forward_s, sent_s, sent_back_s = (np.broadcast_to(of, self.gradient_s.shape) for of in each)
+        made_s = self.fill_s + t.first_forward_extra_s + forward_s
+        way_s = np.cumsum((forward_s + sent_s)[..., ::-1], axis=-1)[..., ::-1]
+        ends_s = self.gradient_s + self.tail_s
+        first_gradient_s = self._first_gradient_s()[..., None] + self.back_s[..., [-1]] - self.back_s
+        before = np.concatenate([made_s[..., :-1], first_gradient_s[..., 1:]], axis=-1)
+        sends = np.concatenate([sent_s[..., :-1], sent_back_s[..., 1:]], axis=-1)
+        after = np.concatenate([way_s[..., 1:] - sent_s[..., [-1]] + ends_s[..., [-1]], ends_s[..., :-1]], axis=-1)
+        order, starts = _links(self.schedule.name, self.p, self.v)
+        least = (np.minimum.reduceat(of[..., order], starts, axis=-1) for of in (before, after))
+        return sum(least) + self.m * np.add.reduceat(sends[..., order], starts, axis=-1)
+
     def _of_ranks(self, stages: Floats) -> Floats:
         """[N, p, v] Of each rank's stages."""
         return np.broadcast_to(stages, (*stages.shape[:-1], self.p * self.v))[..., self.own]
@@ -221,6 +240,17 @@ class _Paths:
             none = np.clip(-((start - warm - a) // length), 0, trips)
             total = total + (trips - none) * t.weight_gradient_s[..., a]
         return total.max(axis=-1)
+
+
+@lru_cache(maxsize=1 << 12)
+def _links(name: str, p: int, v: int) -> tuple[Ints, Ints]:
+    """Of the messages of one micro-batch, outputs from each stage but the last and then gradients from each but the first, those between ranks in
+    the order of their links, and where in this each link begins."""
+    ranks = np.array(get(name).placement.stage_ranks(p, v))
+    pairs = np.concatenate([ranks[:-1] * p + ranks[1:], ranks[1:] * p + ranks[:-1]])
+    between = np.flatnonzero(pairs // p != pairs % p)
+    order = between[np.argsort(pairs[between], kind="stable")]
+    return order, np.flatnonzero(np.diff(pairs[order], prepend=-1))
 
 
 def _before(stages: Floats) -> Floats:

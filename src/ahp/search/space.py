@@ -17,7 +17,7 @@ from functools import cache
 import numpy as np
 
 from ahp.arrays import Ints
-from ahp.forecast.axes import Axes
+from ahp.forecast.axes import Axes, axes_of
 from ahp.forecast.group import Group
 from ahp.plan import Parallelism
 from ahp.search.choices import Choices, Mesh, ScheduleChoice, ShardingChoice, Shared
@@ -95,7 +95,7 @@ class Space:
         self.rules = broken
         self.num_alike = alike
         """Combinations that break no rule, but whose ZeRO stage the engine runs as a lower one: they are no rows."""
-        self._splits = cache(self._legal_splits)
+        self._splits, self._groups = cache(self._legal_splits), cache(self._groups_of)
 
     @property
     def has_orders(self) -> bool:
@@ -127,17 +127,37 @@ class Space:
 
     def axes(self, block: int) -> Axes:
         """The groups of a block that divide a micro-batch."""
-        mesh = self.mesh(block)
-        of = mesh.degrees
-        sizes = of.tensor, of.context, of.expert
-        tensor, context, experts = (
-            Group(size, on, -(-size // on)) for size, on in zip(sizes, mesh.within[:3], strict=True)
-        )
+        of = self.mesh(block).degrees
+        tensor, context, experts = self._groups(int(self.blocks.mesh[block]))
         return Axes(tensor, bool(of.sequence_parallel) and of.tensor > 1, context, experts)
 
     def local(self, meshes: Ints) -> Ints:
         """[meshes, 3] Of the ranks of each one's tensor, context and expert group, how many share a node."""
-        return np.array([mesh.within[:3] for mesh in self._meshes], dtype=np.int64).reshape(-1, 3)[meshes]
+        every = [[group.local for group in self._groups(number)] for number in range(len(self._meshes))]
+        return np.array(every, dtype=np.int64).reshape(-1, 3)[meshes]
+
+    def _groups_of(self, number: int) -> tuple[Group, Group, Group]:
+        """The tensor, the context and the expert group of one mesh; where an axis does not fill nodes evenly, which its splits then do alike, those
+        that reach furthest."""
+        mesh = self._meshes[number]
+        of, split = mesh.degrees, mesh.splits[0]
+        if not mesh.within.uneven:
+            sizes = zip((of.tensor, of.context, of.expert), mesh.within[:3], strict=True)
+            tensor, context, expert = (Group(size, on, -(-size // on)) for size, on in sizes)
+            return tensor, context, expert
+        layout = Parallelism(
+            data_parallel_replicate_degree=split.replicate,
+            data_parallel_shard_degree=split.shard,
+            tensor_parallel_degree=of.tensor,
+            pipeline_parallel_degree=of.pipeline,
+            context_parallel_degree=of.context,
+            expert_parallel_degree=of.expert,
+            mesh_order=split.order,
+        )
+        choices = self._choices
+        key = of.tensor, of.expert, of.sequence_parallel, of.data * of.context
+        found = axes_of(layout, choices.orders.devices_per_node, choices.folds and choices.folded(*key))
+        return found.tensor, found.context, found.expert
 
     def folded(self, blocks: Blocks) -> Ints:
         """Of each of some blocks, 1 where tensor-parallel ranks hold whole experts."""
