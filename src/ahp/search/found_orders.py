@@ -32,7 +32,7 @@ WAITING = 12
 """So many layouts, those with the shortest step but for their bubble, are looked at more closely."""
 
 LAYOUTS = 6
-"""So many layouts, those that could become the fastest, get a schedule where it is left open."""
+"""So many layouts get a schedule where it is left open: those that could become the fastest, and in turns those that are without one."""
 
 MOST_ACTIONS = 30_000
 """Of the orders that are looked for, all together: about a second of processor time; and of the longest, 200 KB of plan.yaml."""
@@ -73,7 +73,7 @@ def _where_it_pays(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
         return _told(ranking, f"no schedule made for its stages: {reason}") if best in waiting else ranking
     able, reasons = _able(asked, waiting)
     found, left = [], MOST_ACTIONS
-    for plan, to_order in sorted(able, key=lambda one: one[1].floor_s)[:LAYOUTS]:
+    for plan, to_order in _promising(able):
         best_s = min([limit_s, *(order.priced.forecast.step_time_s for _, order in found)])
         if to_order.floor_s < best_s and (left := left - _actions(plan)) >= 0:
             order = to_order.found(effort=_effort(to_order))
@@ -87,6 +87,14 @@ def _where_it_pays(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
     first = _entry(plan, order)
     others = [_Entry(other, other.parallelism, _forecast(other)) for other in _different(ranking)]
     return _ranked(asked, replace(ranking, own_order=replace(own, leads=True)), [first, *others], keep)
+
+
+def _promising(able: list[tuple[Plan, ToOrder]]) -> list[tuple[Plan, ToOrder]]:
+    """Those with the lowest floors and the fastest as they are, in turns."""
+    by_floor = sorted(able, key=lambda one: one[1].floor_s)
+    by_time = sorted(able, key=lambda one: _step_s(one[0]))
+    in_turns = {id(one): one for both in zip(by_floor, by_time, strict=True) for one in both}
+    return list(in_turns.values())[:LAYOUTS]
 
 
 def _of_all(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
