@@ -88,15 +88,12 @@ def test_round_trips_bind_where_sends_are_long(m):
     assert bound_s == pytest.approx(simulate(make("1F1B", 4, 1, m), times).makespan_s, rel=0.12)
 
 
-@pytest.mark.parametrize("m", [4, 8, 16])
-@pytest.mark.parametrize(("name", "v"), [("InterleavedZeroBubble", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)])
+@pytest.mark.parametrize("m", [8, 32])
+@pytest.mark.parametrize(("name", "v"), [("InterleavedZeroBubble", 2), ("Interleaved1F1B", 2), ("Interleaved1F1B", 3)])
 def test_links_bind_where_messages_take_longer_than_passes(name, v, m):
-    times = [StageTimes(1.0, 2.0, 1.0, 1.0, send_forward_s=4.0, send_backward_s=4.0)] * (4 * v)
-    bound_s = lower_bound_s(name, 4, v, m, times)
-    rank_s = v * m * 3.0 + 3 * 5.0
-    makespan_s = simulate(make(name, 4, v, m), times).makespan_s
-    assert max(4.0 * v * m, 1.1 * rank_s) <= bound_s <= makespan_s * (1 + 1e-12)
-    assert bound_s >= 0.6 * makespan_s
+    times = [StageTimes(1.0, 2.0, 1.0, 1.0, send_forward_s=12.0, send_backward_s=12.0)] * (2 * v)
+    bound_s, makespan_s = lower_bound_s(name, 2, v, m, times), simulate(make(name, 2, v, m), times).makespan_s
+    assert 0.75 * makespan_s <= bound_s <= makespan_s * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 5, 8])

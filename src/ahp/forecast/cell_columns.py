@@ -25,7 +25,14 @@ from ahp.forecast.assembly import num_groups, recompute_of
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.pricer import Pricer
-from ahp.forecast.segment import Recompute, dropped_bytes, segment_again_s, segment_backward_s, segment_forward_s
+from ahp.forecast.segment import (
+    Recompute,
+    dropped_bytes,
+    launches,
+    segment_again_s,
+    segment_backward_s,
+    segment_forward_s,
+)
 from ahp.forecast.stage_memory import kept_beside_layers, needs_of_kinds, peak_bytes, stage_weights
 from ahp.forecast.stage_table import StageTable
 from ahp.forecast.states import (
@@ -369,24 +376,19 @@ class _Segments:
 
     def _launched(self, share: Floats) -> Launched:
         """With nothing made again; of all kinds of layers each pass as the host or the device takes it, whichever is longer for all layers together."""
-        host = self._data.traits.host
-        each_s = 0.0 if self._data.host_is_device else host.launches_per_operator * self._data.operator_s
-        own_s = 0.0 if self._data.host_is_device else host.operators_per_unit / 2 * self._data.operator_s
-        launches = np.array([
-            (u.times.forward.launches + u.tensor_launches, u.times.input_gradient.launches + u.tensor_launches,
-             u.times.weight_gradient.launches, u.stalled_launches)
-            for u in self._units.blocks
-        ], dtype=float).reshape(-1, 4)  # fmt: skip
-        forward, inputs, weights, stalled = each_s * launches.T
+        data = self._data
+        own_s = 0.0 if data.host_is_device else data.traits.host.operators_per_unit / 2 * data.operator_s
+        found = [(*launches(unit), unit.stalled_launches) for unit in self._units.blocks]
+        forward, backward, weights, stalled = data.launch_s * np.array(found, dtype=float).reshape(-1, 4).T
         backward_s = self.both_s - self._forward_s
 
         def longer(host_s: Floats, device_s: Floats) -> Floats:
             return host_s if host_s @ self._counts > device_s @ self._counts else device_s
 
-        forward = longer(forward + own_s, self._forward_s) + stalled
-        backward = longer(inputs + weights + own_s, backward_s)
+        inputs = longer(backward - weights + own_s, backward_s - self._weights_s)
+        forward, backward = longer(forward + own_s, self._forward_s) + stalled, longer(backward + own_s, backward_s)
         both = np.maximum(forward + backward, 1e-300)
-        weights = np.maximum(backward - longer(inputs + own_s, backward_s - self._weights_s), 0.0)
+        weights = np.maximum(backward - inputs, 0.0)
         shares = (float((of / both).max(initial=0.0)) for of in (forward, weights))
         return Launched(float((both / share).min(initial=np.inf)), *shares)  # type: ignore[arg-type]
 

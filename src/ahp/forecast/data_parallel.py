@@ -94,6 +94,11 @@ class DataParallel:
         return cls(*data, traits, micro_batches, overlap, experts, operator_s, on_cpu)
 
     @property
+    def launch_s(self) -> float:
+        """Seconds in which the host launches an operator of the model while the device goes on; 0 where the two are one."""
+        return 0.0 if self.host_is_device else self.traits.host.launches_per_operator * self.operator_s
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of one weight element as it is gathered."""
         return self.traits.states.compute_weight_bytes or self.traits.states.master_weight_bytes

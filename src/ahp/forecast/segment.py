@@ -49,6 +49,17 @@ def launched_beside(unit: Unit, recompute: Recompute, host: HostTraits) -> tuple
     return first * own, again * own - recomputed(unit, recompute).launches
 
 
+def launches(unit: Unit) -> tuple[float, float, float]:
+    """Operators of a forward pass, of a backward pass, and of this those that make weight gradients, with nothing made again."""
+    times = unit.times
+    weights = times.weight_gradient.launches
+    return (
+        times.forward.launches + unit.tensor_launches,
+        times.input_gradient.launches + weights + unit.tensor_launches,
+        weights,
+    )
+
+
 def sent_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[float, float]:
     """Seconds of the collectives of a block's forward that run a second time, those of tensor and of context parallelism."""
     if recompute == "none":

@@ -16,6 +16,7 @@ from ahp.forecast.data_parallel import CommUnit, DataParallel
 from ahp.forecast.segment import (
     Recompute,
     launched_beside,
+    launches,
     recomputed,
     segment_again_s,
     segment_backward_s,
@@ -153,51 +154,40 @@ class LayerColumns:
         """[K] Device seconds of the products that make weight gradients."""
         return self._kinds(lambda u: u.times.weight_gradient.device_s)
 
-    def _host_s(self, launches: Floats) -> Floats:
-        """Seconds that the host takes for so many operators while the device waits for none; 0 where they are one, and wait for each other."""
-        return launches * (
-            0.0 if self.data.host_is_device else self.data.traits.host.launches_per_operator * self.data.operator_s
+    @cached_property
+    def _launches_s(self) -> Floats:
+        """[3, K] Seconds in which the host launches a forward pass, a backward pass with nothing made again, and what of this makes weight
+        gradients, without what the engine does at each unit."""
+        found = [launches(unit) for unit in self.units.blocks]
+        return self.data.launch_s * np.array(found, dtype=float).reshape(-1, 3).T
+
+    def _beside_s(self, which: int) -> Floats:
+        """[R, K] What the host does beside these to recompute layers, in the forward pass (0) and in the backward pass (1)."""
+        host = self.data.traits.host
+        return self.data.launch_s * self._kinds_recomputed(
+            lambda u, kind: launched_beside(u, kind, host)[which], self._timed
         )
 
     @cached_property
     def host_forward_of_kinds(self) -> Floats:
-        """[R, K] Seconds in which the host launches a forward pass, without what the engine does at each unit."""
-        host = self.data.traits.host
-        beside = self._kinds_recomputed(lambda u, kind: launched_beside(u, kind, host)[0], self._timed)
-        return self._host_first_forward + self._host_s(beside)
-
-    @cached_property
-    def _host_first_forward(self) -> Floats:
-        """[K] The same with nothing recomputed."""
-        return self._host_s(self._kinds(lambda u: u.times.forward.launches + u.tensor_launches))
+        """[R, K] Seconds in which the host launches a forward pass."""
+        return self._launches_s[0] + self._beside_s(0)
 
     @cached_property
     def host_backward_of_kinds(self) -> Floats:
         """[R, K] The same of a backward pass."""
-        host = self.data.traits.host
-        again = self._kinds_recomputed(
-            lambda u, kind: recomputed(u, kind).launches + launched_beside(u, kind, host)[1], self._timed
-        )
-        return self._host_first_backward + self._host_s(again)
+        again = self._kinds_recomputed(lambda u, kind: recomputed(u, kind).launches, self._timed)
+        return self._launches_s[1] + self._beside_s(1) + self.data.launch_s * again
 
-    @cached_property
-    def _host_first_backward(self) -> Floats:
-        """[K] The same with nothing made again."""
-
-        def launches(u: Unit) -> float:
-            return u.times.input_gradient.launches + u.times.weight_gradient.launches + u.tensor_launches
-
-        return self._host_s(self._kinds(launches))
-
-    @cached_property
+    @property
     def host_weight_gradient_of_kinds(self) -> Floats:
-        """[K] Of a backward pass, seconds in which the host launches what makes weight gradients."""
-        return self._host_s(self._kinds(lambda u: u.times.weight_gradient.launches))
+        """[K] Of a backward pass, those of what makes weight gradients."""
+        return self._launches_s[2]
 
     @cached_property
     def stalled_of_kinds(self) -> Floats:
         """[K] Seconds that the device waits for the host in a forward pass, however long its kernels take."""
-        return self._host_s(self._kinds(lambda u: u.stalled_launches))
+        return self.data.launch_s * self._kinds(lambda u: u.stalled_launches)
 
     @cached_property
     def least_s(self) -> tuple[float, ...]:
@@ -212,9 +202,8 @@ class LayerColumns:
     @cached_property
     def least_host_s(self) -> tuple[float, ...]:
         """The same of the host, and none of the head."""
-        backward = self._host_first_backward
-        passes = self._host_first_forward, backward, backward - self.host_weight_gradient_of_kinds
-        least_s = (float(each.min()) if self.units.blocks else 0.0 for each in passes)
+        forward, backward, weights = self._launches_s
+        least_s = (float(each.min()) if self.units.blocks else 0.0 for each in (forward, backward, backward - weights))
         return *least_s, 0.0, 0.0, 0.0, 0.0, 0.0
 
     @cached_property
@@ -230,7 +219,7 @@ class LayerColumns:
     @cached_property
     def host_micro_batch_s(self) -> float:
         """Seconds in which the host launches both passes over all layers, with nothing made again."""
-        return float(self._counts @ (self._host_first_forward + self._host_first_backward))
+        return float(self._counts @ self._launches_s[:2].sum(axis=0))
 
     @cached_property
     def _counts(self) -> Ints:
