@@ -286,6 +286,15 @@ def test_file_that_is_no_cluster(text: str, words: str, tmp_path: Path) -> None:
         Cluster.load(path)
 
 
+def test_a_list_with_a_wrong_value_is_not_called_too_short_as_well() -> None:
+    data = Cluster.parse("2x8xH100").plain()
+    with pytest.raises(BadInput, match=r"groups = .*: must have at least 1"):
+        Cluster.from_dict({**data, "groups": []})
+    data["groups"][0]["device"]["num_sms"] = "many"
+    with pytest.raises(BadInput, match=r"device.num_sms = 'many': must be a whole number$"):
+        Cluster.from_dict(data)
+
+
 def test_plain_form_is_checked(tmp_path: Path) -> None:
     data = Cluster.parse("2x8xH100").plain()
     data["groups"][0]["intra_node"]["bandwidth_bytes_per_s"] = float("nan")

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from ahp.job import MOST_SEQUENCES
 from ahp.plan import Plan
 from ahp.search.batch import small_batch
 from ahp.search.problem import Problem
@@ -40,3 +41,9 @@ def test_a_small_batch_is_remarked_with_what_a_larger_one_reaches() -> None:
 @pytest.mark.parametrize("batch", [512])
 def test_a_batch_that_is_enough_is_not(batch: int) -> None:
     assert small_batch(*best_of(batch)) is None
+
+
+def test_no_batch_is_looked_at_that_a_job_cannot_have() -> None:
+    asked, best = best_of(4)
+    most = asked.job.model_copy(update={"global_batch_size": MOST_SEQUENCES})
+    assert small_batch(replace(asked, job=most), best) is None

@@ -10,7 +10,8 @@ from ahp.errors import BadInput, NotExpressible
 from ahp.forecast import memory
 from ahp.plan import Parallelism
 from ahp.schedule.stages import layers_of_stages
-from ahp.search.lighten import lighten
+from ahp.search.lighten import LAYOUTS as LOOKED_AT
+from ahp.search.lighten import _promising, lighten
 from ahp.search.problem import Problem
 
 from .small import small
@@ -95,3 +96,17 @@ def test_a_given_number_is_kept() -> None:
         assert plan.parallelism.recomputed_layers_per_stage == (1, 2)
         assert plan.parallelism.activation_checkpoint in ("selective", "full")
         assert plan.forecast == asked.price(plan.parallelism)
+
+
+def test_the_layouts_that_would_be_fastest_without_their_recompute_are_looked_at() -> None:
+    forecast = small("llama", "4xA100-SXM-40GB").price(Parallelism(data_parallel_replicate_degree=4))
+    steps = [(1.0, 0.0), (1.1, 0.05), (1.2, 0.21), (1.3, 0.4), (1.4, 0.7), (1.5, 0.6), (1.6, 0.9)]
+    ranked = [
+        (
+            Parallelism(micro_batch_size=at + 1, activation_checkpoint="full" if again_s else "none"),
+            forecast.model_copy(update={"step_time_s": step_s, "step": {"recompute": again_s}}),
+        )
+        for at, (step_s, again_s) in enumerate(steps)
+    ]
+    assert _promising(ranked) == [4, 6, 3, 5][:LOOKED_AT]
+    assert _promising(ranked[:2]) == [], "it is slower without its recompute too"

@@ -14,7 +14,7 @@ from ahp.job import Job
 from ahp.search import misfit
 from ahp.search.problem import Problem, problem
 
-from .small import cpu_workers
+from .small import cpu_workers, small
 
 JOB = Job(sequence_length=1024, global_batch_size=8)
 ONE = Cluster.parse("1xRTX-4090")
@@ -88,3 +88,16 @@ def test_halves_down_to_the_shortest(length: int, expected: list[int]) -> None:
 
     of = asked("tiny", job=JOB.model_copy(update={"sequence_length": length}))
     assert [other.job.sequence_length for _, other in misfit.shorter(of, fits)] == expected
+
+
+def test_one_that_fits_is_found_where_the_nearest_fits() -> None:
+    fits = []
+    for megabytes in (50, 300, 1200, 1210, 1300, 1500, 2000):
+        used = small("experts", "4xA100-SXM-40GB", batch=8, memory_bytes=megabytes * 10**6)
+        nearest, fitting = misfit.nearest(used), misfit.nearest(used, fitting=True)
+        assert nearest is not None
+        assert (fitting is not None) == nearest.forecast.fits
+        assert fitting is None or fitting.forecast.fits
+        fits.append(nearest.forecast.fits)
+    assert fits == sorted(fits)
+    assert set(fits) == {False, True}
