@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment, linprog
 
+from ahp.forecast.assembly import received_bytes
 from ahp.forecast.cell_columns import BETWEEN
 from ahp.forecast.stage_room import Positions, StageRoom
 from ahp.graph.kept import analyze
@@ -200,7 +201,7 @@ def test_replicas_of_a_mix_have_all_layers_in_no_less(
 
 
 @pytest.mark.parametrize("p", [2, 3, 5, 8])
-def test_ranks_with_several_stages_keep_no_less(p: int) -> None:
+def test_ranks_with_several_stages_keep_and_receive_no_less(p: int) -> None:
     """Of every schedule, and of cuts that keep little."""
     rng = np.random.default_rng(p)
     choices = [
@@ -214,11 +215,14 @@ def test_ranks_with_several_stages_keep_no_less(p: int) -> None:
         if not get(name).runs(p, v, np.array([m]), in_torch=False)[0]:
             continue
         counts = in_flight(name, p, v, m)
+        received = received_bytes(get(name).placement.rank_stages(p, v), p, 1, m, torch_pipeline=True)
         heavy = np.zeros((p, v), dtype=np.int64)
         heavy[np.arange(p), counts.argmin(axis=1)] = 5
         for cut in (np.ones((p, v)), 1 + heavy, rng.integers(1, 4, (p, v))):
             layers, keeps = cut.sum(axis=1), (counts * cut).sum(axis=1)
             for fewer in {1, m // 2 or 1, m}:
-                held, beside = of_several(p, fewer)
+                held, beside, outside, times = of_several(p, fewer)
                 enough = keeps[:, None] >= layers[:, None] * held + beside
+                enough &= counts.sum(axis=1)[:, None] >= held + outside
+                enough &= received[:, None] >= times * 2 * m  # a stage between others receives from either side
                 assert enough[linear_sum_assignment(~enough)].all(), (name, v, m, cut)

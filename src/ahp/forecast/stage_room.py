@@ -45,6 +45,10 @@ class Positions(NamedTuple):
     """How many are so."""
     beside: Ints | int = 0
     """Micro-batches that each keeps beside of one of its layers, at least."""
+    outside: Ints | int = 0
+    """Micro-batches of which each keeps once more what lies beside the layers of a stage, at least."""
+    received: Floats | float = 1.0
+    """How many times as much each receives as one stage between others does, at least."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class StageRoom:
             np.maximum(least(of) + least(states.in_layers)[:, None], at_head) for of in (held.in_layers, held.in_again)
         )
         plain = np.minimum(plain, remade)
-        room = room - plain - m * of_place(held.received[rows]) - least(held.once)
+        room = room - plain - m * at.received * of_place(held.received[rows]) - least(held.once)
         holds, counts = (room - beside) / layer, 1.0
         if m.min() == 1:
             # Gradients grow as activations go: of both the more is in tensors, and the allocator keeps the less for other streams.
@@ -100,7 +104,7 @@ class StageRoom:
             beside = beside - most(states.gradients_beside)[:, None] + least(states.grown_beside)[:, None]
             counts = np.where(grown > 0.0, in_tensors(1.0), 1.0)
         kept, dropped = (counts * of[rows][..., None] for of in (held.kept, held.dropped))
-        free = room - beside - counts * k * least(held.outside)
+        free = room - beside - counts * (k + at.outside) * least(held.outside)
         free = free - at.beside * columns.share[rows].min(axis=1)[:, None, None] * (kept - dropped)
         some = np.maximum(free / (layer + k * kept), (free + plain - remade) / (layer + k * (kept - dropped)))
         holds = np.minimum(holds, some)

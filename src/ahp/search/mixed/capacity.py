@@ -150,39 +150,45 @@ class Late(NamedTuple):
 def positions(schedule: str, p: int, m: int) -> Positions:
     """Of a replica with m micro-batches or more, those with the most room first; of stages that keep about as many, all as if they kept
     as many as the one with the fewest. Of ``SEVERAL`` stages on a rank some are the ends, and which is not known."""
-    beside = np.zeros(p, dtype=np.int64)
     if schedule == SEVERAL:
-        (held, beside), place = of_several(p, m), np.full(p, ANYWHERE)
-    else:
-        held, place = in_flight(schedule, p, 1, m)[:, 0], np.full(p, BETWEEN)
-        place[0], place[-1] = FIRST, LAST
+        return _alike(np.full(p, ANYWHERE), *of_several(p, m))
+    place = np.full(p, BETWEEN)
+    place[0], place[-1] = FIRST, LAST
+    return _alike(place, in_flight(schedule, p, 1, m)[:, 0])
+
+
+def _alike(place: Ints, held: Ints, *others: Ints | Floats) -> Positions:
+    """Stages in the same place that keep about as many micro-batches, with the least that any of them has of ``others``."""
     held = FEWER[np.searchsorted(FEWER, held, side="right") - 1]
     found, which, count = np.unique(np.stack([held, place]), axis=1, return_inverse=True, return_counts=True)
-    least = np.full(len(count), np.iinfo(np.int64).max)
-    np.minimum.at(least, which.ravel(), beside)
-    return Positions(found[0], found[1], count, least)
+    order, first = np.argsort(which.ravel(), kind="stable"), np.cumsum(count) - count
+    return Positions(found[0], found[1], count, *(np.minimum.reduceat(of[order], first) for of in others))
 
 
 def light_of(stages: Positions) -> Positions:
     """The same with one micro-batch."""
-    return stages._replace(held=np.ones_like(stages.held), beside=np.zeros_like(stages.held))
+    none, outside = np.zeros_like(stages.held), np.minimum(stages.outside, 1)
+    return stages._replace(held=np.ones_like(stages.held), beside=none, outside=outside)
 
 
-def of_several(p: int, m: int) -> tuple[Ints, Ints]:
-    """Micro-batches that each rank keeps of all its layers, the fewest first, and of one layer beside, at least; with several stages on
-    each of p ranks, of a layer each at least, under any schedule, and m micro-batches or more.
+def of_several(p: int, m: int) -> tuple[Ints, Ints, Ints, Floats]:
+    """What each rank keeps and receives at least, the one with the fewest micro-batches first; with several stages on each of p ranks, of a layer
+    each at least, under any schedule, and m micro-batches or more: micro-batches of all its layers, of one layer beside, and of what lies
+    beside layers beside; and how many times as much as one stage it receives.
 
-    Ranks keep of one stage h_i at least and of another as many as that and e_i more, where a rank with n layers keeps n h_i + e_i:
+    Ranks keep of one stage h_i at least and of another as many as that and e_i more, where a rank with n layers keeps n h_i + e_i, and
+    2 h_i + e_i times what lies beside the layers of a stage:
 
         loops    h = min(m, p, 2 i - 1), e = min(m, p) - h      with a split backward h = min(m, p), e = 0
         a V      h = min(m, i), e = min(m, 2 p - i) - h
 
-    so that of the i-th fullest h is the least of these, and e what the least has more with two layers.
+    so that of the i-th fullest h is the least of these, and e what the least has more with two layers. Each stage receives once from
+    either side, but for the ends: in loops these are on the first and on the last of these ranks, in a V both on the first.
     """
     i = np.arange(1, p + 1)
     loops, split, v = np.minimum(np.minimum(m, p), 2 * i - 1), np.full(p, min(m, p)), np.minimum(m, i)
     with_two = np.minimum.reduce([loops + min(m, p), 2 * split, v + np.minimum(m, 2 * p - i)])
-    return v, with_two - 2 * v
+    return v, with_two - 2 * v, with_two - v, (4 - 2 * (i == 1) - (i == p)) / 2
 
 
 def _find_room(most: Floats, number: Ints, which: Ints, cells: Ints, replicas: Ints, p: int, num_layers: int) -> Mask:
