@@ -81,6 +81,7 @@ class LayoutTables:
         """[G] Bytes of a micro-batch that recomputing one layer saves, at most."""
         self.by_layers = cache(self._by_layers)
         self.most_layers = cache(self._most_layers)
+        self._room = cache(self._room_with)
 
     @property
     def layer_s(self) -> Floats:
@@ -91,7 +92,7 @@ class LayoutTables:
         """[G] Seconds of the whole model for one micro-batch on a cell, with as few layers recomputed as memory asks for; infinite where
         there is none or it has not the memory."""
         n, found = self.num_layers, np.full(len(self.groups), np.inf)
-        rooms = [self._rooms(np.array([m])).mapped(lambda of: of[0, :, 0]) for m in (1, 2)]
+        rooms = [self._rooms(np.array([m]), (0, slice(None), 0)) for m in (1, 2)]
         holds = np.logical_or.reduce([room.hold(self._work[-1]) for room in rooms]) & there
         least = np.min([self._fewest(room.saved_bytes(self._work[-1]), self._dropped, n) for room in rooms], axis=0)
         for group in np.flatnonzero(holds).tolist():
@@ -144,7 +145,7 @@ class LayoutTables:
         seconds = self._seconds[:, kinds, last] - self._seconds[:, kinds, first]
         numbers, which = np.unique(micro_batches, return_inverse=True)
         at = which.reshape(np.shape(micro_batches))[..., None], kinds, np.arange(self.num_stages)
-        return self._work[last] - self._work[first], seconds, self._rooms(numbers).mapped(lambda of: of[at])
+        return self._work[last] - self._work[first], seconds, self._rooms(numbers, at)
 
     def most_in_stages(self, micro_batches: Ints) -> Ints:
         """[S] Layers of each stage that any group can hold with one of so many micro-batches, at most."""
@@ -155,7 +156,7 @@ class LayoutTables:
         n = np.arange(1, self.num_layers + 1)
         group = np.arange(len(self.groups))[:, None, None]
         seconds = self._seconds[:, :, -1, None, None] / self.num_layers * n
-        room = self._rooms(np.array([micro_batches])).mapped(lambda of: of[0][..., None])
+        room = self._rooms(np.array([micro_batches]), (0, ..., None))
         mean = self._work[-1] / self.num_layers
         found = self._costs(group, self._places[:, None], n, mean * n, seconds, room)
         return found._replace(whole=np.where(found.fits, found.whole, np.inf))
@@ -179,29 +180,25 @@ class LayoutTables:
         """Layers that must be recomputed for that, of n."""
         return np.clip(np.ceil(saved_bytes / np.maximum(dropped, 1.0) - ROUNDING), 0, n).astype(np.int64)
 
-    def _rooms(self, micro_batches: Ints) -> StageRoom:
-        """[M, G, S] Of each stage on each group, in replicas with so many micro-batches."""
-        rows, held = np.array([self._row]), self._held(micro_batches)[:, None]
-        of = Positions(held, self._places, np.ones(self.num_stages, dtype=np.int64))
-        if (micro_batches > 1).all() or (micro_batches == 1).all():
-            return StageRoom.of(self._columns, rows, of, micro_batches).mapped(lambda field: field)
-        one, several = (
-            StageRoom.of(self._columns, rows, of, m).mapped(lambda field: field)
-            for m in (np.ones_like(micro_batches), np.maximum(micro_batches, 2))
-        )
-        single = (micro_batches == 1)[:, None, None]
-        return StageRoom(
-            *(np.where(single, *pair) for pair in zip(vars(one).values(), vars(several).values(), strict=True))
-        )
+    def _rooms(self, micro_batches: Ints, at: Any = ()) -> StageRoom:
+        """[M, G, S] Of each stage on each group, in replicas with so many micro-batches; ``at``: those that this says of them."""
+        each = np.stack([self._room(m) for m in micro_batches.tolist()], axis=1)
+        layer_s, again_s, free, held, *others = each[(slice(None), *at)]
+        return StageRoom(layer_s, again_s, free, held.astype(np.int64), *others)
 
-    def _held(self, micro_batches: Ints) -> Ints:
-        """[M, S] Micro-batches that each stage keeps at once, at least."""
-        held = np.ones((len(micro_batches), self.num_stages), dtype=np.int64)
+    def _room_with(self, micro_batches: int) -> Floats:
+        """[F, G, S] The fields of one ``StageRoom``, with so many."""
+        at = Positions(self._held(micro_batches), self._places, np.ones(self.num_stages, dtype=np.int64))
+        room = StageRoom.of(self._columns, np.array([self._row]), at, micro_batches)
+        return np.array([field[0] for field in vars(room.mapped(lambda of: of)).values()])
+
+    def _held(self, micro_batches: int) -> Ints:
+        """[S] Micro-batches that each stage keeps at once, at least."""
+        held = np.ones(self.num_stages, dtype=np.int64)
         if not self._ranks:
             p, v = self._layout.pipeline_parallel_degree, self._layout.virtual_stages_per_rank
             schedule = of_ranks(self._layout.pipeline_parallel_schedule, p)
-            own = schedule.placement.rank_stages(p, v)
-            held[:, own] = np.stack([in_flight(schedule.name, p, v, m) for m in micro_batches.tolist()])
+            held[schedule.placement.rank_stages(p, v)] = in_flight(schedule.name, p, v, micro_batches)
         return held
 
     @cached_property
@@ -235,7 +232,7 @@ class LayoutTables:
 
     def _most_of(self, micro_batches: Ints) -> Ints:
         """[M, G, S]"""
-        most = self._rooms(micro_batches).mapped(lambda of: of).most
+        most = self._rooms(micro_batches).most
         return np.minimum(np.floor(most / self._least_work + ROUNDING), self.num_layers).astype(np.int64)
 
 
