@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Plan
 from ahp.schedule.orders import given_order
+from ahp.search.found_orders import _promising as promising
 from ahp.search.result import Ranking
 from ahp.search.ties import TIED
 
@@ -228,3 +230,14 @@ def test_a_longer_order_than_is_looked_for_is_named(graph: ModelGraph, monkeypat
     assert any("192 actions, more than 10" in line for line in ranking.best.why)
     with pytest.raises(BadInput, match="'Synthesized': no schedule made for its stages: 192 actions"):
         searched(graph, ALIKE, pipeline_parallel_schedule="Synthesized")
+
+
+def test_those_with_the_lowest_floors_and_the_fastest_take_turns() -> None:
+    floors_s, times_s = [1.0, 5.0, 2.0, 6.0, 3.0, 7.0, 8.0], [9.0, 12.0, 10.0, 8.0, 15.0, 11.0, 14.0]
+    pairs = [
+        (SimpleNamespace(number=number, forecast=SimpleNamespace(step_time_s=time_s)), SimpleNamespace(floor_s=floor_s))
+        for number, (floor_s, time_s) in enumerate(zip(floors_s, times_s, strict=True))
+    ]
+    found = [plan.number for plan, _ in promising(pairs)]  # type: ignore[arg-type, attr-defined]
+    # By floors 0 2 4 1 3 5 6, by times 3 0 2 5 1 6 4: each once, the first six.
+    assert found == [0, 3, 2, 4, 1, 5]
