@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 from ahp.arrays import Floats, Ints, Mask
-from ahp.search.mixed.tables import LayoutTables
+from ahp.search.mixed.tables import LayoutTables, StageCosts
 
 Kind = tuple[int, ...]
 """The number of the group of each stage."""
@@ -135,14 +136,16 @@ def balance(
     micro_batches = share(counts, total, least, _by_speed(kinds, tables, numbers))
     best: tuple[bool, Balanced] | None = None
     ways_s = np.zeros(len(kinds))
+    # A round mostly begins with what the one before ended with.
+    costs_of = cache(lambda layers, most: tables.stages(at, layers, np.array(most)))
     for _ in range(ROUNDS):
         if micro_batches is None:
             break
-        most = np.array([each[0] for each in micro_batches])
+        most = _most(micro_batches)
         layers = fixed or _cut(at, tables, num_layers, most, ways_s, np.array(fewest), splits=splits)
         if layers is None:
             break
-        costs = tables.stages(at, layers, most)
+        costs = costs_of(layers, most)
         ways_s = (costs.forward if splits else costs.whole).sum(axis=1)
         times_s = [ends_s(*of_kind, numbers, splits=splits) for of_kind in zip(costs.whole, costs.forward, strict=True)]
         shared = share(counts, total, least, times_s)
@@ -150,7 +153,7 @@ def balance(
         shared = round_down(shared, allowed, times_s, least)
         if shared is None:
             break
-        found = _bounded(at, tables, layers, shared, splits=splits)
+        found = _bounded(costs_of(layers, _most(shared)), layers, shared, splits=splits)
         if best is not None and (best[0], -best[1].at_least_s) >= (found[0], -found[1].at_least_s):
             break
         best = found
@@ -158,13 +161,16 @@ def balance(
     return None if best is None else best[1]
 
 
+def _most(micro_batches: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Of the replicas of each kind, those of the one with the most."""
+    return tuple(each[0] for each in micro_batches)
+
+
 def _bounded(
-    kinds: Ints, tables: LayoutTables, layers: tuple[int, ...], shared: list[list[int]], *, splits: bool
+    costs: StageCosts, layers: tuple[int, ...], shared: list[list[int]], *, splits: bool
 ) -> tuple[bool, Balanced]:
     """Whether it fits, and the balance with what it takes at least."""
-    most = np.array([each[0] for each in shared])
-    costs = tables.stages(kinds, layers, most)
-    ends = ends_s(costs.whole, costs.forward, most, splits=splits)
+    ends = ends_s(costs.whole, costs.forward, np.array(_most(shared)), splits=splits)
     return bool(costs.fits.all()), Balanced(layers, tuple(map(tuple, shared)), float(ends.max()))
 
 
@@ -174,7 +180,14 @@ def _by_speed(kinds: Sequence[Kind], tables: LayoutTables, numbers: Ints) -> lis
 
 
 def _cut(
-    kinds: Ints, tables: LayoutTables, num_layers: int, most: Ints, ways_s: Floats, fewest: Ints, *, splits: bool
+    kinds: Ints,
+    tables: LayoutTables,
+    num_layers: int,
+    most: Sequence[int],
+    ways_s: Floats,
+    fewest: Ints,
+    *,
+    splits: bool,
 ) -> tuple[int, ...] | None:
     """The cut with the earliest end by the formula, the ways through the replicas as they were in the last round.
 
@@ -183,7 +196,7 @@ def _cut(
     """
     stages = np.arange(kinds.shape[1])
     ends = np.full((len(stages), num_layers), -np.inf)
-    for kind, m, way_s in zip(kinds, most.tolist(), ways_s, strict=True):
+    for kind, m, way_s in zip(kinds, most, ways_s, strict=True):
         costs = tables.by_layers(m)
         early = (np.minimum(len(stages) - stages, m) - 1 + splits)[:, None]
         times = m if splits else max(m - 1, 0.5)

@@ -83,7 +83,7 @@ class LayoutTables:
         self.most_layers = cache(self._most_layers)
         self._room = cache(self._room_with)
 
-    @property
+    @cached_property
     def layer_s(self) -> Floats:
         """[G] Seconds of both passes of the mean layer with none recomputed, and of the stage with the least beside it."""
         return self._seconds[1, :, -1] / self.num_layers + self._beside_s[1][:, self._places].min(axis=1)
