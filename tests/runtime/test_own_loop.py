@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ahp.errors import BadInput
 from ahp.runtime.torch_compat import local_tensor
 from tests.marks import cases
 from tests.runtime.models import BUILDERS, JOB, VOCABULARY, batch
@@ -88,6 +89,148 @@ def test_the_programs_seed_changes_no_step_and_steps_do_not_change_what_it_draws
     for rank, result in enumerate(one):
         generator = torch.Generator().manual_seed(100 + rank)
         assert result["drawn"] == [torch.rand((), generator=generator).item() for _ in range(3 * STEPS)]
+
+
+def in_16_bits(
+    rank: int, world: int, layout: dict[str, Any], precision: str, dtype: torch.dtype
+) -> list[tuple[float, float]]:
+    """Steps of a model whose weights were rounded to ``dtype``, and are held in it where that is not fp32."""
+    from ahp.runtime.parallel import parallelize
+
+    module = BUILDERS["llama"]().to(torch.bfloat16).to(dtype)
+    parallel = parallelize(module, {"job": {**JOB, "precision": precision}, "parallelism": layout})
+    assert {p.dtype for p in parallel.parameters.values()} == {torch.float32}
+    results = [parallel.step(parallel.shard(batch(step))) for step in range(STEPS)]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+PIECES = {
+    "one": {"micro_batch_size": 2},
+    "replicas": {"data_parallel_replicate_degree": 2, "micro_batch_size": 1},
+    "zero1": {"data_parallel_shard_degree": 2, "zero_stage": 1, "micro_batch_size": 1},
+    "zero2": {"data_parallel_shard_degree": 2, "zero_stage": 2, "micro_batch_size": 1},
+    "zero3": {"data_parallel_shard_degree": 2, "zero_stage": 3, "micro_batch_size": 1},
+    "context": {"context_parallel_degree": 2, "zero_stage": 0, "micro_batch_size": 2},
+}
+PIPE = {"pipeline_parallel_degree": 2, "micro_batch_size": 2}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["one", "replicas", "pipe"])
+def test_a_model_in_16_bits_has_master_weights_in_fp32(pool: Pool, name: str, precision: str) -> None:
+    layout = PIPE if name == "pipe" else PIECES[name]
+    found = [
+        pool.run(in_16_bits, world_size(layout), layout, precision, dtype)[0]
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    assert found[0] == found[1]
+
+
+def after_a_fault(
+    rank: int, world: int, layout: dict[str, Any], precision: str, fault: str
+) -> list[tuple[float, float]]:
+    """Two steps, after one whose last micro-batch raised in its forward, or in its backward."""
+    from ahp.runtime.parallel import parallelize
+
+    parallel = parallelize(BUILDERS["custom"](), {"job": {**JOB, "precision": precision}, "parallelism": layout})
+    part = {key: value.clone() for key, value in parallel.shard(batch(7)).items()}
+    if fault == "forward":
+        part["input_ids"][-1, -1] = VOCABULARY
+        with pytest.raises(IndexError):
+            parallel.step(part)
+    elif fault == "backward":
+        left = [3]
+
+        def count(gradient: torch.Tensor) -> None:
+            left[0] -= 1
+            if not left[0]:
+                raise ValueError("a fault")
+
+        norm = parallel.stages[0].model.norm
+        hook = norm.register_forward_hook(lambda module, given, output: output.register_hook(count) and None)
+        with pytest.raises((ValueError, RuntimeError)):
+            parallel.step(part)
+        hook.remove()
+    elif fault == "own":
+        name, parameter = next(iter(parallel.parameters.items()))
+        parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(
+            BadInput, match=f"step: {re.escape(name)} has a gradient already, from a backward pass outside of step"
+        ):
+            parallel.step(part)
+    results = [parallel.step(parallel.shard(batch(step))) for step in range(2)]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", PIECES)
+def test_a_step_that_raised_leaves_nothing_to_the_next(pool: Pool, name: str, precision: str) -> None:
+    """Whose caller caught what it raised: memory that ran out, Ctrl-C in a notebook."""
+    layout = PIECES[name]
+    none, *others = (
+        pool.run(after_a_fault, world_size(layout), layout, precision, fault)[0]
+        for fault in ("", "forward", "backward", "own")
+    )
+    assert others == [none] * 3
+
+
+def after_a_fault_in_a_pipeline(rank: int, world: int) -> None:
+    from ahp.runtime.parallel import parallelize
+
+    parallel = parallelize(BUILDERS["custom"](), {"job": JOB, "parallelism": PIPE})
+    part = parallel.shard(batch(0))
+
+    def fails(*unused: object) -> None:
+        raise ValueError("a fault")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel.runner, "run", fails)
+        with pytest.raises(ValueError, match="a fault"):
+            parallel.step(part)
+    with pytest.raises(BadInput, match="raised in the middle of a pipeline"):
+        parallel.step(part)
+
+
+def test_a_pipeline_does_not_go_on_after_a_step_that_raised(pool: Pool) -> None:
+    pool.run(after_a_fault_in_a_pipeline, 2)
+
+
+def other_kinds(rank: int, world: int) -> None:
+    from ahp.runtime.parallel import parallelize
+
+    parallel = parallelize(BUILDERS["llama"](), {"job": JOB})
+    part = parallel.shard(batch(0))
+    others = {
+        "torch.int32": part["input_ids"].int(),
+        "torch.float32": part["labels"].float(),
+        "list": part["labels"].tolist(),
+    }
+    for (kind, value), key in zip(others.items(), ("input_ids", "labels", "labels"), strict=True):
+        with pytest.raises(BadInput, match=re.escape(f"part['{key}'] = '{kind}': must be a tensor of int64")):
+            parallel.step({**part, key: value})
+
+
+def test_a_part_of_another_kind_is_refused(pool: Pool) -> None:
+    pool.run(other_kinds, 1)
+
+
+def outside(rank: int, world: int, layout: dict[str, Any], key: str, value: int) -> str:
+    from ahp.runtime.parallel import parallelize
+
+    parallel = parallelize(BUILDERS["llama"](), {"job": JOB, "parallelism": layout})
+    part = {name: rows.clone() for name, rows in parallel.shard(batch(0)).items()}
+    part[key][0, -2] = value
+    with pytest.raises(IndexError) as raised:
+        parallel.step(part)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("value", [-1, VOCABULARY])
+@pytest.mark.parametrize("key", ["input_ids", "labels"])
+def test_a_token_outside_of_a_divided_vocabulary_is_refused_as_on_one_process(pool: Pool, key: str, value: int) -> None:
+    said = pool.run(outside, 2, TENSOR, key, value)
+    assert all(f"= {value}: " in each and f"valid: 0 to {VOCABULARY - 1}" in each for each in said)
+    assert pool.run(outside, 1, {}, key, value)
 
 
 ROOT = Path(__file__).parents[2]

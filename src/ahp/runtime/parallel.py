@@ -18,6 +18,7 @@ from ahp.graph.lora import base_alone, with_adapters
 from ahp.graph.models import is_masked
 from ahp.graph.outline import Outline
 from ahp.plan import Plan, validated
+from ahp.runtime.between_steps import forget_step, refuse_gradients
 from ahp.runtime.compute.chunked_loss import Tail
 from ahp.runtime.compute.deterministic import deterministic, set_environment
 from ahp.runtime.compute.fp8 import check_parts, refuse_device
@@ -33,6 +34,7 @@ from ahp.runtime.optimizer.learning_rate import learning_rate
 from ahp.runtime.optimizer.loss_scale import LossScale
 from ahp.runtime.optimizer.muon import OwnedMatrices
 from ahp.runtime.optimizer.norm import loss_and_norm, unscale_and_clip_, weighted_square_sum
+from ahp.runtime.part import check_part, keys_of_part
 from ahp.runtime.peak_memory import most_bytes
 from ahp.runtime.pipeline.borders import by_micro_batch
 from ahp.runtime.pipeline.cut import Stage
@@ -56,6 +58,7 @@ from ahp.runtime.step_result import StepResult
 from ahp.runtime.training_state import TrainingState
 from ahp.runtime.weights.adapter import Adapter
 from ahp.runtime.weights.alike import first_unlike
+from ahp.runtime.weights.allocate import hold_in_fp32
 from ahp.runtime.weights.hub_names import InFiles, in_files, shapes_of
 from ahp.runtime.weights.starting_values import StartingValues
 from ahp.schedule.orders import ranks_of_stages
@@ -121,11 +124,14 @@ class Parallel:
         p = self.layout = plan.parallelism.of_rank(mesh.rank("pp"))
         """The plan's as this rank has it: with the width of its own stages."""
         own = plan.model_copy(update={"parallelism": self.layout})
+        hold_in_fp32(module)
         with_adapters(module, plan.job.lora, seed=plan.job.seed)
         self.config = getattr(module, "config", None)
         self.adapter = Adapter.of(module, plan)
         """What peft needs beside its matrices, None for a model without adapters."""
         self._saver: BackgroundSaver | None = None
+        self._in_step = False
+        """Whether micro-batches may have left gradients behind: still so at the next step where one has raised."""
         self.halts_at_fault = False
         """Whether, once a loss or a gradient was no number, no later step changes a weight either: for a loop that calls the next step
         before it has read that of the one before."""
@@ -330,7 +336,8 @@ class Parallel:
 
         ``part``: as ``shard`` gives it, ``labels`` unshifted, -100 = not scored. Ranks may hold different numbers of
         scored tokens: the loss is the mean over all of them. Random numbers (dropout) are those of the job's seed and the step; the
-        program's own generators are left as they were. Raises BadInput for other keys and shapes.
+        program's own generators are left as they were. After a step that raised the next one begins anew. Raises BadInput for other keys, kinds
+        and shapes, and for gradients that no step made.
         """
         if self._unlike is not None:
             raise BadInput(
@@ -344,10 +351,15 @@ class Parallel:
         self.loss.num_micro_batches = self._micro_batches(len(labels))
         self.loss.total = PendingCount(scored, self.mesh.data.get_group())
         job = self.plan.job
+        raised, self._in_step = self._in_step, True
+        if raised:
+            forget_step(self.runner, state.local, self.sharding)
+        refuse_gradients(state.local)
         with numbers_of_step(self.mesh, job.seed, state.num_steps_done), deterministic(job.deterministic):
             loss = self.runner.run(inputs, labels, len(labels) // self.layout.micro_batch_size)
         absent = self.given.absent(self.sharding.finish())
         gradients = state.local.gradients()
+        self._in_step = False
         self.ties.sum_(gradients, state.layout, state.optimizer.shards)
         squares = weighted_square_sum(gradients, self.copies, self.mesh.device)
         figures, counts = loss_and_norm(loss / self.mesh.size("tp"), squares.total, self.given.counts(absent), scale)
@@ -395,23 +407,9 @@ class Parallel:
         """What the model is called with, and the labels."""
         if self._awaits_load:
             raise _without_values()
-        masks = self.plan.job.document_mask
-        wanted = ["input_ids", "labels", *(["position_ids"] if masks else [])]
-        missing, unused = sorted(set(wanted) - set(part)), sorted(set(part) - set(wanted))
-        if missing or unused:
-            rule = f"with job.document_mask {masks} its keys must be {', '.join(wanted[:-1])} and {wanted[-1]}"
-            fault = f"{', '.join(missing)} is missing" if missing else f"{', '.join(unused)} would not be used"
-            raise bad_input("part", sorted(part), f"{rule}; {fault}")
-        found = {key: part[key].to(self.mesh.device, non_blocking=True) for key in wanted}
-        shapes, size = {tuple(tensor.shape) for tensor in found.values()}, self.layout.micro_batch_size
-        rows, *rest = next(iter(shapes))
-        if len(shapes) > 1 or len(rest) != 1 or rows % size or not rows:
-            raise bad_input(
-                "part",
-                ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in found.items()),
-                f"all must be [rows, sequence] with rows a multiple of micro_batch_size {size}; did you call parallel.shard(batch)?",
-            )
-        refuse_length(self.plan.job, self.layout, rest[0])
+        check_part(part, self.plan.job, self.layout.micro_batch_size)
+        found = {key: part[key].to(self.mesh.device, non_blocking=True) for key in keys_of_part(self.plan.job)}
+        refuse_length(self.plan.job, self.layout, part["labels"].shape[1])
         widths = self.plan.parallelism.widths
         found = {key: by_micro_batch(tensor, widths, self.layout) for key, tensor in found.items()}
         labels = found.pop("labels")

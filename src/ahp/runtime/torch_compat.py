@@ -26,6 +26,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ahp.errors import BadInput
 from ahp.graph.torch_compat import FakeTensor as FakeTensor
 from ahp.graph.torch_compat import FakeTensorMode as FakeTensorMode
 from ahp.graph.torch_compat import TorchDispatchMode as TorchDispatchMode
@@ -43,6 +44,21 @@ def like_distributed(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor):
         return local
     return DTensor(local, like._spec, requires_grad=False)
+
+
+def refuse_outside(ids: torch.Tensor, size: int, ignored: int | None = None) -> None:
+    """Raises IndexError for an id that is no row of a table of ``size`` rows, of which each rank has some: the whole table would refuse it, and
+    to each of the ranks it looks like another's. On a GPU the kernel asserts, as torch's own do; the host does not wait."""
+    bad = (ids < 0) | (ids >= size)
+    if ignored is not None:
+        bad &= ids != ignored
+    if ids.is_cuda:
+        torch._assert_async(~bad.any(), f"token id or label outside of the vocabulary of {size}")
+    elif bad.any():
+        ignoring = "" if ignored is None else f", or {ignored}, which is not scored"
+        raise IndexError(
+            f"token id or label = {int(ids[bad][0])}: the vocabulary has {size} tokens (valid: 0 to {size - 1}{ignoring})"
+        )
 
 
 def sum_gradients(module: FSDPModule, on_reduced: Callable[[torch.Tensor], None] | None) -> None:
@@ -95,6 +111,25 @@ def _with_every_gradient(group: Any, own: Callable[..., None], given: set[int], 
     return post_backward
 
 
+def forget_backward(root: FSDPModule) -> None:
+    """Put a sharded model back to before a forward or a backward that raised. Raises BadInput where torch cannot (before 2.13)."""
+    if not hasattr(root, "reset_iter_state"):
+        raise BadInput(
+            f"step: the step before raised, and torch {torch.__version__} cannot go on after it; call ahp.parallelize again, and load a checkpoint"
+        )
+    if root._get_fsdp_state()._is_root is None:  # nothing has run
+        return
+    root.reset_iter_state()
+    assert isinstance(root, nn.Module), "a sharded module is one"
+    for module in root.modules():
+        for group in _parameter_groups(module) if isinstance(module, FSDPModule) else ():
+            for parameter in group.fsdp_params:
+                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                    whole.grad = None
+                    if not AUTOGRAD_ADDS_UP:
+                        parameter.unsharded_accumulated_grad = None
+
+
 def gather_outside_modes(module: FSDPModule) -> None:
     """Let what a sharded module does around its forward be unseen by the mode that selective recompute watches operators with.
 
@@ -123,6 +158,7 @@ def accumulate_in_reduce_dtype(root: nn.Module) -> None:
     """Add gradients that came outside of a backward of FSDP2's to those that it keeps for the reduction, in fp32."""
     if AUTOGRAD_ADDS_UP:
         return
+    assert isinstance(root, nn.Module), "a sharded module is one"
     for module in root.modules():
         for group in _parameter_groups(module) if isinstance(module, FSDPModule) else ():
             for parameter in group.fsdp_params:

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ahp.runtime.torch_compat import refuse_outside
+
 if TYPE_CHECKING:
     from ahp.runtime.compute.chunked_loss import Tail
     from ahp.runtime.experts.balance_loss import Balance
@@ -109,6 +111,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         rows = logits.shape[-1]
         first = group.rank() * rows
+        refuse_outside(targets, group.size() * rows, IGNORED)
         largest = logits.amax(dim=-1).float()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         # One full-size temporary: whatever is not done in place here costs as much as the exponential itself.

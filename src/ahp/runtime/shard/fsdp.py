@@ -22,7 +22,13 @@ from torch.distributed.tensor import Shard
 from ahp.job import Precision
 from ahp.runtime.ranks.mesh import Mesh
 from ahp.runtime.shard.replicas import Replicas
-from ahp.runtime.torch_compat import gather_outside_modes, local_tensor, reduce_every_gradient, sum_gradients
+from ahp.runtime.torch_compat import (
+    forget_backward,
+    gather_outside_modes,
+    local_tensor,
+    reduce_every_gradient,
+    sum_gradients,
+)
 
 COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -150,6 +156,16 @@ class Sharding:
             unit.set_requires_gradient_sync(last or self.zero_stage >= 2, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
             unit.set_reshard_after_backward(last or self.zero_stage == 3, recurse=False)
+
+    def forget(self) -> None:
+        """What a step that raised before its end has left."""
+        self.given.clear()
+        self.zeros.clear()
+        self._set_for_last = None
+        for root in self.roots:
+            forget_backward(root)
+        if self.replicas is not None:
+            self.replicas.forget()
 
     def finish(self) -> set[int]:
         """Wait until every gradient is the sum over all replicas. Returns the ``id`` of each parameter whose gradient is zeros here because no

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -56,12 +57,25 @@ class LocalParameters:
     def gradients(self) -> dict[str, torch.Tensor]:
         """This rank's part of every gradient there is, twins added up; afterwards no parameter holds one."""
         found: dict[str, torch.Tensor] = {}
-        for name, parameter in [*self.parameters.items(), *self.twins]:
+        for name, parameter in self._all():
             if parameter.grad is not None:
                 gradient = local_tensor(parameter.grad)
                 found[name] = found[name].add_(gradient) if name in found else gradient
                 parameter.grad = None
         return found
+
+    def forget_gradients(self) -> None:
+        """Those that no step has taken."""
+        for _, parameter in self._all():
+            parameter.grad = None
+
+    def with_gradient(self) -> str | None:
+        """The first parameter that has one."""
+        return next((name for name, parameter in self._all() if parameter.grad is not None), None)
+
+    def _all(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """By name, twins last."""
+        return chain(self.parameters.items(), self.twins)
 
     def refresh_twins(self) -> None:
         """After parameters changed."""

@@ -152,6 +152,15 @@ class Replicas:
         assert work is not None
         self.pending.append(work)
 
+    def forget(self) -> None:
+        """What a step that raised before its end has left; sums that all replicas began are waited for."""
+        for work in self.pending:
+            work.wait()
+        self.pending.clear()
+        self.num_begun = 0
+        for bucket in self.buckets:
+            bucket.num_ready, bucket.zeros = 0, set()
+
     def finish(self) -> set[int]:
         """Begin what no hook has begun (parameters without a gradient, torch's pipeline schedules), and wait for all. Returns the ``id`` of each
         parameter of which this rank had no gradient."""

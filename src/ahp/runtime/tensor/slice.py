@@ -27,7 +27,7 @@ from ahp.runtime.experts.router_outputs import Collect, WithRouterOutputs
 from ahp.runtime.experts.sliced_experts import ExpertsPlaceholder, leave_out, splits_of_experts
 from ahp.runtime.tensor.collectives import cut_segments, cut_sequence, gather_sequence, sum_gradient, sum_over_ranks
 from ahp.runtime.tensor.rewrite import rewrite
-from ahp.runtime.torch_compat import outside_modes, pytree
+from ahp.runtime.torch_compat import outside_modes, pytree, refuse_outside
 from ahp.search.slicing.model import ModelSlicing
 from ahp.search.slicing.placement import Placement, Split
 from ahp.search.slicing.solve import LAST_RESORT, SPARING, Slicing, solve
@@ -315,6 +315,7 @@ def _embed(
     padding = module.padding_idx
     with local_weights(module) as rows:
         first = group.rank() * rows
+        refuse_outside(ids, group.size() * rows)
         elsewhere = (ids < first) | (ids >= first + rows)
         try:
             # the row that gets no gradient is counted from this rank's first one, as the ids are

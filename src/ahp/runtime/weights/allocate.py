@@ -86,6 +86,13 @@ def allocate_on(module: nn.Module, device: torch.device) -> None:
     _retie(module, tied)
 
 
+def hold_in_fp32(module: nn.Module) -> None:
+    """Master weights of a module that was built or read in 16 bits, in place. Tied parameters stay tied, and buffers as they are."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and parameter.dtype is not torch.float32:
+            parameter.data = parameter.data.float()
+
+
 def store_frozen(module: nn.Module, dtype: torch.dtype) -> None:
     """Keep weights that are not trained as they compute, in place: a copy in fp32 is for updates. Tied parameters stay tied."""
     stored: dict[int, nn.Parameter] = {}

@@ -1,0 +1,40 @@
+"""What a step is called with: refused at once where it is not what ``Parallel.shard`` gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ahp.errors import bad_input
+from ahp.job import Job
+
+
+def keys_of_part(job: Job) -> list[str]:
+    """The keys that a part of a batch has."""
+    return ["input_ids", "labels", *(["position_ids"] if job.document_mask else [])]
+
+
+def check_part(part: dict[str, Any], job: Job, micro_batch_size: int) -> None:
+    """Raises BadInput for other keys, kinds and shapes than a step takes."""
+    wanted = keys_of_part(job)
+    missing, unused = sorted(set(wanted) - set(part)), sorted(set(part) - set(wanted))
+    if missing or unused:
+        rule = f"with job.document_mask {job.document_mask} its keys must be {', '.join(wanted[:-1])} and {wanted[-1]}"
+        fault = f"{', '.join(missing)} is missing" if missing else f"{', '.join(unused)} would not be used"
+        raise bad_input("part", sorted(part), f"{rule}; {fault}")
+    for key in wanted:
+        value = part[key]
+        kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        if kind is not torch.int64:
+            raise bad_input(
+                f"part[{key!r}]", f"{kind}", "must be a tensor of int64", [f"torch.as_tensor({key}).long()"]
+            )
+    shapes = {tuple(part[key].shape) for key in wanted}
+    rows, *rest = next(iter(shapes)) or (0,)
+    if len(shapes) > 1 or len(rest) != 1 or rows % micro_batch_size or not rows:
+        raise bad_input(
+            "part",
+            ", ".join(f"{key} {list(part[key].shape)}" for key in wanted),
+            f"all must be [rows, sequence] with rows a multiple of micro_batch_size {micro_batch_size}; did you call parallel.shard(batch)?",
+        )
