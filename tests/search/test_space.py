@@ -163,6 +163,31 @@ def test_what_the_user_fixed_is_kept_and_nothing_else_is_lost(given: dict, monke
     assert found
 
 
+@pytest.mark.parametrize("engine", names())
+@pytest.mark.parametrize(("model", "batch"), [("llama", 4), ("experts", 2)])
+def test_every_value_of_a_legal_layout_may_be_fixed(model: str, batch: int, engine: str) -> None:
+    """Alone: another key of the layout may be needed, and is then the search's to find."""
+    cluster = "4xH100-SXM-80GB"
+    layouts = list(build(small(model, cluster, engine=engine, batch=batch)))
+    values = {
+        (key, value)
+        for layout in layouts
+        for key, value in layout
+        if key in Constraints.model_fields and value is not None
+    }
+    for key, value in sorted(values, key=str):
+        constraints = Constraints(**{key: value})
+        found = set(build(small(model, cluster, engine=engine, batch=batch, constraints=constraints)))
+        assert found >= {layout for layout in layouts if getattr(layout, key) == value}, (key, value)
+
+
+def test_experts_that_cannot_be_shared_so_are_refused_by_their_own_key() -> None:
+    with pytest.raises(
+        BadInput, match=r"^expert_parallel_degree = 3: does not divide num_experts 4 \(valid: 1, 2, 4\)$"
+    ):
+        small("experts", constraints={"expert_parallel_degree": 3})
+
+
 def test_uneven_stages_that_the_user_gives() -> None:
     given = {"pipeline_parallel_degree": 2, "layers_per_stage": (1, 3)}
     asked = small("llama", "4xH100-SXM-80GB", constraints=given)

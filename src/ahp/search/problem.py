@@ -258,9 +258,15 @@ class Problem:
             kept = (*kept, "tensor_parallel_degree")
             some = next((degree for degree in (2, 3, 5, 7) if self.can_divide(degree, 1)), 2)
             given = {"tensor_parallel_degree": some, **given}
-        layout = self._sharing_experts({key: given[key] for key in (*kept, *degrees) if key in given})
-        if reason := self.refused(layout) or self._refused_method():
+        keys = {key: given[key] for key in (*kept, *degrees) if key in given}
+        if reason := self.refused(self._sharing_experts(keys)) or self._refused_method():
             raise NotExpressible(reason)
+        # Which ranks share the experts is the space's: here only whether the experts can be shared among so many.
+        expert = keys.pop("expert_parallel_degree", 1)
+        shared = Parallelism(data_parallel_shard_degree=expert, expert_parallel_degree=expert)
+        if reason := rules.experts(self.graph, self.job, shared, self.engine):
+            raise BadInput(reason)
+        layout = Parallelism(**keys)
         reasons = []
         for group in self.cluster.groups:
             alone = self.cluster.model_copy(update={"groups": (group,)})
