@@ -156,9 +156,9 @@ def test_one_device() -> None:
 @pytest.mark.parametrize(
     ("cluster", "batch", "used"),
     [
-        ("7xH100-SXM-80GB", 16, 6),
+        ("7xH100-SXM-80GB", 16, 4),  # six are slower
         ("3x4xH100-SXM-80GB", 16, 12),
-        ("1x13xH100-SXM-80GB", 1, 12),
+        ("1x13xH100-SXM-80GB", 1, 8),  # and so are twelve
         ("64x8xH100-SXM-80GB", 1, 512),
     ],
 )
@@ -168,10 +168,21 @@ def test_devices_that_nothing_can_use_are_left_and_told(cluster: str, batch: int
     assert ranking.best.parallelism.world_size == used
     assert Cluster.resolve(ranking.best.cluster or {}).num_devices == used
     if used < total:
+        more = search(
+            tiny(), f"1x{6 if batch > 1 else 12}xH100-SXM-80GB", JOB.model_copy(update={"global_batch_size": batch})
+        )
+        assert ranking.fastest.priced.step_time_s < more.fastest.priced.step_time_s
         assert f"{used} of {total} devices are used" in ranking.notes[0]
         assert ranking.notes[0] in ranking.best.why
     else:
         assert ranking.notes == ()
+
+
+def test_as_many_devices_of_each_node_are_used() -> None:
+    ranking = search(tiny(), "2x3xH100-SXM-80GB", JOB, engine={"name": "accelerate"})
+    group = Cluster.resolve(ranking.best.cluster or {}).groups[0]
+    assert (group.nodes, group.devices_per_node) == (2, 2)
+    assert "4 of 6 devices, 2 of each of 2 nodes, are used" in ranking.notes[0]
 
 
 def test_with_devices_takes_whole_nodes_or_a_part_of_one() -> None:

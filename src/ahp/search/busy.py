@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ahp.divisors import divisors
 from ahp.errors import bad_input
-from ahp.search.problem import Problem
+from ahp.search.problem import Problem, spread
 
 MOST_TENSOR = 1024
 """Above every number of attention heads that a model has."""
@@ -39,13 +39,13 @@ def replicas_of(asked: Problem) -> Iterator[tuple[int, int]]:
 
 
 def busy_counts(asked: Problem) -> list[int]:
-    """Every number of devices, up to those of the cluster, that can be busy, the largest first: whole nodes, or a part of one.
+    """Every number of devices, up to those of the cluster, that can be busy, the largest first: as many on each of some nodes.
 
     The replicas divide the batch; the devices of one replica are as many as heads, layers and tokens can feed.
     """
-    group, total = asked.cluster.groups[0], asked.cluster.num_devices
+    total = asked.cluster.num_devices
     pipelines, data = range(1, max(asked.most_stages, 1) + 1), divisors(asked.job.global_batch_size)
     cells = {tensor * context for tensor, context in replicas_of(asked)}
     replicas = {cell * pipeline for cell in cells for pipeline in pipelines if cell * pipeline <= total}
     found = {count for one in replicas for d in data if (count := one * d) <= total}
-    return sorted((n for n in found if n < group.devices_per_node or n % group.devices_per_node == 0), reverse=True)
+    return sorted((n for n in found if spread(asked.cluster, n) is not None), reverse=True)

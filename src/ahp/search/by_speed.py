@@ -11,6 +11,7 @@ from typing import Any
 from ahp.errors import BadInput, NotExpressible, NothingFits, bad_input
 from ahp.plan import Parallelism, Plan
 from ahp.search import explain, families
+from ahp.search.balanced import Balanced, balanced
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.certificate import Certificate, certified
 from ahp.search.compiled import compiling, why_compiled, why_eager
@@ -90,8 +91,8 @@ def ranking_by_speed(
 ) -> Ranking:
     """All devices, the shortest step first, but for the simplest of those that take at most the share ``tied`` longer.
 
-    ``remedies``: whether to say what would make it fit, where nothing does. ``other_cuts``: whether the certificate bounds what other cuts into
-    stages and other numbers of recomputed layers take.
+    ``remedies``: whether to say what would make it fit, where nothing does. ``other_cuts``: whether rows are looked for that only another cut
+    makes fast, and the certificate bounds what other cuts into stages and other numbers of recomputed layers take.
     """
     if asked.cluster.is_mixed:
         from ahp.search.mixed.over_groups import mixed_ranking
@@ -167,7 +168,7 @@ def _ranked(
     if not found.fitting:
         legal_rows(used)  # with compiled blocks alone there may be none, and the reason is another
         raise _nothing_found(used, by, found, remedies)
-    better = _improved(used, bounds, space, found, families_too=bool(by.name == "exact" and tied))
+    better = _improved(looked, families_too=bool(by.name == "exact" and tied), other_cuts=other_cuts)
     certificate = _certificate(looked, better, by.name, other_cuts=other_cuts)
     ordered = simplest_first(with_candidate(better.pairs, today, used), tied)
     ranked, (layout, best) = ordered.ranked, ordered.ranked[0]
@@ -222,9 +223,14 @@ class _Improved:
         return self.others.words.get(layout) or filter(None, own)
 
 
-def _improved(used: Problem, bounds: Bounds, space: Space, found: Outcome, *, families_too: bool) -> _Improved:
+def _improved(looked: _Looked, *, families_too: bool, other_cuts: bool) -> _Improved:
+    used, bounds, space, found = looked.used, looked.bounds, looked.table.space, looked.found
     places = {space.layout(*place): place for place, _ in found.fitting}
-    better = recut(used, explain.different(zip(places, (forecast for _, forecast in found.fitting), strict=True)))
+    rows = explain.different(zip(places, (forecast for _, forecast in found.fitting), strict=True))
+    uneven = balanced(used, bounds, space, rows) if other_cuts else Balanced()
+    better = recut(used, sorted([*rows, *uneven.pairs], key=lambda pair: pair[1].step_time_s))
+    better = replace(better, forecasts=better.forecasts + uneven.forecasts)
+    places = uneven.places | places
     lighter = lighten(used, better.ranked)
     others = families.asked_for(used, bounds, space, found) if families_too else families.Found()
     pairs = sorted([*lighter.ranked, *others.pairs], key=lambda pair: pair[1].step_time_s)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
 
 from ahp.errors import BadInput, NotExpressible
+from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.busy import busy_counts
 from ahp.search.choices import DEGREES
-from ahp.search.problem import Problem, with_devices
+from ahp.search.problem import Problem, spread
 from ahp.search.space import Rule, Space, build
 from ahp.words import number_of
+
+LOOKED_AT = 3
+"""Of so many numbers of devices, the largest with a legal layout, the one with the lowest bound of a step is taken: five devices that share each
+product may be slower than four that do not."""
 
 
 @dataclass(frozen=True)
@@ -35,25 +43,37 @@ def legal_rows(asked: Problem) -> LegalRows:
     if len(space.blocks):
         return LegalRows(asked, space)
     rule = _binding(space, asked.constraints.given)
-    fewer = next(_on_fewer(asked), None)
+    fewer = min(islice(_on_fewer(asked), LOOKED_AT), key=_least_s, default=None)
     refusal = f"parallelism: no legal layout of {number_of(total, 'device')}: {rule.says}"
     if fewer is None:
         raise (NotExpressible if rule.name.startswith("engine") else BadInput)(refusal)
     count = fewer.problem.cluster.num_devices
     if any(key in asked.constraints.given for key in DEGREES):
         raise BadInput(f"{refusal}; {number_of(count, 'device')} would do")
-    note = f"{count} of {total} devices are used: with all of them no layout is legal ({rule.says})"
+    group, of = fewer.problem.cluster.groups[0], asked.cluster.groups[0]
+    each = (
+        f", {group.devices_per_node} of each of {group.nodes} nodes,"
+        if group.nodes > 1 and group.devices_per_node < of.devices_per_node
+        else ""
+    )
+    note = f"{count} of {total} devices{each} are used: with all of them no layout is legal ({rule.says})"
     return LegalRows(fewer.problem, fewer.space, (note,))
 
 
+def _least_s(rows: LegalRows) -> float:
+    """Seconds that every layout takes at least; infinite where none fits."""
+    return float(Bounds(rows.problem, rows.space).first_s().min(initial=np.inf))
+
+
 def _on_fewer(asked: Problem) -> Iterator[LegalRows]:
-    """The space on fewer devices, the most first: whole nodes, then a part of one."""
+    """The space on fewer devices, the most first: as many of each of some nodes."""
     if asked.cluster.is_mixed:
         return
     for count in busy_counts(asked):
-        if count == asked.cluster.num_devices:
+        part = spread(asked.cluster, count)
+        if part is None or count == asked.cluster.num_devices:
             continue
-        used = asked.on(with_devices(asked.cluster, count))
+        used = asked.on(part)
         try:
             space = build(used)
         except BadInput:

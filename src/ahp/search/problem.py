@@ -346,11 +346,22 @@ def with_devices(cluster: Cluster, count: int) -> Cluster:
     """
     group = cluster.groups[0]
     nodes, rest = divmod(count, group.devices_per_node)
-    if rest or nodes > group.nodes:
-        nodes, per_node = 1, count
-    else:
-        per_node = group.devices_per_node
-    domain = None if nodes == 1 else group.devices_per_nvlink_domain
+    return _part(cluster, 1, count) if rest or nodes > group.nodes else _part(cluster, nodes, group.devices_per_node)
+
+
+def spread(cluster: Cluster, count: int) -> Cluster | None:
+    """So many devices of a cluster of one group, as many of each node, on as few nodes as can be; None where it has not got them so."""
+    group = cluster.groups[0]
+    fewest = -(-count // group.devices_per_node)
+    nodes = next((nodes for nodes in range(fewest, group.nodes + 1) if count % nodes == 0), None)
+    return None if nodes is None else _part(cluster, nodes, count // nodes)
+
+
+def _part(cluster: Cluster, nodes: int, per_node: int) -> Cluster:
+    group = cluster.groups[0]
+    domain = group.devices_per_nvlink_domain
+    if domain is not None:
+        domain = None if nodes == 1 else domain // group.devices_per_node * per_node
     update = {"nodes": nodes, "devices_per_node": per_node, "devices_per_nvlink_domain": domain}
     smaller = group.model_copy(update=update)
     return cluster.model_copy(update={"groups": (smaller,), "links": ()})

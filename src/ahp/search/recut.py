@@ -47,38 +47,51 @@ class Recut:
 
 
 def recut(asked: Problem, ranked: list[Pair]) -> Recut:
-    """Cut the fastest layouts with a pipeline anew, unless the user has fixed the cut; the fastest first again."""
+    """Cut the fastest layouts with a pipeline anew, unless the user has fixed the cut; the fastest first again. Some may have a cut already."""
     if asked.constraints.layers_per_stage is not None:
         return Recut(ranked, 0, {})
-    found, forecasts, gains = list(ranked), 0, {}
+    found, forecasts = list(ranked), 0
     for first, *alike in _pipelines(asked, ranked):
         better = _cut(asked, ranked[first][0])
         if better is None:
             continue
         forecasts += better.forecasts + len(alike)
-        cuts = {first: better.forecast, **{at: _with(asked, ranked[at][0], better.layers) for at in alike}}
+        cuts = {first: better.forecast, **{at: with_cut(asked, ranked[at][0], better.layers) for at in alike}}
         for at, forecast in cuts.items():
-            layout, even = ranked[at]
-            if forecast is None or forecast.step_time_s > even.step_time_s * (1 - WORTH_S):
-                continue
-            cut = layout.model_copy(update={"layers_per_stage": better.layers})
-            found[at] = cut, forecast
-            gains[cut] = even.step_time_s / forecast.step_time_s - 1
-    found.sort(key=lambda pair: pair[1].step_time_s)
-    return Recut(found, forecasts, gains)
+            layout, before = ranked[at]
+            if forecast is not None and forecast.step_time_s <= before.step_time_s * (1 - WORTH_S):
+                found[at] = layout.model_copy(update={"layers_per_stage": better.layers}), forecast
+    found = sorted(dict(found).items(), key=lambda pair: pair[1].step_time_s)
+    return Recut(found, forecasts, {pair[0]: _gain(asked, *pair) for pair in found if pair[0].layers_per_stage})
+
+
+def _gain(asked: Problem, layout: Parallelism, forecast: Forecast) -> float:
+    """By what share a cut is faster than stages as even as can be; 0 where these do not fit."""
+    even = asked.price_or_none(layout.model_copy(update={"layers_per_stage": None}))
+    return even.step_time_s / forecast.step_time_s - 1 if even is not None and even.fits else 0.0
+
+
+def pipeline_of(asked: Problem, of: Parallelism) -> tuple[object, ...]:
+    """What decides about the best cut of a layout: it hardly depends on the rest."""
+    pipeline = of.pipeline_parallel_schedule, of.pipeline_parallel_degree, of.virtual_stages_per_rank
+    return (*pipeline, of.num_micro_batches(asked.job))
+
+
+def recut_anyway(asked: Problem, ranked: Sequence[Pair]) -> set[tuple[object, ...]]:
+    """The pipelines of a ranking that get a cut of their own."""
+    return {pipeline_of(asked, ranked[first][0]) for first, *_ in _pipelines(asked, ranked)}
 
 
 def _pipelines(asked: Problem, ranked: Sequence[Pair]) -> list[list[int]]:
-    """Where in a ranking the layouts with each of the fastest pipelines are: which cut is best hardly depends on the rest of a layout."""
+    """Where in a ranking the layouts with each of the fastest pipelines are."""
     found: dict[object, list[int]] = {}
     for at, (of, _) in enumerate(ranked):
         if of.num_stages > 1:
-            pipeline = of.pipeline_parallel_schedule, of.pipeline_parallel_degree, of.virtual_stages_per_rank
-            found.setdefault((*pipeline, of.num_micro_batches(asked.job)), []).append(at)
+            found.setdefault(pipeline_of(asked, of), []).append(at)
     return [places[: 1 + ALIKE] for places in list(found.values())[:PIPELINES]]
 
 
-def _with(asked: Problem, layout: Parallelism, cut: Cut) -> Forecast | None:
+def with_cut(asked: Problem, layout: Parallelism, cut: Cut) -> Forecast | None:
     """The forecast with a cut; None where it does not fit or is refused."""
     forecast = asked.price_or_none(layout.model_copy(update={"layers_per_stage": cut}))
     return forecast if forecast is not None and forecast.fits else None
@@ -126,7 +139,11 @@ class LayoutCosts:
 
     def price(self, cut: Cut) -> Forecast | None:
         """The forecast; None where the cut does not fit or is refused."""
-        return _with(self.asked, self.layout, cut)
+        return with_cut(self.asked, self.layout, cut)
+
+    def shorter(self) -> float:
+        """The longest stage of the cut whose longest is shortest, over that of the cut that the layout has; of several stages a rank, over all."""
+        return float(self.floor_s() / self.floors_s([self.usual()])[0])
 
     def floor_s(self) -> float:
         """Seconds that no cut can go below: of its longest stage, from the layers' own computation."""

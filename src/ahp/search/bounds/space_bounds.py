@@ -55,6 +55,8 @@ class Bounds:
         self._work: dict[int, float] = {}
         """Of blocks whose units are priced, ``work_s``."""
         self._scheduled: dict[int, float] = {}
+        self._any_cut: dict[int, float] = {}
+        """``of_any_cut``, of blocks that it was asked of."""
         self._closest: dict[int, float] = {}
         """What ``levels`` have found of blocks."""
 
@@ -134,11 +136,19 @@ class Bounds:
         found[:, which] = block_bounds_s(self.problem, self.space, self._pipelines, which, self._copies_s[which])
         return found[0], found[1]
 
+    def lowest_of_any_cut(self, known_s: float) -> list[int]:
+        """The blocks that ``any_cut_s`` looked at and found below ``known_s``, the lowest first."""
+        self.any_cut_s(known_s)
+        below = sorted((seconds, block) for block, seconds in self._any_cut.items() if seconds < known_s)
+        return [block for _, block in below]
+
     def of_any_cut(self, blocks: Iterable[int]) -> dict[int, float]:
         """Seconds that every row of some blocks with a pipeline takes, cut in any way; infinite where none fits."""
-        most_bytes = self.most_that_fits_bytes()
-        found = self._of_layers(self._priced_of(blocks), lambda layers: layers.of_any_cut_s(most_bytes))
-        return self._no_less_than_work(found)
+        most_bytes, wanted = self.most_that_fits_bytes(), list(blocks)
+        new = self._priced_of(block for block in wanted if block not in self._any_cut)
+        found = self._of_layers(new, lambda layers: layers.of_any_cut_s(most_bytes))
+        self._any_cut |= self._no_less_than_work(found)
+        return {block: self._any_cut[block] for block in wanted}
 
     def _no_less_than_work(self, found: dict[int, float]) -> dict[int, float]:
         blocks = list(found)
