@@ -254,11 +254,7 @@ def test_verify_compares_with_masks_too() -> None:
 def test_a_batch_has_the_keys_that_the_job_asks_for(job: dict[str, Any], key: str, words: str) -> None:
     from ahp.errors import BadInput
     from ahp.job import Job
-    from ahp.plan import Plan
-    from ahp.runtime.parallel import Parallel
+    from ahp.runtime.part import check_part
 
-    parallel = Parallel.__new__(Parallel)  # looks at a batch before it asks any rank
-    parallel.plan = Plan(job=Job.model_validate(job))
-    parallel._unlike, parallel._awaits_load = None, False
     with pytest.raises(BadInput, match=words):
-        parallel.step({name: torch.zeros(1, 2) for name in ("input_ids", "labels", key)})
+        check_part({name: torch.zeros(1, 2) for name in ("input_ids", "labels", key)}, Job.model_validate(job), 1)
