@@ -155,7 +155,7 @@ def after_a_fault(
         name, parameter = next(iter(parallel.parameters.items()))
         parameter.grad = torch.ones_like(parameter)
         with pytest.raises(
-            BadInput, match=f"step: {re.escape(name)} has a gradient already, from a backward pass outside of step"
+            BadInput, match=f"step: {re.escape(name)} had a gradient already, from a backward pass outside of step"
         ):
             parallel.step(part)
     results = [parallel.step(parallel.shard(batch(step))) for step in range(2)]
@@ -183,6 +183,11 @@ def after_a_fault_in_a_pipeline(rank: int, world: int) -> None:
     def fails(*unused: object) -> None:
         raise ValueError("a fault")
 
+    name, parameter = next(iter(parallel.parameters.items()))
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(BadInput, match=f"step: {re.escape(name)} had a gradient already"):
+        parallel.step(part)
+    parallel.step(part)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel.runner, "run", fails)
         with pytest.raises(ValueError, match="a fault"):

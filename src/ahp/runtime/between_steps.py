@@ -18,10 +18,12 @@ def forget_step(runner: Accumulation | Pipeline, local: LocalParameters, shardin
     sharding.forget()
 
 
-def refuse_gradients(local: LocalParameters) -> None:
-    """Raises BadInput where a parameter has a gradient before a step begins."""
+def refuse_gradients(local: LocalParameters, sharding: Sharding) -> None:
+    """Raises BadInput where a parameter has a gradient before a step begins, and drops all of them."""
     if (name := local.with_gradient()) is not None:
+        local.forget_gradients()
+        sharding.forget()
         raise BadInput(
-            f"step: {name} has a gradient already, from a backward pass outside of step, which this step would add to its own; the next call "
-            "of step drops it. Gradients of your own are not added: put what they are of into the loss, or into the batch"
+            f"step: {name} had a gradient already, from a backward pass outside of step, which this step would have added to its own (valid: "
+            "none; it is dropped now). A step adds up the gradients of its own loss alone"
         )

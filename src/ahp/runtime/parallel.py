@@ -345,18 +345,20 @@ class Parallel:
                 "meta device, which starts from job.seed, or load a checkpoint first"
             )
         inputs, labels = self._checked(part)
+        num_micro_batches = len(labels) // self.layout.micro_batch_size
+        self.runner.prepare(num_micro_batches)
         state, scale = self.state, self.state.loss_scale.factor
         scored = count_scored(labels, causal=self.loss.causal)
         self.loss.scale = scale
         self.loss.num_micro_batches = self._micro_batches(len(labels))
         self.loss.total = PendingCount(scored, self.mesh.data.get_group())
         job = self.plan.job
-        raised, self._in_step = self._in_step, True
-        if raised:
+        if self._in_step:
             forget_step(self.runner, state.local, self.sharding)
-        refuse_gradients(state.local)
+        refuse_gradients(state.local, self.sharding)
+        self._in_step = True
         with numbers_of_step(self.mesh, job.seed, state.num_steps_done), deterministic(job.deterministic):
-            loss = self.runner.run(inputs, labels, len(labels) // self.layout.micro_batch_size)
+            loss = self.runner.run(inputs, labels, num_micro_batches)
         absent = self.given.absent(self.sharding.finish())
         gradients = state.local.gradients()
         self._in_step = False

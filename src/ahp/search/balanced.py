@@ -52,17 +52,18 @@ def balanced(asked: Problem, bounds: Bounds, space: Space, ranked: Sequence[Pair
         if max(costs.floor_s(), even_s * costs.shorter()) < limit_s:
             cut = costs.longest[1]
             some.append((costs.bounds_s([cut])[0], place, row, cut))
-    found = Balanced()
+    pairs: list[Pair] = []
+    places: dict[Parallelism, Place] = {}
     forecasts = 0
     for bound_s, place, row, cut in sorted(some, key=lambda one: one[:2])[:FORECASTS]:
         if bound_s >= limit_s:
             break
         forecast, forecasts = with_cut(asked, row, cut), forecasts + 1
         if forecast is not None:
-            found.pairs.append((row.model_copy(update={"layers_per_stage": cut}), forecast))
-            found.places[row] = place
+            pairs.append((row.model_copy(update={"layers_per_stage": cut}), forecast))
+            places[row] = place
             limit_s = min(limit_s, forecast.step_time_s)
-    return Balanced(found.pairs, found.places, forecasts)
+    return Balanced(pairs, places, forecasts)
 
 
 def _rows(bounds: Bounds, space: Space, limit_s: float) -> Iterator[tuple[Place, float]]:

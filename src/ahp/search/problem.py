@@ -10,6 +10,7 @@ from typing import Any
 
 from ahp.cluster.model import Cluster, NodeGroup
 from ahp.config import Constraints
+from ahp.divisors import divisors
 from ahp.engines.registry import get
 from ahp.engines.traits import Traits
 from ahp.errors import BadInput, NotExpressible, bad_input
@@ -353,7 +354,7 @@ def spread(cluster: Cluster, count: int) -> Cluster | None:
     """So many devices of a cluster of one group, as many of each node, on as few nodes as can be; None where it has not got them so."""
     group = cluster.groups[0]
     fewest = -(-count // group.devices_per_node)
-    nodes = next((nodes for nodes in range(fewest, group.nodes + 1) if count % nodes == 0), None)
+    nodes = next((nodes for nodes in divisors(count) if fewest <= nodes <= group.nodes), None)
     return None if nodes is None else _part(cluster, nodes, count // nodes)
 
 

@@ -49,6 +49,9 @@ class Accumulation:
     def __init__(self, stage: Stage, loss: Loss, sharding: Sharding) -> None:
         self.stages, self.loss, self.sharding = {0: stage}, loss, sharding
 
+    def prepare(self, num_micro_batches: int) -> None:
+        """Any number can be run."""
+
     def run(self, inputs: Inputs, labels: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
         """Gradients of the whole part; returns its share of the mean loss, detached."""
         total = torch.zeros((), device=labels.device)
@@ -96,12 +99,15 @@ class Pipeline:
             if len(stages) > 1:
                 reduce_units_at_once(stage)
 
-    def run(self, inputs: Inputs, labels: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
-        """As ``Accumulation.run``; 0 on ranks that do not hold the last stage."""
+    def prepare(self, num_micro_batches: int) -> None:
+        """Raises BadInput for a number that the schedule cannot run, before anything has run."""
         if num_micro_batches not in self.schedules:
             ordered = None if self.order is None else self.order.num_micro_batches
             refuse_micro_batches(self.layout, num_micro_batches, ordered)
             self.schedules[num_micro_batches] = self._schedule(num_micro_batches)
+
+    def run(self, inputs: Inputs, labels: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
+        """As ``Accumulation.run``, of a number that is prepared; 0 on ranks that do not hold the last stage."""
         losses: list[torch.Tensor] = []
         first, last = 0 in self.stages, self.num_stages - 1 in self.stages
         self.schedules[num_micro_batches].step(
