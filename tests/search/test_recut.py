@@ -12,11 +12,11 @@ from ahp.graph.kept import analyze
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import Parallelism
-from ahp.search.balanced import Balanced, balanced
 from ahp.search.problem import Problem, problem
 from ahp.search.ranking import search
 from ahp.search.recut import LayoutCosts, recut
 from ahp.search.stages import _by_moves, best_cut, cuts
+from ahp.search.uneven import UnevenRows, uneven_rows
 
 JOB = Job(sequence_length=512, global_batch_size=16, precision="bf16")
 MODEL = {
@@ -141,4 +141,4 @@ def test_a_pipeline_that_only_another_cut_makes_fast_is_found(
 
 def test_no_other_cut_is_looked_for_where_it_is_given() -> None:
     given = problem(graph(), CLUSTER, JOB, {"layers_per_stage": (3, 4), "pipeline_parallel_degree": 2}, {"name": "ahp"})
-    assert balanced(given, None, None, []) == Balanced()  # type: ignore[arg-type]
+    assert uneven_rows(given, None, None, []) == UnevenRows()  # type: ignore[arg-type]

@@ -121,13 +121,18 @@ def forget_backward(root: FSDPModule) -> None:
         return
     root.reset_iter_state()
     assert isinstance(root, nn.Module), "a sharded module is one"
+    for parameter in _sharded_parameters(root):
+        if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+            whole.grad = None
+            if not AUTOGRAD_ADDS_UP:
+                parameter.unsharded_accumulated_grad = None
+
+
+def _sharded_parameters(root: nn.Module) -> Iterator[Any]:
+    """FSDP2's own records of them."""
     for module in root.modules():
         for group in _parameter_groups(module) if isinstance(module, FSDPModule) else ():
-            for parameter in group.fsdp_params:
-                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
-                    whole.grad = None
-                    if not AUTOGRAD_ADDS_UP:
-                        parameter.unsharded_accumulated_grad = None
+            yield from group.fsdp_params
 
 
 def gather_outside_modes(module: FSDPModule) -> None:
@@ -158,11 +163,8 @@ def accumulate_in_reduce_dtype(root: nn.Module) -> None:
     """Add gradients that came outside of a backward of FSDP2's to those that it keeps for the reduction, in fp32."""
     if AUTOGRAD_ADDS_UP:
         return
-    assert isinstance(root, nn.Module), "a sharded module is one"
-    for module in root.modules():
-        for group in _parameter_groups(module) if isinstance(module, FSDPModule) else ():
-            for parameter in group.fsdp_params:
-                _accumulate(parameter)
+    for parameter in _sharded_parameters(root):
+        _accumulate(parameter)
 
 
 def _accumulate(parameter: Any) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 from ahp.errors import BadInput, NotExpressible, NothingFits, bad_input
 from ahp.plan import Parallelism, Plan
 from ahp.search import explain, families
-from ahp.search.balanced import Balanced, balanced
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.certificate import Certificate, certified
 from ahp.search.compiled import compiling, why_compiled, why_eager
@@ -28,6 +27,7 @@ from ahp.search.recut import Pair, Recut, recut
 from ahp.search.result import Ranking
 from ahp.search.space import Space
 from ahp.search.ties import simplest_first
+from ahp.search.uneven import UnevenRows, uneven_rows
 
 
 def ranking_with_any_kernels(
@@ -227,7 +227,7 @@ def _improved(looked: _Looked, *, families_too: bool, other_cuts: bool) -> _Impr
     used, bounds, space, found = looked.used, looked.bounds, looked.table.space, looked.found
     places = {space.layout(*place): place for place, _ in found.fitting}
     rows = explain.different(zip(places, (forecast for _, forecast in found.fitting), strict=True))
-    uneven = balanced(used, bounds, space, rows) if other_cuts else Balanced()
+    uneven = uneven_rows(used, bounds, space, rows) if other_cuts else UnevenRows()
     better = recut(used, sorted([*rows, *uneven.pairs], key=lambda pair: pair[1].step_time_s))
     better = replace(better, forecasts=better.forecasts + uneven.forecasts)
     places = uneven.places | places

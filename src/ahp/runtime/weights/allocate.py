@@ -87,7 +87,8 @@ def allocate_on(module: nn.Module, device: torch.device) -> None:
 
 
 def hold_in_fp32(module: nn.Module) -> None:
-    """Master weights of a module that was built or read in 16 bits, in place. Tied parameters stay tied, and buffers as they are."""
+    """Master weights of a module that was built or read in another floating-point type, mostly in 16 bits, in place. Tied parameters stay tied, and
+    buffers as they are."""
     for parameter in module.parameters():
         if parameter.is_floating_point() and parameter.dtype is not torch.float32:
             parameter.data = parameter.data.float()

@@ -28,7 +28,7 @@ FORECASTS = 24
 
 
 @dataclass(frozen=True)
-class Balanced:
+class UnevenRows:
     """Layouts with such a cut that fit, and what was tried for them."""
 
     pairs: list[Pair] = field(default_factory=list)
@@ -37,10 +37,10 @@ class Balanced:
     forecasts: int = 0
 
 
-def balanced(asked: Problem, bounds: Bounds, space: Space, ranked: Sequence[Pair]) -> Balanced:
+def uneven_rows(asked: Problem, bounds: Bounds, space: Space, ranked: Sequence[Pair]) -> UnevenRows:
     """Those that may be faster than the first of a ranking, but for pipelines that are cut anyway; none where the user has fixed the cut."""
     if asked.constraints.layers_per_stage is not None:
-        return Balanced()
+        return UnevenRows()
     limit_s, known = ranked[0][1].step_time_s, recut_anyway(asked, ranked)
     some: list[tuple[float, Place, Parallelism, Cut]] = []
     for place, even_s in _rows(bounds, space, limit_s):
@@ -63,7 +63,7 @@ def balanced(asked: Problem, bounds: Bounds, space: Space, ranked: Sequence[Pair
             pairs.append((row.model_copy(update={"layers_per_stage": cut}), forecast))
             places[row] = place
             limit_s = min(limit_s, forecast.step_time_s)
-    return Balanced(pairs, places, forecasts)
+    return UnevenRows(pairs, places, forecasts)
 
 
 def _rows(bounds: Bounds, space: Space, limit_s: float) -> Iterator[tuple[Place, float]]:
