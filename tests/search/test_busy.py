@@ -8,7 +8,7 @@ from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
 from ahp.search.busy import MOST_DEVICES, busy_counts, refuse_too_many
 from ahp.search.feasible_space import legal_rows
-from ahp.search.problem import spread, with_devices
+from ahp.search.problem import with_devices
 
 from .small import small
 
@@ -19,8 +19,8 @@ def test_a_number_that_can_be_busy_is_one_with_a_legal_layout() -> None:
     counts = busy_counts(asked)
     legal = []
     for count in range(14, 0, -1):
-        used = asked.on(with_devices(asked.cluster, count))
-        if legal_rows(used).problem.cluster.num_devices == count:
+        part = with_devices(asked.cluster, count)
+        if part is not None and legal_rows(asked.on(part)).problem.cluster.num_devices == count:
             legal.append(count)
     assert counts == legal
 
@@ -35,11 +35,19 @@ def test_a_million_nodes_are_refused_at_once_with_what_could_be_busy() -> None:
 
 def test_devices_are_taken_as_many_of_each_node_on_the_fewest() -> None:
     cluster = Cluster.parse("4x6xGB200-NVL72")
-    for count, shape in ((24, (4, 6)), (20, (4, 5)), (12, (2, 6)), (10, (2, 5)), (9, (3, 3)), (5, (1, 5))):
-        part = spread(cluster, count)
+    for count, shape in (
+        (24, (4, 6)),
+        (18, (3, 6)),
+        (20, (4, 5)),
+        (12, (2, 6)),
+        (10, (2, 5)),
+        (9, (3, 3)),
+        (5, (1, 5)),
+    ):
+        part = with_devices(cluster, count)
         assert part is not None
         group = part.groups[0]
         assert (group.nodes, group.devices_per_node) == shape
         assert group.devices_per_nvlink_domain is None or group.devices_per_nvlink_domain % shape[1] == 0
-    assert spread(cluster, 23) is None
-    assert spread(cluster, 25) is None
+    assert with_devices(cluster, 23) is None
+    assert with_devices(cluster, 25) is None

@@ -29,6 +29,25 @@ def test_a_node_fewer_is_a_search_on_the_rest() -> None:
     assert "fewer tokens/s" in lost.words()
 
 
+def test_fewer_devices_that_are_faster_are_told() -> None:
+    """Between nodes the gradients take longer than a node needs for all of the batch."""
+    slow = Cluster.from_dict({"nodes": 2, "devices_per_node": 2, "device": "H100-SXM-80GB", "inter_node_gbps": 0.01})
+    asked = small(cluster=slow, batch=32, constraints=FIXED)
+    plan = best(asked)
+    lost = one_lost(asked, plan)
+    assert lost.faster is not None
+    assert lost.step_time_s is not None
+    assert lost.step_time_s < plan.priced.step_time_s
+    assert "on 2 devices of 4, " in lost.faster
+    assert lost.faster.endswith("less; --objective tokens-per-day chooses how many")
+    usual = small(cluster="2x2xH100-SXM-80GB", batch=32, constraints=FIXED)
+    assert one_lost(usual, best(usual)).faster is None
+    fixed = small(cluster=slow, batch=32, constraints={"data_parallel_replicate_degree": 4, **FIXED})
+    lost = one_lost(fixed, best(fixed))
+    assert "free" in lost.verdict
+    assert lost.faster is None, "the user wants all of them"
+
+
 def test_of_what_is_left_not_all_must_be_used() -> None:
     asked = small(cluster="6xH100-SXM-80GB", batch=32, constraints=FIXED)
     lost = one_lost(asked, best(asked))
@@ -99,7 +118,9 @@ def test_nothing_that_fits_on_what_is_left_of_a_mixed_cluster_is_told_of_a_group
     assert lost.verdict.startswith("no plan of the same batch fits on what is left; the nearest, dp1x1")
 
 
-@pytest.mark.parametrize(("loss", "told"), [(0.25, "25 % fewer"), (-0.02, "2.0 % more"), (-0.0004, "as many")])
+@pytest.mark.parametrize(
+    ("loss", "told"), [(0.25, "25 % fewer"), (-0.02, "2.0 % more"), (-0.0004, "as many"), (-12.5, "13.5 times as many")]
+)
 def test_what_is_left_is_as_fast_where_it_nearly_is(loss: float, told: str) -> None:
     assert _compared(loss) == f"{told} tokens/s"
 

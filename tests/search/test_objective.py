@@ -207,6 +207,16 @@ def test_numbers_of_devices_that_are_tried() -> None:
     assert many == [*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 100]
 
 
+def test_what_can_be_used_of_each_node_is_tried_too() -> None:
+    """24 devices do not divide the batch; 16 do, as four of each node."""
+    asked = graph("llama"), "4x6xH100-SXM-80GB", {"sequence_length": SEQUENCE, "global_batch_size": 1024}
+    by_speed, by_tokens = (
+        search(*asked, constraints=FIXED, engine={"name": "accelerate"}, objective=name)
+        for name in ("speed", "tokens-per-day")
+    )
+    assert by_speed.best.parallelism.world_size == by_tokens.best.parallelism.world_size == 16
+
+
 def test_a_checkpoint_takes_what_the_measured_storage_takes() -> None:
     scale = Scale(objective_of("tokens-per-day"), asked())
     assert scale.failures(asked().cluster).checkpoint_blocks_s == defaults()["checkpoint_blocks_s"].value

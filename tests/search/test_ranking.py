@@ -20,7 +20,7 @@ from ahp.plan import EngineChoice, Parallelism
 from ahp.search import explain
 from ahp.search.feasible_space import legal_rows
 from ahp.search.gc_pause import among_new_objects
-from ahp.search.problem import problem, with_devices
+from ahp.search.problem import problem
 from ahp.search.ranking import search
 from ahp.search.result import Ranking
 from ahp.search.space import build
@@ -183,13 +183,6 @@ def test_as_many_devices_of_each_node_are_used() -> None:
     group = Cluster.resolve(ranking.best.cluster or {}).groups[0]
     assert (group.nodes, group.devices_per_node) == (2, 2)
     assert "4 of 6 devices, 2 of each of 2 nodes, are used" in ranking.notes[0]
-
-
-def test_with_devices_takes_whole_nodes_or_a_part_of_one() -> None:
-    cluster = Cluster.parse("4x8xH100-SXM-80GB")
-    for count, shape in ((32, (4, 8)), (16, (2, 8)), (8, (1, 8)), (5, (1, 5))):
-        group = with_devices(cluster, count).groups[0]
-        assert (group.nodes, group.devices_per_node) == shape
 
 
 @pytest.mark.parametrize(

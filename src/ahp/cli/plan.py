@@ -101,6 +101,11 @@ class Found:
     top: int = 10
     """Rows of the table where it has one of each family; 0: all plans, whatever their family."""
 
+    @property
+    def fewer(self) -> str | None:
+        """That fewer devices are faster; an objective compares numbers of them itself."""
+        return self.lost.faster if self.lost is not None and self.ranking.choice is None else None
+
 
 def run(argv: list[str]) -> int:
     """``ahp plan MODEL CLUSTER``. Returns the exit code; raises AhpError."""
@@ -293,6 +298,7 @@ def heading(found: Found) -> list[tuple[str, str]]:
         *((name.capitalize(), words) for name, _, words in (line.partition(": ") for line in ranking.proof)),
         *([("Devices", ranking.choice.words())] if ranking.choice else []),
         *(("Note", note) for note in ranking.notes),
+        *([("Note", found.fewer)] if found.fewer else []),
         *([] if ranking.current is None else [("Today", ranking.current.words())]),
     ]
 
@@ -361,6 +367,7 @@ def as_json(found: Found, out: str) -> dict[str, Any]:
             *filter(None, [found.width, found.batch]),
             *(words for _, words in precision_note(found)),
             *found.ranking.notes,
+            *filter(None, [found.fewer]),
         ],
         "objective": found.ranking.objective.model_dump(mode="json", exclude_none=True),
         "devices": None if found.ranking.choice is None else found.ranking.choice.plain(),

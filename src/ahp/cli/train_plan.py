@@ -196,12 +196,12 @@ def _local(folder: RunFolder, workers: int | None) -> Cluster:
 
 def _those_there(named: str | dict[str, Any], workers: int | None) -> Cluster:
     """The cluster as it is named, or what is left of it where fewer workers were started. Raises HardwareMismatch where it has not got so many."""
-    from ahp.search.counts import of_size
+    from ahp.search.problem import with_devices
 
     cluster = Cluster.resolve(named)
-    if workers is None:
+    if workers is None or workers == cluster.num_devices:
         return cluster
-    if (found := of_size(cluster, workers)) is None:
+    if cluster.is_mixed or (found := with_devices(cluster, workers)) is None:
         raise HardwareMismatch(
             f"{number_of(workers, 'worker')} started, and the cluster has {number_of(cluster.num_devices, 'device')}; start as many, or as "
             "many as some of its nodes have where they are all alike"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ahp.divisors import divisors
 from ahp.errors import bad_input
-from ahp.search.problem import Problem, spread
+from ahp.search.problem import Problem, with_devices
 
 MOST_TENSOR = 1024
 """Above every number of attention heads that a model has."""
@@ -48,4 +48,4 @@ def busy_counts(asked: Problem) -> list[int]:
     cells = {tensor * context for tensor, context in replicas_of(asked)}
     replicas = {cell * pipeline for cell in cells for pipeline in pipelines if cell * pipeline <= total}
     found = {count for one in replicas for d in data if (count := one * d) <= total}
-    return sorted((n for n in found if spread(asked.cluster, n) is not None), reverse=True)
+    return sorted((n for n in found if with_devices(asked.cluster, n) is not None), reverse=True)

@@ -32,7 +32,7 @@ ALL_UP_TO = 16
 
 
 def smaller(cluster: Cluster) -> list[Cluster]:
-    """The cluster and what can be taken of it, fewest devices first: whole nodes, or some devices of one node.
+    """The cluster and what can be taken of it, fewest devices first: whole nodes, some devices of one node, or as many of each node.
 
     Of a mixed cluster all of it, and each group by itself.
     """
@@ -43,16 +43,21 @@ def smaller(cluster: Cluster) -> list[Cluster]:
     group = cluster.groups[0]
     parts = {*_numbers(group.devices_per_node), *(n * group.devices_per_node for n in _numbers(group.nodes))}
     parts.discard(cluster.num_devices)
-    return [*(with_devices(cluster, number) for number in sorted(parts)), cluster]
+    return [*filter(None, (with_devices(cluster, number) for number in sorted(parts))), cluster]
 
 
-def of_size(cluster: Cluster, devices: int) -> Cluster | None:
-    """So many devices of a cluster: whole nodes, or some of one; None where it has not got them."""
-    if cluster.num_devices == devices:
-        return cluster
-    group = cluster.groups[0]
-    whole = devices % group.devices_per_node == 0 or devices < group.devices_per_node
-    return with_devices(cluster, devices) if whole and not cluster.is_mixed and devices < cluster.num_devices else None
+def _to_compare(asked: Problem) -> list[Cluster]:
+    """``smaller``, and what is used of the cluster where no layout can use all of it."""
+    clusters = smaller(asked.cluster)
+    if asked.cluster.is_mixed:
+        some = any(key in asked.constraints.given for key in OF_PLACEMENTS)  # which a group alone has not
+        return [cluster for cluster in clusters if cluster.is_mixed or not some]
+    try:
+        used = legal_rows(asked).problem.cluster
+    except AhpError:  # none of the others may be legal either, and then that is said
+        return clusters
+    others = [cluster for cluster in clusters if cluster.num_devices != used.num_devices]
+    return sorted([used, *others], key=lambda one: one.num_devices)
 
 
 def _numbers(most: int) -> list[int]:
@@ -71,9 +76,7 @@ def choose(asked: Problem, objective: Objective, keep: int) -> Choice:
     on any number of devices will do; BadInput for an objective that does not suit the cluster.
     """
     start, scale = perf_counter(), Scale(objective, asked)
-    clusters = smaller(asked.cluster)
-    if any(key in asked.constraints.given for key in OF_PLACEMENTS):  # which a group alone has not
-        clusters = [cluster for cluster in clusters if cluster.is_mixed]
+    clusters = _to_compare(asked)
     if objective.name == "fewest-devices":
         settled = _that_reach(scale, clusters, keep)
     else:

@@ -12,7 +12,7 @@ from ahp.errors import BadInput, NotExpressible
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.busy import busy_counts
 from ahp.search.choices import DEGREES
-from ahp.search.problem import Problem, spread
+from ahp.search.problem import Problem, with_devices
 from ahp.search.space import Rule, Space, build
 from ahp.words import number_of
 
@@ -70,7 +70,7 @@ def _on_fewer(asked: Problem) -> Iterator[LegalRows]:
     if asked.cluster.is_mixed:
         return
     for count in busy_counts(asked):
-        part = spread(asked.cluster, count)
+        part = with_devices(asked.cluster, count)
         if part is None or count == asked.cluster.num_devices:
             continue
         used = asked.on(part)

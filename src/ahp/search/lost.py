@@ -12,10 +12,11 @@ from ahp.search.counts import smaller
 from ahp.search.fastest import fastest
 from ahp.search.misfit import nearest
 from ahp.search.one_group import Fastest
+from ahp.search.pairs import Pair
 from ahp.search.problem import Problem, with_devices
 from ahp.search.reasons import does_not_fit
 from ahp.search.ties import TIED, WORTH_TELLING
-from ahp.words import percent, seconds
+from ahp.words import number_of, percent, seconds
 
 MANY_DEVICES = 64
 """On more a search for the best of each number of them would take longer than the plan did: 70 B on 512 H100, 8.3 s of 10.8."""
@@ -31,6 +32,8 @@ class Lost:
     plan: Parallelism | None
     step_time_s: float | None
     verdict: str
+    faster: str | None = None
+    """Where it takes less than the plan does: that fewer devices are faster, and how to use fewer."""
 
     def plain(self) -> dict[str, Any]:
         """As data for JSON."""
@@ -72,12 +75,27 @@ def one_lost(asked: Problem, best: Plan) -> Lost:
     compared = _compared(1 - assumed.step_time_s / forecast.step_time_s)
     used = "" if layout.world_size == left else f" on {layout.world_size} of the {left} devices left"
     verdict = f"{layout.short()}{used}, {seconds(forecast.step_time_s)} a step, {compared}{freed}"
-    return Lost(what, left, layout, forecast.step_time_s, verdict)
+    faster = None if freed else _fewer_are_faster(asked.cluster, assumed.step_time_s, found.best)
+    return Lost(what, left, layout, forecast.step_time_s, verdict, faster)
+
+
+def _fewer_are_faster(cluster: Cluster, all_s: float, fewer: Pair) -> str | None:
+    """What to say where all devices take longer than some, by more than the forecast can tell apart: a slow network between nodes, or a number
+    that divides badly."""
+    layout, forecast = fewer
+    less = 1 - forecast.step_time_s / all_s
+    if less <= TIED:
+        return None
+    use = "leave that node out of the cluster" if cluster.is_mixed else "--objective tokens-per-day chooses how many"
+    on = f"{number_of(layout.world_size, 'device')} of {cluster.num_devices}"
+    return f"fewer devices are faster: {layout.short()} on {on}, {seconds(forecast.step_time_s)} a step, {percent(less)} less; {use}"
 
 
 def _compared(loss: float) -> str:
     if abs(loss) < WORTH_TELLING:
         return "as many tokens/s"
+    if loss < -1.0:
+        return f"{1.0 - loss:.1f} times as many tokens/s"
     return f"{percent(abs(loss))} {'fewer' if loss > 0 else 'more'} tokens/s"
 
 

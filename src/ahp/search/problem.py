@@ -271,7 +271,8 @@ class Problem:
         reasons = []
         for group in self.cluster.groups:
             alone = self.cluster.model_copy(update={"groups": (group,)})
-            cluster = with_devices(alone, layout.world_size)
+            count = layout.world_size  # a degree alone, apart from where it is placed
+            cluster = with_devices(alone, count) or _part(alone, 1, count)
             reasons.append(rules.illegal(self.graph, cluster, self.job, layout, self.engine))
         if all(reasons):
             raise BadInput(reasons[0] or "")
@@ -340,17 +341,7 @@ def _that_compute_in(precision: Precision, cluster: Cluster) -> tuple[Cluster, t
     return cluster.model_copy(update={"groups": can, "links": links}), others
 
 
-def with_devices(cluster: Cluster, count: int) -> Cluster:
-    """The cluster cut down to its first ``count`` devices: whole nodes where they divide, else one node.
-
-    Also used with a count above a node's devices to ask about a degree alone, apart from where it is placed.
-    """
-    group = cluster.groups[0]
-    nodes, rest = divmod(count, group.devices_per_node)
-    return _part(cluster, 1, count) if rest or nodes > group.nodes else _part(cluster, nodes, group.devices_per_node)
-
-
-def spread(cluster: Cluster, count: int) -> Cluster | None:
+def with_devices(cluster: Cluster, count: int) -> Cluster | None:
     """So many devices of a cluster of one group, as many of each node, on as few nodes as can be; None where it has not got them so."""
     group = cluster.groups[0]
     fewest = -(-count // group.devices_per_node)

@@ -19,13 +19,13 @@ from ahp.search import explain
 from ahp.search.busy import refuse_too_many
 from ahp.search.by_speed import ranking_by_speed, ranking_with_any_kernels
 from ahp.search.compiled import why_compiled
-from ahp.search.counts import choose, of_size
+from ahp.search.counts import choose
 from ahp.search.current import Current, compared, today_of
 from ahp.search.found_orders import with_own_orders
 from ahp.search.gc_pause import among_new_objects
 from ahp.search.method import Method, MethodName
 from ahp.search.objective import Objective, ObjectiveName, Scale, Worth, objective_of
-from ahp.search.problem import Problem, problem
+from ahp.search.problem import Problem, problem, with_devices
 from ahp.search.result import Ranking
 from ahp.search.ties import TIED
 from ahp.words import number_of
@@ -162,7 +162,8 @@ def _today(
     everything = today_of(asked, current)
     if everything is None:
         return None
-    used = asked.on(of_size(scale.asked.cluster, everything.parallelism.world_size) or asked.cluster)
+    part = None if asked.cluster.is_mixed else with_devices(asked.cluster, everything.parallelism.world_size)
+    used = asked.on(part or asked.cluster)
     today, best = today_of(used, everything.parallelism), ranking.best
     assert today is not None, "a layout is given"
     worth = None if today.forecast is None else scale.worth(used.cluster, today.forecast.step_time_s)
