@@ -439,7 +439,8 @@ class Parallel:
         return self._saver
 
     def load(self, folder: str | Path, *, weights_alone: bool = False) -> None:
-        """Continue from what ``save`` wrote, under whatever plan. Collective.
+        """Continue from what ``save`` wrote, under whatever plan. Collective. Raises WrongCheckpoint before anything is read where it is of
+        another model or optimizer.
 
         ``weights_alone``: read weights and buffers, and leave the optimizer and the number of steps as they are: for looking at a model.
         """
