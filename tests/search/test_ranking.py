@@ -183,6 +183,9 @@ def test_as_many_devices_of_each_node_are_used() -> None:
     group = Cluster.resolve(ranking.best.cluster or {}).groups[0]
     assert (group.nodes, group.devices_per_node) == (2, 2)
     assert "4 of 6 devices, 2 of each of 2 nodes, are used" in ranking.notes[0]
+    assert "global_batch_size 16" in ranking.notes[0], (
+        "not that the engine has no pipelines, which no other batch would change"
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,7 +193,21 @@ def test_as_many_devices_of_each_node_are_used() -> None:
     [
         ("8xH100-SXM-80GB", {"tensor_parallel_degree": 3}, r"tensor_parallel_degree = 3: must divide the 8 devices"),
         ("2x8xH100-SXM-80GB", {"tensor_parallel_degree": 16}, r"does not divide num_attention_heads 8"),
-        ("7xH100-SXM-80GB", {"pipeline_parallel_degree": 7}, r"7 devices.*4 layers"),
+        (
+            "7xH100-SXM-80GB",
+            {"pipeline_parallel_degree": 7},
+            r"7 devices: pipeline_parallel_degree = 7: must not exceed 4 layers \(valid: 1 to 4\)",
+        ),
+        (
+            "8xH100-SXM-80GB",
+            {"virtual_stages_per_rank": 3},
+            r"virtual_stages_per_rank = 3: that many times pipeline_parallel_degree must not exceed 4 layers \(valid: 1 to 2\)",
+        ),
+        (
+            "8xH100-SXM-80GB",
+            {"virtual_stages_per_rank": 2, "pipeline_parallel_degree": 4},
+            r"virtual_stages_per_rank = 2: that many .* \(valid: 1\)",
+        ),
         ("7xH100-SXM-80GB", {"data_parallel_shard_degree": 7}, r"no legal layout of 7 devices: global_batch_size 16"),
         (
             "8xH100-SXM-80GB",

@@ -379,9 +379,8 @@ class Choices:
     def _bad_stages(self, pipe: ScheduleChoice, pipeline: int) -> str | None:
         """Whether the layers go round."""
         stages, given = pipeline * pipe.virtual, self.given.get("layers_per_stage")
-        if stages > max(self.asked.most_stages, 1):
-            layers = self.asked.graph.num_layers
-            return f"pipeline_parallel_degree x virtual_stages_per_rank must not exceed {layers} layers"
+        if stages > (most := max(self.asked.most_stages, 1)):
+            return self._too_many_stages(most)
         if given is not None and sum(given) != self.asked.graph.num_layers:
             return f"layers_per_stage = {list(given)}: must sum to the model's {self.asked.graph.num_layers} layers"
         if given is not None and stages != len(given):
@@ -390,6 +389,17 @@ class Choices:
                 f"{len(given)} entries of it"
             )
         return self._bad_recomputed(pipe, pipeline)
+
+    def _too_many_stages(self, most: int) -> str:
+        """In the words of what was given, alike for each degree."""
+        layers, pipeline = self.asked.graph.num_layers, self.given.get("pipeline_parallel_degree", 1)
+        if (virtual := self.given.get("virtual_stages_per_rank", 1)) > 1 and pipeline <= most:
+            valid = most // max(pipeline, 2)
+            rule = f"that many times pipeline_parallel_degree must not exceed {layers} layers"
+            return f"virtual_stages_per_rank = {virtual}: {rule} (valid: {f'1 to {valid}' if valid > 1 else 1})"
+        if pipeline > most:
+            return f"pipeline_parallel_degree = {pipeline}: must not exceed {layers} layers (valid: 1 to {most})"
+        return f"pipeline_parallel_degree x virtual_stages_per_rank must not exceed {layers} layers"
 
     def _bad_recomputed(self, pipe: ScheduleChoice, pipeline: int) -> str | None:
         some = self.given.get("recomputed_layers_per_stage")
