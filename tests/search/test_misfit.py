@@ -12,6 +12,7 @@ from ahp.errors import NothingFits
 from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.search import misfit
+from ahp.search.mixed import misfit as mixed_misfit
 from ahp.search.problem import Problem, problem
 
 from .small import cpu_workers, small
@@ -101,3 +102,23 @@ def test_one_that_fits_is_found_where_the_nearest_fits() -> None:
         fits.append(nearest.forecast.fits)
     assert fits == sorted(fits)
     assert set(fits) == {False, True}
+
+
+def test_more_nodes_of_a_mixed_cluster_are_tried_where_the_most_of_them_help() -> None:
+    groups = [{"name": name, "nodes": 2, "devices_per_node": 4, "device": "A100-SXM-40GB"} for name in "abc"]
+    del groups[2]["nodes"]  # one node, which nothing joins with others
+    links = [{"between": [*pair], "gbps": 100} for pair in ("ab", "ac", "bc")]
+    of = small(cluster=Cluster.from_dict({"groups": groups, "links": links}))
+    looked = []
+
+    def fits(changed: Problem) -> bool:
+        a, b, _ = (group.nodes for group in changed.cluster.groups)
+        looked.append((a, b))
+        return a >= 8
+
+    families = mixed_misfit._more_nodes(of, fits)
+    assert [words for words, _ in families] == [
+        "32 nodes in b instead of 2",
+        *(f"{nodes} nodes in a instead of 2" for nodes in (4, 8, 16, 32)),
+    ]
+    assert looked == [(32, 2), (2, 32)], "what is yielded is asked about by who takes it"

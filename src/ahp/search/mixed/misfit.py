@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ahp.cluster.cells import place
@@ -39,7 +39,7 @@ def nothing_fits_anywhere(
     def now_fits(changed: Problem) -> str | None:
         return that_fits(changed, asked)
 
-    for family in (freed(asked), _more_nodes(asked), shorter(asked, now_fits)):
+    for family in (freed(asked), _more_nodes(asked, now_fits), shorter(asked, now_fits)):
         for words, changed in family:
             if (fits := now_fits(changed)) is not None:
                 lines.append(f"would fit: {words} ({fits})")
@@ -84,15 +84,25 @@ def that_fits(changed: Problem, asked: Problem | None = None) -> str | None:
     return outcome.fitting[0][0].short() if outcome.fitting else None
 
 
-def _more_nodes(asked: Problem) -> Iterator[tuple[str, Problem]]:
-    """More nodes in one of the groups, where it is known what connects them."""
-    times = 2
-    while times <= MOST_TIMES_MORE_NODES:
-        for number, group in enumerate(asked.cluster.groups):
-            if group.inter_node is None:
-                continue
-            more = group.model_copy(update={"nodes": group.nodes * times})
-            groups = (*asked.cluster.groups[:number], more, *asked.cluster.groups[number + 1 :])
-            words = f"{more.nodes} nodes in {group.name} instead of {group.nodes}"
-            yield words, replace(asked, cluster=asked.cluster.model_copy(update={"groups": groups}))
-        times *= 2
+def _more_nodes(asked: Problem, fits: Callable[[Problem], object]) -> Iterator[tuple[str, Problem]]:
+    """More nodes in one of the groups, where it is known what connects them.
+
+    ``fits``: whether something fits. The most are asked about first: a group of which even they do not help is not tried with fewer.
+    """
+    groups = [group for group in asked.cluster.groups if group.inter_node is not None]
+    helping = []
+    for group in groups:
+        most = _with_nodes(asked, group, MOST_TIMES_MORE_NODES)
+        if fits(most[1]):
+            helping.append(group)
+        else:
+            yield most
+    for doublings in range(1, MOST_TIMES_MORE_NODES.bit_length()):
+        yield from (_with_nodes(asked, group, 2**doublings) for group in helping)
+
+
+def _with_nodes(asked: Problem, group: NodeGroup, times: int) -> tuple[str, Problem]:
+    more = group.model_copy(update={"nodes": group.nodes * times})
+    groups = tuple(more if one is group else one for one in asked.cluster.groups)
+    words = f"{more.nodes} nodes in {group.name} instead of {group.nodes}"
+    return words, replace(asked, cluster=asked.cluster.model_copy(update={"groups": groups}))
