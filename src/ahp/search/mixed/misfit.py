@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -19,7 +20,8 @@ from ahp.search.reasons import needed_bytes
 FEW = Budget(shapes=10, forecasts=200, near=0, every=False)
 """To see whether something fits."""
 
-MOST_TIMES_MORE_NODES = 16
+MORE_NODES = (2, 4, 8, 16)
+"""Times as many that are tried."""
 
 
 def nothing_fits_anywhere(
@@ -34,10 +36,14 @@ def nothing_fits_anywhere(
     lines += [f"{name} alone: {refusal.splitlines()[0]}" for name, refusal in alone]
     if not remedies:
         return NothingFits("\n  ".join(lines))
-    tried = []
+    tried, known = [], list[tuple[Problem, str | None]]()
 
     def now_fits(changed: Problem) -> str | None:
-        return that_fits(changed, asked)
+        for before, fits in known:
+            if before is changed:
+                return fits
+        known.append((changed, that_fits(changed, asked)))
+        return known[-1][1]
 
     for family in (freed(asked), _more_nodes(asked, now_fits), shorter(asked, now_fits)):
         for words, changed in family:
@@ -85,20 +91,21 @@ def that_fits(changed: Problem, asked: Problem | None = None) -> str | None:
 
 
 def _more_nodes(asked: Problem, fits: Callable[[Problem], object]) -> Iterator[tuple[str, Problem]]:
-    """More nodes in one of the groups, where it is known what connects them.
+    """More nodes in one of the groups, where it is known what connects them: of each the fewest that help, or the most that are tried.
 
-    ``fits``: whether something fits. The most are asked about first: a group of which even they do not help is not tried with fewer.
+    ``fits``: whether something fits. The most are asked about first: where even they do not help, fewer are not tried.
     """
-    groups = [group for group in asked.cluster.groups if group.inter_node is not None]
-    helping = []
-    for group in groups:
-        most = _with_nodes(asked, group, MOST_TIMES_MORE_NODES)
-        if fits(most[1]):
-            helping.append(group)
-        else:
-            yield most
-    for doublings in range(1, MOST_TIMES_MORE_NODES.bit_length()):
-        yield from (_with_nodes(asked, group, 2**doublings) for group in helping)
+    found: list[tuple[int, str, Problem]] = []
+    for group in asked.cluster.groups:
+        if group.inter_node is None:
+            continue
+        larger = {times: _with_nodes(asked, group, times) for times in MORE_NODES}
+        *fewer, most = MORE_NODES
+        times = most
+        if fits(larger[most][1]):
+            times = MORE_NODES[bisect_left(fewer, True, key=lambda times: fits(larger[times][1]) is not None)]
+        found.append((times, *larger[times]))
+    yield from (more[1:] for more in sorted(found, key=lambda more: more[0]))
 
 
 def _with_nodes(asked: Problem, group: NodeGroup, times: int) -> tuple[str, Problem]:
