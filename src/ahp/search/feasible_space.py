@@ -83,11 +83,11 @@ def _on_fewer(asked: Problem) -> Iterator[LegalRows]:
 
 
 def _binding(space: Space, given: Collection[str]) -> Rule:
-    """Where all rows break a rule: one that all of them break, else one about a key that was given, else one that is not the engine's, which
-    another batch or number of devices may keep; of these the one that the most do."""
+    """Where all rows break a rule: one that all of them break, else one about a key that was given, else that the batch does not
+    divide, which anyone can change; of these the one that the most do."""
 
     def weight(rule: Rule) -> tuple[bool, bool, bool, int]:
         about_given = rule.says.split(" = ")[0] in given
-        return rule.broken >= space.size, about_given, not rule.name.startswith("engine"), rule.broken
+        return rule.broken >= space.size, about_given, rule.name == "batch", rule.broken
 
     return max(space.rules, key=weight)
