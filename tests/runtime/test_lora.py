@@ -85,6 +85,18 @@ def test_layout_equals_peft_on_one_process(
     assert_same_weights(results, expected)
 
 
+@pytest.mark.parametrize("layout", ["tp", pytest.param("sequence", marks=pytest.mark.slow)])
+def test_blocks_that_begin_with_a_product_sum_its_gradient(pool: Pool, layout: str) -> None:
+    """No norm with a weight comes before it, and into the first block no gradient goes back: its graph is not that of the others."""
+    job = {**JOB, "lora": {"r": RANK, "lora_alpha": ALPHA}}
+    split, alone = (
+        pool.run(train, world_size(LAYOUTS[name]), "family olmo2", LAYOUTS[name], STEPS, job)
+        for name in (layout, "one")
+    )
+    assert_same_curve(split[0], alone[0])
+    assert_same_weights(split, alone[0])
+
+
 def begin(rank: int, world: int, folder: str, layout: dict[str, Any], left: str) -> dict[str, Any]:
     """Start from given weights, leave the adapters as they begin, take two steps, and leave a checkpoint."""
     parallel = from_folder(folder, layout)

@@ -439,8 +439,8 @@ class Parallel:
         return self._saver
 
     def load(self, folder: str | Path, *, weights_alone: bool = False) -> None:
-        """Continue from what ``save`` wrote, under whatever plan. Collective. Raises WrongCheckpoint before anything is read where it is of
-        another model or optimizer.
+        """Continue from what ``save`` wrote, under whatever plan of the same model and job. Collective. Raises BadInput before anything is changed
+        where the checkpoint holds other tensors than this model and its optimizer have.
 
         ``weights_alone``: read weights and buffers, and leave the optimizer and the number of steps as they are: for looking at a model.
         """

@@ -31,7 +31,6 @@ from ahp.runtime.run.checkpoints import CannotWrite, DamagedCheckpoints, Unreada
 from ahp.runtime.run.folder import Checkpoint, RunFolder
 from ahp.runtime.run.loop import MOST_ROLLBACKS, MOST_SKIPPED, Diverged, Loop, Settings
 from ahp.runtime.run.stop_signal import StopRequest
-from ahp.runtime.weights.checkpoint_errors import WrongCheckpoint
 
 
 @dataclass
@@ -237,19 +236,26 @@ def test_every_byte_of_a_checkpoint_is_verified_before_one_is_used(
     assert did == [("verified", "step-10"), ("verified", "step-8"), ("used", "step-8")]
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KeyError("weight"), "step-10 does not go into the plan's model: KeyError: 'weight'"),
+        (
+            CheckpointException("x", {0: (RuntimeError("Missing key in checkpoint: a\nand a trace"), StackSummary())}),
+            "step-10 does not go into the plan's model: RuntimeError: Missing key in checkpoint: a; it is another model's",
+        ),
+    ],
+)
 def test_a_checkpoint_of_another_model_is_told_in_one_line(
-    alone: Ranks, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+    alone: Ranks, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, error: BaseException, told: str
 ) -> None:
     def load(self: Weight, folder: Path) -> None:
-        raise WrongCheckpoint(folder, "RuntimeError: Missing key in checkpoint: a")
+        raise error
 
     loop(alone, folder).run()
     monkeypatch.setattr(Weight, "load", load)
     with pytest.raises(UnreadableCheckpoint) as raised:
         loop(alone, folder).run()
-    told = (
-        "step-10 does not go into the plan's model: RuntimeError: Missing key in checkpoint: a; it is another model's"
-    )
     assert told in str(raised.value)
     assert "\n" not in str(raised.value)
 

@@ -181,41 +181,6 @@ def test_continues_under_another_plan(
     assert_same_curve({key: before[key] + after[key] for key in before}, expected)
 
 
-def load_into_others(rank: int, world: int, layout: dict[str, Any], folder: str) -> list[str]:
-    """What is said of a checkpoint of five layers where the model has four, six, or wider ones; all of which train on."""
-    from ahp.runtime.parallel import parallelize
-    from ahp.runtime.weights.checkpoint_errors import WrongCheckpoint
-
-    said = []
-    for keys in ({"num_hidden_layers": 4}, {"num_hidden_layers": 6}, {"hidden_size": 64}):
-        module = MODELS["llama"]()
-        module = type(module)(module.config.__class__(**{**module.config.to_dict(), **keys}))
-        parallel = parallelize(module, {"job": JOB, "parallelism": layout})
-        before = {name: local_tensor(p).clone() for name, p in parallel.parameters.items()}
-        for weights_alone in (False, True):
-            with pytest.raises(WrongCheckpoint) as refused:
-                parallel.load(folder, weights_alone=weights_alone)
-            said.append(str(refused.value))
-        assert all(torch.equal(local_tensor(p), before[name]) for name, p in parallel.parameters.items())
-        parallel.step(parallel.shard(batch(0)))
-    return said
-
-
-@pytest.mark.parametrize("plan", cases(["one", "zero3", "interleaved", "zero3-x-tp"], wide=["interleaved"]))
-def test_a_checkpoint_of_another_model_is_refused_before_anything_is_read(
-    pool: Pool, saved_run: Callable[[str, str], tuple[str, dict[str, Any]]], plan: str
-) -> None:
-    folder, _ = saved_run("one", "llama")
-    said = pool.run(load_into_others, world_size(PLANS[plan]), PLANS[plan], folder)
-    for shallower, _, deeper, _, wider, _ in said:
-        assert "it has 9 weights that the model has not, the first of them model.layers.4." in shallower
-        assert "Missing key in checkpoint" in deeper
-        assert "Size mismatch" in wider
-    for told in said[0]:
-        assert told.startswith(f"{folder} does not go into this model: ")
-        assert "\n" not in told
-
-
 def save_twice(rank: int, world: int, layout: dict[str, Any], folder: str) -> None:
     """Two checkpoints in a row, the second asked for while the first waits to be written."""
     from ahp.runtime.parallel import parallelize

@@ -20,7 +20,7 @@ from ahp.run_files import Status
 from ahp.runtime.files import is_full
 from ahp.runtime.ranks.ranks import Ranks
 from ahp.runtime.run.folder import Checkpoint, RunFolder
-from ahp.runtime.weights.checkpoint_errors import WrongCheckpoint, exception_of
+from ahp.runtime.weights.same_tensors import OtherTensors
 
 
 class Saver(Protocol):
@@ -101,12 +101,14 @@ class Checkpoints:
         return None
 
     def read(self, checkpoint: Checkpoint, into: Loads) -> None:
-        """Raises UnreadableCheckpoint where it holds other tensors than the model wants."""
+        """Raises UnreadableCheckpoint, with torch's first reason, where it holds other tensors than the model wants."""
         try:
             into.load(checkpoint.path)
-        except WrongCheckpoint as error:
+        except (CheckpointException, KeyError, ValueError) as error:
+            if isinstance(error, AhpError) and not isinstance(error, OtherTensors):
+                raise
             raise UnreadableCheckpoint(
-                f"run.folder = {str(self.folder.path)!r}: {checkpoint.path.name} does not go into the plan's model: {error.reason}; it is "
+                f"run.folder = {str(self.folder.path)!r}: {checkpoint.path.name} does not go into the plan's model: {_reason(error)}; it is "
                 "another model's, or another version of AHP wrote it. Put the run's own checkpoint there, or start anew with another "
                 "--run.folder"
             ) from error
@@ -179,7 +181,21 @@ def has_no_space(error: BaseException | None) -> bool:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
         failures = getattr(error, "failures", None)
-        if isinstance(failures, dict) and any(has_no_space(exception_of(item)) for item in failures.values()):
+        if isinstance(failures, dict) and any(has_no_space(_exception(item)) for item in failures.values()):
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what the first rank said: torch's own message has every rank's trace."""
+    failures = getattr(error, "failures", None)
+    first = next(iter(failures.values()), None) if isinstance(failures, dict) else None
+    found = _exception(first) or error
+    return f"{type(found).__name__}: {(str(found).strip().splitlines() or ['no reason'])[0]}"
+
+
+def _exception(item: Any) -> BaseException | None:
+    # torch's CheckpointException holds (exception, stack) by rank
+    candidate = item[0] if isinstance(item, tuple) and item else item
+    return candidate if isinstance(candidate, BaseException) else None

@@ -287,7 +287,8 @@ class SlicedForward:
 def _fact(leaf: Any) -> Any:
     """What a graph depends on of an argument, as a part of a dict's key."""
     if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.dtype
+        # Where no gradient goes back none is summed: to the first block none does, where embeddings are frozen.
+        return leaf.shape, leaf.dtype, leaf.requires_grad
     # 1, 1.0 and True are one key, and repr of an object of the model's may be pages long.
     return (type(leaf), leaf) if isinstance(leaf, (bool, int, float, str, NoneType)) else repr(leaf)
 

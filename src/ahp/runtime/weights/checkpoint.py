@@ -10,19 +10,14 @@ from collections.abc import Collection
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ahp.runtime.shard.parameter_layout import ParameterLayout
 from ahp.runtime.torch_compat import like_distributed, local_tensor
 from ahp.runtime.training_state import TrainingState
-from ahp.runtime.weights.checkpoint_errors import WrongCheckpoint, first_reason
 from ahp.runtime.weights.metadata import DataReader
-
-WEIGHT = "model."
-"""Before the name of a parameter."""
+from ahp.runtime.weights.same_tensors import refuse_other_tensors
 
 
 def save(state: TrainingState, folder: Path) -> None:
@@ -31,23 +26,26 @@ def save(state: TrainingState, folder: Path) -> None:
 
 
 def load_weights(state: TrainingState, folder: Path) -> None:
-    """Read a checkpoint's parameters and buffers alone, in place: a third of its bytes under AdamW. Collective. Raises BadMetadata,
-    WrongCheckpoint."""
-    reader, tensors = DataReader(folder), _weights_of(state)
-    _read(reader, tensors, folder)
+    """Read a checkpoint's parameters and buffers alone, in place: a third of its bytes under AdamW. Collective. Raises BadMetadata, and
+    OtherTensors for a checkpoint of another model."""
+    tensors, reader = _weights_of(state), DataReader(folder)
+    refuse_other_tensors(folder, reader.metadata.state_dict_metadata, tensors, state)
+    dcp.load(tensors, storage_reader=reader)
     for name, parameter in state.parameters.items():
-        _take_over(state.layout, name, parameter, tensors[f"{WEIGHT}{name}"])
+        _take_over(state.layout, name, parameter, tensors[f"model.{name}"])
     state.local.refresh_twins()
     state.buffers.after_load()
 
 
 def load(state: TrainingState, folder: Path) -> None:
-    """Read a checkpoint into the parameters and the optimizer, in place. Collective. Raises BadMetadata, WrongCheckpoint."""
-    reader = DataReader(folder)  # first: nothing else is looked at where it is none
+    """Read a checkpoint into the parameters and the optimizer, in place. Collective. Raises BadMetadata, and OtherTensors for a checkpoint of
+    another model or job."""
+    reader = DataReader(folder)
     tensors = tensors_of(state)
-    _read(reader, tensors, folder)
+    refuse_other_tensors(folder, reader.metadata.state_dict_metadata, tensors, state)
+    dcp.load(tensors, storage_reader=reader)
     for name, parameter in state.parameters.items():
-        _take_over(state.layout, name, parameter, tensors[f"{WEIGHT}{name}"])
+        _take_over(state.layout, name, parameter, tensors[f"model.{name}"])
         if name in state.optimizer.shards:
             for key, moment in state.optimizer.moments(name).items():
                 if key == "step":
@@ -59,22 +57,6 @@ def load(state: TrainingState, folder: Path) -> None:
     state.buffers.after_load()
     state.num_steps_done = int(tensors["num_steps_done"])
     state.loss_scale.take_over(tensors)
-
-
-def _read(reader: DataReader, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Fill all of a model's tensors, of which each rank has its own. Raises before any is filled where the files have other ones."""
-    wanted: list[Collection[str]] = [()] * dist.get_world_size()
-    dist.all_gather_object(wanted, [name for name in tensors if name.startswith(WEIGHT)])
-    stored = {name for name in reader.metadata.state_dict_metadata if name.startswith(WEIGHT)}
-    if more := sorted(stored.difference(*wanted)):
-        raise WrongCheckpoint(
-            folder,
-            f"it has {len(more)} weights that the model has not, the first of them {more[0].removeprefix(WEIGHT)}",
-        )
-    try:
-        dcp.load(tensors, storage_reader=reader)
-    except (CheckpointException, KeyError, ValueError) as error:
-        raise WrongCheckpoint(folder, first_reason(error)) from error
 
 
 def tensors_to_write(state: TrainingState) -> dict[str, torch.Tensor]:
@@ -103,7 +85,7 @@ def _weights_of(state: TrainingState, without: Collection[str] = ()) -> dict[str
     found = {f"buffer.{name}": buffer for name, buffer in state.buffers.tensors().items()}
     for name, parameter in state.parameters.items():
         if name not in without:
-            found[f"{WEIGHT}{name}"] = _canonical(state.layout, name, parameter.detach())
+            found[f"model.{name}"] = _canonical(state.layout, name, parameter.detach())
     return found
 
 

@@ -1,0 +1,78 @@
+"""Whether a checkpoint holds the tensors that are to be filled from it, and no others of a model: told before any of them changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ahp.errors import BadInput
+from ahp.runtime.training_state import TrainingState
+
+MODEL, BUFFER = "model.", "buffer."
+"""What names of weights and of buffers begin with, in a checkpoint."""
+OPTIMIZERS = {"momentum_buffer.": "muon", "exp_avg.codes.": "adamw8bit"}
+"""By what names of states begin with that no other optimizer has; adamw has none of its own."""
+
+
+class OtherTensors(BadInput):
+    """A checkpoint of another model, or of another job."""
+
+
+def refuse_other_tensors(
+    folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, torch.Tensor], state: TrainingState
+) -> None:
+    """``saved``: of each tensor of the checkpoint what its metadata says; ``wanted``: what this rank reads of it. Collective: raises OtherTensors on
+    all ranks, with what the first one finds wrong that finds something."""
+    fault = next(_faults(saved, wanted, state), None)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (fault, [name for name in wanted if name.startswith(BUFFER)]))
+    fault = next((told for told, _ in found if told is not None), None) or _unused_buffer(saved, found)
+    if fault is not None:
+        raise OtherTensors(
+            f"folder = {str(folder)!r}: holds a checkpoint of another model or job: {fault} (valid: one of this model, under this "
+            "job.optimizer.name and job.lora)"
+        )
+
+
+def _faults(saved: Mapping[str, Any], wanted: Mapping[str, torch.Tensor], state: TrainingState) -> Iterator[str]:
+    """What this rank can know, in words; the model's names and shapes are the same on all."""
+    for name in (name for name in wanted if name not in saved):
+        yield _why_missing(name, saved, state)
+    for name, tensor in wanted.items():
+        there, here = list(saved[name].size), list(tensor.shape)
+        if there != here:
+            yield f"{name} has the shape {there} there, and {here} here"
+    for name in saved:
+        if name.startswith(MODEL) and name.removeprefix(MODEL) not in state.layout.shapes:
+            yield f"it has {name}, which would not be used"
+
+
+def _why_missing(name: str, saved: Mapping[str, Any], state: TrainingState) -> str:
+    if name.startswith("loss_scale."):
+        return "job.precision = 'fp16': it has no scale of the loss, and was not written in fp16"
+    if _with_adapters(saved) != _with_adapters(f"{MODEL}{name}" for name in state.layout.shapes):
+        return f"job.lora: it was written {'with' if _with_adapters(saved) else 'without'} adapters"
+    named, before = state.optimizer.settings.name, _optimizer_of(saved)
+    if not name.startswith((MODEL, BUFFER)) and named != before:
+        return f"job.optimizer.name = {named!r}: it was written under {before}"
+    return f"it has no {name}"
+
+
+def _with_adapters(names: Any) -> bool:
+    return any(name.startswith(MODEL) and ".lora_A." in name for name in names)
+
+
+def _optimizer_of(saved: Mapping[str, Any]) -> str:
+    found = (name for begin, name in OPTIMIZERS.items() if any(each.startswith(begin) for each in saved))
+    return next(found, "adamw")
+
+
+def _unused_buffer(saved: Mapping[str, Any], found: list[Any]) -> str | None:
+    """One that no stage has."""
+    used = {name for _, names in found for name in names}
+    name = next((name for name in saved if name.startswith(BUFFER) and name not in used), None)
+    return None if name is None else f"it has {name}, which would not be used"
