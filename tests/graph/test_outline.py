@@ -11,7 +11,7 @@ from ahp.graph.blocks import NoBlocks
 from ahp.graph.call import logits_of
 from ahp.graph.capture import Capture
 from ahp.graph.outline import outline, why_uncuttable
-from tests.runtime.models import custom, gpt2, llama
+from tests.runtime.models import Custom, custom, gpt2, llama
 
 
 def test_llama() -> None:
@@ -156,3 +156,101 @@ def test_trainable_inputs_beside_the_hidden_states_are_seen() -> None:
     assert same.uncuttable is None
     assert "skip connection" in str(uncuttable(Skips(skip=True)))
     assert not outline(llama(), batch_size=1, sequence_length=4).shares_inputs
+
+
+class NormedRows(nn.Embedding):
+    """With a norm of its own, as Inkling's."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.norm = nn.LayerNorm(sizes[1])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.norm(super().forward(ids))
+
+
+class NormedHead(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.norm = nn.LayerNorm(sizes[0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+
+def test_ends_that_hold_more_than_rows_of_the_vocabulary_are_not_cut_by_it() -> None:
+    module = custom()
+    module.tokens, module.head = NormedRows(128, 32), NormedHead(32, 128)
+    found = outline(module, batch_size=2, sequence_length=8)
+    assert (found.token_embedding, found.head) == (None, None)
+
+
+class Tabled(Custom):
+    """Its positions are a plain tensor, as TrOCR's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.ones(64, 32)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids) + self.table[: input_ids.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
+
+
+def test_a_tensor_that_is_neither_parameter_nor_buffer() -> None:
+    assert outline(Tabled(), batch_size=2, sequence_length=8).token_embedding == "tokens"
+
+
+class Changing(nn.Module):
+    """Takes other modules into its blocks at its first sequence, as BigBird does where it is short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(128, 32), nn.Linear(32, 128)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32)) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            block[0] = nn.Linear(32, 32)
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_model_that_changes_its_blocks_is_refused() -> None:
+    with pytest.raises(BadInput, match="Changing: its forward puts other modules into the blocks of blocks"):
+        outline(Changing(), batch_size=2, sequence_length=8)
+    reason = why_uncuttable(Changing(), sequence_length=8)
+    assert reason is not None
+    assert "puts other modules" in reason
+
+
+class Chosen(nn.Module):
+    """Also returns what the next block reads, without a gradient: chosen tokens, as HY-V4's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = x.argmax(dim=-1, keepdim=True) if chosen is None else chosen
+        return self.mix(x) + x.gather(-1, chosen), chosen
+
+
+class HandsOn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(128, 32), nn.Linear(32, 128)
+        self.blocks = nn.ModuleList(Chosen() for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x, chosen = self.tokens(input_ids), None
+        for block in self.blocks:
+            x, chosen = block(x, chosen)
+        return self.head(x)
+
+
+def test_blocks_that_hand_on_more_than_hidden_states() -> None:
+    expected = "block 2 of blocks is given more of an earlier block than its hidden states"
+    assert outline(HandsOn(), batch_size=2, sequence_length=8).uncuttable == expected
+    assert why_uncuttable(HandsOn(), sequence_length=8) == expected

@@ -185,3 +185,24 @@ def test_a_model_by_its_name_is_split_as_its_graph_is() -> None:
     assert slicing("tiny", 2) == slicing(analyze("tiny", {"sequence_length": 64}), 2)
     with pytest.raises(BadInput, match=r"model = 'tini': .*nearest names: tiny"):
         slicing("tini", 2)
+
+
+class Transposing(nn.Module):
+    """Falcon's way to multiply by a weight, and the other names that torch has for it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.up, self.down = nn.Parameter(torch.ones(64, 32)), nn.Parameter(torch.ones(32, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, down = (w.swapaxes(0, 1) if self.way == "swapaxes" else getattr(w, self.way) for w in (self.up, self.down))
+        return x + torch.relu(x @ up) @ down
+
+
+@pytest.mark.parametrize("way", ["T", "mT", "swapaxes"])
+def test_weights_that_are_transposed_are_split(way: str) -> None:
+    module = custom()
+    module.blocks = nn.Sequential(*(Transposing(way) for _ in range(2)))
+    found = slicing(module, 2)
+    assert (found["blocks.*.up"], found["blocks.*.down"]) == ("column", "row")

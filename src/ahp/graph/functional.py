@@ -1,4 +1,5 @@
-"""A traced graph without writes into fresh memory, and without operators that take a tensor for its shape or type alone.
+"""A traced graph without writes into fresh memory, without operators that take a tensor for its shape or type alone, and with one
+name for operators that have several.
 
 Each replacement computes the same. Writes that something else may see are left as they are.
 """
@@ -13,6 +14,16 @@ from torch.fx import Graph, Node
 
 aten = torch.ops.aten
 
+_SYNONYMS: dict[Any, Any] = {
+    aten.swapaxes.default: aten.transpose.int,
+    aten.swapdims.default: aten.transpose.int,
+    aten.concat.default: aten.cat.default,
+    aten.concatenate.default: aten.cat.default,
+    aten.broadcast_to.default: aten.expand.default,
+}
+"""Other names of operators, which take the same arguments. Slicing and the cut of sequences know one name of each."""
+_OF_MATRICES = {aten.numpy_T.default, aten.mT.default}
+"""x.T and x.mT, which take no dims; of two dims they are one transposition (Falcon's layers multiply by weight.T)."""
 _EMPTY = {aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default}
 
 
@@ -20,11 +31,18 @@ def simplify(graph: Graph) -> None:
     """Make the replacements, in place."""
     for node in list(graph.nodes):
         if node.op == "call_function":
+            _take_usual_name(node)
             _take_no_example(graph, node)
             if node.target in _EMPTY:
                 _join_pieces(graph, node)
     _without_writes(graph)
     graph.eliminate_dead_code()
+
+
+def _take_usual_name(node: Node) -> None:
+    node.target = _SYNONYMS.get(node.target, node.target)
+    if node.target in _OF_MATRICES and len(node.meta["val"].shape) == 2:
+        node.target, node.args = aten.transpose.int, (node.args[0], 0, 1)
 
 
 def _take_no_example(graph: Graph, node: Node) -> None:

@@ -34,19 +34,26 @@ class Outline:
     after: tuple[str, ...]
     """Modules that ran after the last block, in order."""
     token_embedding: str | None
-    """The embedding that was given the token ids."""
+    """The embedding that was given the token ids, where its rows are all that it holds."""
     head: str | None
-    """The linear module whose output is the logits; None when the logits are not one module's output."""
+    """The linear module whose output is the logits; None when the logits are not one module's output, or it holds more than its rows."""
     hidden: TensorLike
     """What crosses from block to block, for the batch and sequence that were traced."""
     logits: TensorLike
     block_output: str
     """``tensor`` or ``tuple``: whether a block returns its hidden states bare or first in a tuple."""
+    num_outputs: int
+    """Of a block that returns a tuple; 1 of another."""
     shares_inputs: bool
     """Blocks are given trainable tensors beside the hidden states (a table of relative positions): whatever makes them
     must be on every stage."""
     uncuttable: str | None
     """Why the model cannot be cut between its blocks, None when it can."""
+    written: frozenset[str]
+    """Modules before the blocks whose output the model writes into (CTRL scales its embeddings in place)."""
+    read_after: frozenset[str]
+    """Modules before the blocks whose weights are read after them by something other than a module of their own (a head that is
+    ``x @ embedding.weight.T``): the last stage needs them too."""
     captures: tuple[Capture | BadInput, ...] = field(repr=False)
     """For each kind of block its forward graph, or why it cannot be traced."""
     experts: tuple[str, ...] = ()
@@ -76,7 +83,12 @@ def outline(
         fake = fake_copy(module, dtype)
     found = find_blocks(fake)
     record = _Record(fake, found.path, found.kinds())
-    return record.outline(_run(record, mode, batch_size, sequence_length, documents), mode)
+    logits = _run(record, mode, batch_size, sequence_length, documents)
+    if (reason := record.puts_others()) is not None:
+        raise BadInput(
+            f"model = {type(module).__name__}: {reason}, and a layout that divides blocks needs those that will run"
+        )
+    return record.outline(logits, mode)
 
 
 def _run(
@@ -126,7 +138,8 @@ def fake_copy(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     read off what autograd notes.
     """
     memo: dict[int, Any] = {}
-    for tensor in [*module.parameters(), *module.buffers()]:
+    held = (value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor))
+    for tensor in [*module.parameters(), *module.buffers(), *held]:  # TrOCR's table of positions is neither
         to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         fake = torch.empty(tensor.shape, dtype=to)
         memo[id(tensor)] = nn.Parameter(fake, fake.is_floating_point()) if isinstance(tensor, nn.Parameter) else fake
@@ -149,15 +162,20 @@ class _Record:
         self.ran: list[tuple[str, nn.Module, tuple[Any, ...], Any]] = []
         self.first_block_at: int | None = None
         self.block_output = "tensor"
+        self.num_outputs = 1
+        self.beside: list[torch.Tensor] = []
+        """What blocks returned beside their hidden states."""
+        self.versions: dict[str, int] = {}
+        """How often the output of a module had been written to when the module returned it."""
         self.last_output: torch.Tensor | None = None
         self.outputs: list[torch.Tensor] = []
         """Of the blocks, in the order in which they ran."""
         self.shared: list[torch.Tensor] | None = None
         self.uncuttable: str | None = None
         self.experts = Watch(fake, [f"{blocks_path}.{number}" for number in range(len(self.blocks))])
-        inside = {id(m) for block in self.blocks for m in block.modules()}
+        self.inside = {m for block in self.blocks for m in block.modules()}
         for name, module in fake.named_modules():
-            if id(module) not in inside and next(module.parameters(recurse=False), None) is not None:
+            if module not in self.inside and next(module.parameters(recurse=False), None) is not None:
                 module.register_forward_hook(self._note(name))
         for index, block in enumerate(self.blocks):
             block.register_forward_pre_hook(self._note_block(index), with_kwargs=True)
@@ -166,6 +184,8 @@ class _Record:
     def _note(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self.ran.append((name, module, args, output))
+            if isinstance(output, torch.Tensor):
+                self.versions[name] = output._version
 
         return hook
 
@@ -182,7 +202,8 @@ class _Record:
     def _look_between(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A cut is right when a block's output is the next one's input as it is, and nothing else trainable passes."""
         hidden = block_input(args, kwargs)
-        others = [x for x in tensor_leaves(args, kwargs) if x is not hidden and x.requires_grad]
+        given = [x for x in tensor_leaves(args, kwargs) if x is not hidden]
+        others = [x for x in given if x.requires_grad]
         if self.shared is None:
             self.shared = others
         elif hidden is not self.last_output:
@@ -191,10 +212,17 @@ class _Record:
             )
         elif len(others) != len(self.shared) or any(a is not b for a, b in zip(others, self.shared, strict=True)):
             self.uncuttable = f"block {index} of {self.blocks_path} is given trainable tensors that block 0 is not (a skip connection?)"
+        elif any(x is earlier for x in given for earlier in self.beside):
+            self.uncuttable = (
+                f"block {index} of {self.blocks_path} is given more of an earlier block than its hidden states"
+            )
 
     def _note_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.block_output = "tuple" if isinstance(output, tuple) else "tensor"
         hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        if isinstance(output, tuple):
+            self.num_outputs = len(output)
+            self.beside += tensor_leaves(output[1:], {})
         self.last_output = hidden
         self.outputs.append(hidden)
 
@@ -207,7 +235,7 @@ class _Record:
 
     def why_uncuttable(self, logits: torch.Tensor) -> str | None:
         before = self._before()
-        return self._runs_otherwise() or self.uncuttable or self._reads_earlier(before, logits)
+        return self.puts_others() or self._runs_otherwise() or self.uncuttable or self._reads_earlier(before, logits)
 
     def outline(self, logits: torch.Tensor, mode: FakeTensorMode) -> Outline:
         before, after = self._before(), self.ran[self.first_block_at :]
@@ -219,15 +247,26 @@ class _Record:
             before=tuple(name for name, *_ in before),
             after=tuple(name for name, *_ in after),
             token_embedding=self._token_embedding(before, logits),
-            head=next((n for n, m, _, out in reversed(after) if isinstance(m, nn.Linear) and out is logits), None),
+            head=next((n for n, m, _, out in reversed(after) if _is_head(m) and out is logits), None),
             hidden=TensorLike.of(hidden),
             logits=TensorLike.of(logits),
             block_output=self.block_output,
+            num_outputs=self.num_outputs,
             shares_inputs=bool(self.shared),
             uncuttable=self.why_uncuttable(logits),
+            written=frozenset(
+                name for name, _, _, out in before if name in self.versions and out._version > self.versions[name]
+            ),
+            read_after=self._read_after(before, after, logits),
             experts=self.experts.found(),
             captures=tuple(self._capture(kind, mode) for kind in range(max(self.kinds) + 1)),
         )
+
+    def puts_others(self) -> str | None:
+        """Whether the forward changed the blocks themselves: BigBird takes another attention for sequences that are short."""
+        if all(module in self.inside for block in self.blocks for module in block.modules()):
+            return None
+        return f"its forward puts other modules into the blocks of {self.blocks_path}"
 
     def _runs_otherwise(self) -> str | None:
         """Whether the blocks do not run once each, one after the other: what is done at the first and the last one would be done at others."""
@@ -254,6 +293,20 @@ class _Record:
             waiting += [source for source, _ in node.next_functions]
         return None
 
+    def _read_after(self, before: list[Any], after: list[Any], logits: torch.Tensor) -> frozenset[str]:
+        held = {id(p) for _, module, *_ in after for p in module.parameters(recurse=False)}
+        owners = {id(p): name for name, module, *_ in before for p in module.parameters(recurse=False)}
+        waiting, seen, found = [logits.grad_fn], {self.outputs[-1].grad_fn}, set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if (weight := id(getattr(node, "variable", None))) in owners and weight not in held:
+                found.add(owners[weight])
+            waiting += [source for source, _ in node.next_functions]
+        return frozenset(found)
+
     def _token_embedding(self, before: list[Any], logits: torch.Tensor) -> str | None:
         """The embedding with a row for each token; position and type embeddings have other sizes."""
         names = [
@@ -279,7 +332,22 @@ class _Record:
 
 def _is_plain(embedding: nn.Embedding) -> bool:
     """Rows are looked up and nothing else: no renormalisation, no gradient that depends on the other tokens."""
-    return embedding.max_norm is None and not embedding.sparse and not embedding.scale_grad_by_freq
+    return (
+        embedding.max_norm is None
+        and not embedding.sparse
+        and not embedding.scale_grad_by_freq
+        and _has_rows_alone(embedding)
+    )
+
+
+def _is_head(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and _has_rows_alone(module)
+
+
+def _has_rows_alone(module: nn.Module) -> bool:
+    """Whether every parameter has a row for each token. A norm within the module (Inkling's embedding) has none: a rank with some of the
+    rows would have the gradient of their tokens alone."""
+    return {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
 
 
 def block_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

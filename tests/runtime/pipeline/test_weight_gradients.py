@@ -112,3 +112,25 @@ def test_weights_of_compiled_blocks_wait_and_are_the_same(compiler: Any) -> None
     found = gradients(model, x)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient)
+
+
+class InPlace(nn.Module):
+    """Writes into what its layer returns, as DeBERTa's positions and every ``nn.ReLU(inplace=True)`` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).relu_()
+
+
+def test_what_a_product_returns_may_be_written_into() -> None:
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    plain, model, later = InPlace(), InPlace(), WeightGradients()
+    plain(x).square().sum().backward()
+    with Deferring(later):
+        model(x).square().sum().backward()
+    later.take()()
+    assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)

@@ -21,7 +21,7 @@ from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.runtime.tensor.sliced_dropout import with_own_numbers
 from tests.marks import cases
-from tests.runtime.models import BUILDERS, JOB, VOCABULARY, Block
+from tests.runtime.models import BUILDERS, JOB, VOCABULARY, Block, custom
 from tests.runtime.test_equality import assert_same_curve, assert_same_weights, train
 from tests.runtime.workers import Pool
 from tests.search.families import build
@@ -64,13 +64,39 @@ def mixers() -> nn.Module:
     return Mixers()
 
 
+class NormedRows(nn.Embedding):
+    """With a norm of its own, which each rank would give to some tokens alone if it had some of the rows."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.norm = nn.LayerNorm(sizes[1])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.norm(super().forward(ids))
+
+
+def normed() -> nn.Module:
+    module = custom()
+    module.tokens = NormedRows(VOCABULARY, 32)
+    return module
+
+
 FAMILIES = ("cohere", "glm", "deepseek_v2", "minicpm3", "qwen2_moe")
 """What the families of test_families.py have not: interleaved rotary embeddings, latent attention, shared experts."""
 BUILDERS.update({name: partial(family, name) for name in FAMILIES})
 BUILDERS["few-keys"] = partial(family, "llama")
 BUILDERS["one-key"] = partial(family, "llama", num_key_value_heads=1)
 BUILDERS["mixers"] = mixers
-CASES = [*((name, 2) for name in FAMILIES), ("few-keys", 4), ("one-key", 2), ("mixers", 2)]
+BUILDERS["normed"] = normed
+BUILDERS["falcon"] = partial(family, "falcon")
+CASES = [
+    *((name, 2) for name in FAMILIES),
+    ("few-keys", 4),
+    ("one-key", 2),
+    ("mixers", 2),
+    ("normed", 2),
+    ("falcon", 2),
+]
 KEPT_SIZES = {
     "num_hidden_layers": 2,
     "hidden_size": 64,

@@ -45,11 +45,10 @@ class Tail:
         self.blocks = model.get_submodule(found.blocks_path)
         inside = {id(module) for module in self.blocks.modules()}
         self.outside = [module for module in model.modules() if id(module) not in inside]
-        self.received = StageInput(found.block_output)
+        shape = found.block_output, found.num_outputs
+        self.received = StageInput(*shape)
         *earlier, last = self.blocks._modules.items()
-        self.stand_ins = {
-            name: stand_in_for(_module(block), PassThrough(found.block_output)) for name, block in earlier
-        }
+        self.stand_ins = {name: stand_in_for(_module(block), PassThrough(*shape)) for name, block in earlier}
         self.stand_ins[last[0]] = stand_in_for(_module(last[1]), self.received)
         zeros = {} if found.shares_inputs else dict(_zero_embeddings(model, found, dtype))
         self.zero_embeddings = [
@@ -205,7 +204,9 @@ def _zero_embeddings(model: nn.Module, found: Outline, dtype: torch.dtype) -> It
     """Modules before the blocks, each with what gives zeros in its place; a later stage has such stand-ins already."""
     modules = dict(model.named_modules())
     for path in separate(found.before, found.blocks_path):
-        if path in modules and (nothing := zeros_for(modules[path], dtype)) is not None:
+        if path not in modules or path in found.read_after:
+            continue
+        if (nothing := zeros_for(modules[path], dtype, written=path in found.written)) is not None:
             yield modules[path], nothing
 
 

@@ -94,24 +94,27 @@ class StopForward(BaseException):
 class PassThrough(nn.Module):
     """In the place of a block of an earlier stage."""
 
-    def __init__(self, output: str) -> None:
+    def __init__(self, output: str, num_outputs: int) -> None:
         super().__init__()
-        self.output = output
+        self.output, self.num_outputs = output, num_outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _as(self.output, block_input(args, kwargs))
+        return self._as_block(block_input(args, kwargs))
+
+    def _as_block(self, hidden: torch.Tensor) -> Any:
+        return (hidden, *[None] * (self.num_outputs - 1)) if self.output == "tuple" else hidden
 
 
 class StageInput(PassThrough):
     """In the place of the last block of the earlier stages: its output is what came from the previous stage."""
 
-    def __init__(self, output: str) -> None:
-        super().__init__(output)
+    def __init__(self, output: str, num_outputs: int) -> None:
+        super().__init__(output, num_outputs)
         self.value: torch.Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.value is not None
-        return _as(self.output, self.value)
+        return self._as_block(self.value)
 
 
 class Stop(nn.Module):
@@ -122,11 +125,12 @@ class Stop(nn.Module):
 
 
 class ZeroEmbedding(nn.Module):
-    """In the place of a module before the blocks on a later stage: zeros of the right shape, with no memory."""
+    """In the place of a module before the blocks on a later stage: zeros of the right shape, with no memory of their own where the
+    model does not write into them."""
 
-    def __init__(self, width: int | None, dtype: torch.dtype) -> None:
+    def __init__(self, width: int | None, dtype: torch.dtype, *, written: bool) -> None:
         super().__init__()
-        self.width, self.dtype = width, dtype
+        self.width, self.dtype, self.written = width, dtype, written
         self.weight = torch.empty((0, width or 0), dtype=dtype)
         """No rows, on the stage's device, for which a model may ask its embedding. No parameter and no buffer: those would be filled, summed and saved."""
 
@@ -142,11 +146,9 @@ class ZeroEmbedding(nn.Module):
         ):  # a table's rows are [batch, sequence] at most; OPT's is given a mask of documents before them
             x = next((tensor for tensor in given if tensor.dim() <= 2), x)
         shape = x.shape if self.width is None else (*x.shape, self.width)
+        if self.written:
+            return torch.zeros(shape, dtype=self.dtype, device=x.device)
         return torch.zeros((), dtype=self.dtype, device=x.device).expand(shape)
-
-
-def _as(output: str, hidden: torch.Tensor) -> Any:
-    return (hidden, None) if output == "tuple" else hidden
 
 
 def cut(module: nn.Module, found: Outline, layers: range, dtype: torch.dtype) -> Stage:
@@ -163,17 +165,19 @@ def cut(module: nn.Module, found: Outline, layers: range, dtype: torch.dtype) ->
     memo.update({id(b): b for b in module.get_submodule(found.blocks_path).buffers()})
     model = copy.deepcopy(module, memo)
     blocks = model.get_submodule(found.blocks_path)
-    receive = StageInput(found.block_output) if not first else None
+    shape = found.block_output, found.num_outputs
+    receive = StageInput(*shape) if not first else None
     for number in range(found.num_layers):
         if number < layers.start:
-            _stand_in(
-                blocks, number, receive if receive and number == layers.start - 1 else PassThrough(found.block_output)
-            )
+            _stand_in(blocks, number, receive if receive and number == layers.start - 1 else PassThrough(*shape))
         elif number >= layers.stop:
             _stand_in(blocks, number, Stop())
     if not first and not found.shares_inputs:
         for path in separate(found.before, found.blocks_path):
-            if (nothing := zeros_for(model.get_submodule(path), dtype)) is not None:
+            if last and path in found.read_after:
+                continue
+            nothing = zeros_for(model.get_submodule(path), dtype, written=path in found.written)
+            if nothing is not None:
                 _put(model, path, nothing)
     if not last:
         for path in separate(found.after, found.blocks_path):
@@ -199,13 +203,13 @@ def separate(paths: tuple[str, ...], blocks_path: str) -> list[str]:
     return [path for path in paths if path and not blocks_path.startswith(f"{path}.")]
 
 
-def zeros_for(module: nn.Module, dtype: torch.dtype) -> nn.Module | None:
+def zeros_for(module: nn.Module, dtype: torch.dtype, *, written: bool) -> nn.Module | None:
     """What stands in for a module before the blocks; None when its output's shape is not known from its class: then it
-    stays on every stage, where it works in vain but right."""
+    stays on every stage, where it works in vain but right. ``written``: whether the model writes into what it returns."""
     if isinstance(module, nn.Embedding):
-        return ZeroEmbedding(module.embedding_dim, dtype)
+        return ZeroEmbedding(module.embedding_dim, dtype, written=written)
     if isinstance(module, nn.LayerNorm) or "Norm" in type(module).__name__:
-        return ZeroEmbedding(None, dtype)
+        return ZeroEmbedding(None, dtype, written=written)
     return None
 
 

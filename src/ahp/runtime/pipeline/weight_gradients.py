@@ -110,7 +110,9 @@ class _Product(torch.autograd.Function):
         # Not saved: the gradient is handed to this very tensor, and a recomputed block would give another.
         ctx.weight, ctx.transposed, ctx.later = weight, transposed, later
         if transposed:
-            return F.linear(x, weight, bias)
+            # Of three dims torch returns a view of a matrix, and into a view from in here a model could not write in place.
+            product = F.linear(x, weight, bias)
+            return torch.ops.aten._unsafe_view(product, product.shape)
         assert bias is not None
         return torch.addmm(bias, x, weight)
 
