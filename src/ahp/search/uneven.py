@@ -19,6 +19,7 @@ from ahp.search.problem import Problem
 from ahp.search.recut import LayoutCosts, pipeline_of, recut_anyway, with_cut
 from ahp.search.space import Space
 from ahp.search.stages import Cut
+from ahp.search.ties import TIED
 
 BLOCKS = 16
 """So many blocks, those with the lowest bound of any cut."""
@@ -38,10 +39,11 @@ class UnevenRows:
 
 
 def uneven_rows(asked: Problem, bounds: Bounds, space: Space, ranked: Sequence[Pair]) -> UnevenRows:
-    """Those that may be faster than the first of a ranking, but for pipelines that are cut anyway; none where the user has fixed the cut."""
+    """Those that may be faster than the first of a ranking by more than the forecast can tell apart, but for pipelines that are cut anyway;
+    none where the user has fixed the cut."""
     if asked.constraints.layers_per_stage is not None:
         return UnevenRows()
-    limit_s, known = ranked[0][1].step_time_s, recut_anyway(asked, ranked)
+    limit_s, known = ranked[0][1].step_time_s * (1 - TIED), recut_anyway(asked, ranked)
     some: list[tuple[float, Place, Parallelism, Cut]] = []
     for place, even_s in _rows(bounds, space, limit_s):
         row = space.layout(*place)
@@ -62,7 +64,7 @@ def uneven_rows(asked: Problem, bounds: Bounds, space: Space, ranked: Sequence[P
         if forecast is not None:
             pairs.append((row.model_copy(update={"layers_per_stage": cut}), forecast))
             places[row] = place
-            limit_s = min(limit_s, forecast.step_time_s)
+            limit_s = min(limit_s, forecast.step_time_s * (1 - TIED))
     return UnevenRows(pairs, places, forecasts)
 
 
