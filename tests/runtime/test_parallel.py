@@ -93,6 +93,8 @@ def of_a_shape_for_itself(rank: int, world: int, kind: str, layout: dict[str, An
     module: Any = MODELS["custom"]()
     if kind == "scalar":
         module.temperature = nn.Parameter(torch.ones(()))
+    elif kind == "empty":
+        module.nothing = nn.Parameter(torch.ones(4, 0))
     elif kind == "shared":
         module.blocks[3].out = module.blocks[1].out
     else:
@@ -110,6 +112,8 @@ def of_a_shape_for_itself(rank: int, world: int, kind: str, layout: dict[str, An
         ("scalar", 2, {"data_parallel_shard_degree": 2}, "fp32", "zero_stage = 3: temperature is a scalar"),
         ("scalar", 1, {}, "bf16", "job.precision = 'bf16': temperature is a scalar"),
         ("scalar", 2, {"data_parallel_replicate_degree": 2}, "fp32", ""),
+        ("empty", 2, {"data_parallel_shard_degree": 2}, "fp32", "zero_stage = 3: nothing has no elements"),
+        ("empty", 1, {}, "bf16", "job.precision = 'bf16': nothing has no elements"),
         ("shared", 2, {"data_parallel_shard_degree": 2}, "fp32", "zero_stage = 3: blocks.1.out.weight is held by more than one block"),
         ("shared", 1, {}, "bf16", "job.precision = 'bf16': blocks.1.out.weight is held by more than one block"),
         ("outside", 2, {"data_parallel_shard_degree": 2}, "fp32", "zero_stage = 3: blocks.2.norm_1.weight is held by more than one block, or outside"),

@@ -121,8 +121,8 @@ def _refuse_chunks(tokens: int, blocks: BlockList | None) -> None:
 
 
 def _refuse_for_fsdp2(module: nn.Module, blocks: BlockList | None, plan: Plan) -> None:
-    """FSDP2, which both shards and casts, takes parameters with a dim alone, and each of one block alone."""
-    what = _scalar(module) or _shared(module, blocks)
+    """FSDP2, which both shards and casts, takes parameters with a dim and an element alone, and each of one block alone."""
+    what = _scalar(module) or _empty(module) or _shared(module, blocks)
     if what is None:
         return
     if any(each.weight_shards > 1 for each in plan.parallelism.layouts_of_ranks):
@@ -135,6 +135,12 @@ def _refuse_for_fsdp2(module: nn.Module, blocks: BlockList | None, plan: Plan) -
 def _scalar(module: nn.Module) -> str | None:
     name = next((name for name, parameter in module.named_parameters() if parameter.ndim == 0), None)
     return name and f"{name} is a scalar (give it one element in one dim, as nn.Parameter(torch.ones(1)) has)"
+
+
+def _empty(module: nn.Module) -> str | None:
+    """torch's ``_chunk_cat`` takes no gradient without elements."""
+    name = next((name for name, parameter in module.named_parameters() if parameter.numel() == 0), None)
+    return name and f"{name} has no elements"
 
 
 def _shared(module: nn.Module, blocks: BlockList | None) -> str | None:
