@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ahp.graph.trace as trace
 from ahp.errors import BadInput
@@ -249,7 +250,7 @@ def test_a_failing_module_is_left_as_it_was_too() -> None:
 
     module = Looks()
     blocks = list(module.stack)
-    with pytest.raises(BadInput, match="without data"):
+    with pytest.raises(BadInput, match="traced without data: what it does next depends on the values of a tensor"):
         analyze(module, JOB)
     assert list(module.stack) == blocks
 
@@ -330,3 +331,19 @@ assert first == second
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+class NotInBf16(nn.Module):
+    """Takes a Fourier transform, as FNet, which has no bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.fft.fft(self.tokens(input_ids)).real)
+
+
+def test_an_operator_without_the_precision_is_named_with_it() -> None:
+    with pytest.raises(BadInput, match="cannot be traced in bf16: RuntimeError: Unsupported dtype BFloat16"):
+        analyze(NotInBf16(), {**JOB, "precision": "bf16"})

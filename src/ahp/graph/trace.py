@@ -30,6 +30,10 @@ from ahp.plan import validated
 
 UNALIGNED = "multiple of 16 bytes"
 """What torch's grouped product says of matrices whose rows do not fill so many."""
+
+DEPENDS_ON_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException")
+"""torch's names, which it does not export, for what only data can tell: a tensor in an ``if``, as many rows as a mask has ones."""
+
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """fp8 recipes keep activations in bf16 and cast the operands of matrix products inside the product."""
 
@@ -145,9 +149,11 @@ class _Tracer:
         if UNALIGNED in says:
             elements = 16 // self._dtype.itemsize
             says += f" (experts: hidden size and intermediate size must be multiples of {elements} in {self._job.precision})"
-        raise BadInput(
-            f"model = {self._name!r}: cannot be traced without data: {type(error).__name__}: {says}"
-        ) from error
+        if type(error).__name__ in DEPENDS_ON_VALUES:
+            why = f"cannot be traced without data: what it does next depends on the values of a tensor ({says})"
+        else:
+            why = f"cannot be traced in {self._job.precision}: {type(error).__name__}: {says}"
+        raise BadInput(f"model = {self._name!r}: {why}") from error
 
     def _prefix(self, position: int) -> str:
         assert self._blocks is not None
