@@ -11,7 +11,7 @@ from ahp.graph.blocks import NoBlocks
 from ahp.graph.call import logits_of
 from ahp.graph.capture import Capture
 from ahp.graph.outline import outline, why_uncuttable
-from tests.runtime.models import Custom, custom, gpt2, llama
+from tests.runtime.models import Custom, NormedRows, custom, gpt2, llama
 
 
 def test_llama() -> None:
@@ -156,17 +156,6 @@ def test_trainable_inputs_beside_the_hidden_states_are_seen() -> None:
     assert same.uncuttable is None
     assert "skip connection" in str(uncuttable(Skips(skip=True)))
     assert not outline(llama(), batch_size=1, sequence_length=4).shares_inputs
-
-
-class NormedRows(nn.Embedding):
-    """With a norm of its own, as Inkling's."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.norm = nn.LayerNorm(sizes[1])
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.norm(super().forward(ids))
 
 
 class NormedHead(nn.Linear):

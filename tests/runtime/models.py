@@ -71,6 +71,17 @@ class Custom(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
+class NormedRows(nn.Embedding):
+    """With a norm of its own, as Inkling's: a rank with some of the rows would give it to some of the tokens alone."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.norm = nn.LayerNorm(sizes[1])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.norm(super().forward(ids))
+
+
 def custom() -> nn.Module:
     torch.manual_seed(0)
     return Custom()

@@ -21,7 +21,7 @@ from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.runtime.tensor.sliced_dropout import with_own_numbers
 from tests.marks import cases
-from tests.runtime.models import BUILDERS, JOB, VOCABULARY, Block, custom
+from tests.runtime.models import BUILDERS, JOB, VOCABULARY, Block, NormedRows, custom
 from tests.runtime.test_equality import assert_same_curve, assert_same_weights, train
 from tests.runtime.workers import Pool
 from tests.search.families import build
@@ -62,17 +62,6 @@ class Mixers(nn.Module):
 def mixers() -> nn.Module:
     torch.manual_seed(0)
     return Mixers()
-
-
-class NormedRows(nn.Embedding):
-    """With a norm of its own, which each rank would give to some tokens alone if it had some of the rows."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.norm = nn.LayerNorm(sizes[1])
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.norm(super().forward(ids))
 
 
 def normed() -> nn.Module:
