@@ -32,7 +32,7 @@ ALL_UP_TO = 16
 
 
 def smaller(cluster: Cluster) -> list[Cluster]:
-    """The cluster and what can be taken of it, fewest devices first: whole nodes, some devices of one node, or as many of each node.
+    """The cluster and what can be taken of it, fewest devices first: whole nodes, or some devices of one node.
 
     Of a mixed cluster all of it, and each group by itself.
     """
