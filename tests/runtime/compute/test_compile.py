@@ -86,6 +86,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "zero0": ("llama", {**ZERO["zero0"], "micro_batch_size": 2}, 1),
     "experts": ("family mixtral", {**EXPERTS, **FULL}, 4),
     "experts-x-sequence": ("family mixtral", {**EXPERTS, **SEQUENCE, "zero_stage": 1}, 2),
+    "shared-experts-x-tp": ("family deepseek_v3", {**EXPERTS, **TENSOR, "zero_stage": 1}, 3),
+    "shared-experts-x-sequence": ("family deepseek_v3", {**EXPERTS, **SEQUENCE}, 3),
     "mixture-x-tp": ("family qwen3_moe", TENSOR, 1),
     "zero3-x-sequence-selective": ("gpt2", {**ZERO["zero3"], **SEQUENCE, "micro_batch_size": 2, **SELECTIVE}, 1),
     "all-to-all-1f1b-some-selective": (
@@ -113,6 +115,7 @@ WIDE = (
     "all-to-all-1f1b-recompute",
     "all-to-all-x-sequence",
     "experts-x-sequence",
+    "shared-experts-x-sequence",
     "zero3-x-sequence-selective",
 )
 """In other products, part by part."""

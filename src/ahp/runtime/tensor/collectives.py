@@ -21,7 +21,7 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return x.view_as(x)
+        return _unlike_a_view(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -90,11 +90,17 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, split: Split, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.split, ctx.group = split, group
-        return cut_segments(x, split.dim, split.segments, group.size(), group.rank())
+        return _unlike_a_view(cut_segments(x, split.dim, split.segments, group.size(), group.rank()))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _gathered(gradients[0], ctx.split, ctx.group), None, None
+
+
+def _unlike_a_view(x: torch.Tensor) -> torch.Tensor:
+    """The same memory, and no view as autograd knows it: where a compiled graph breaks, as it does at divided experts, torch makes each view anew
+    from the tensor that it is of, without the backward of the function that returned it."""
+    return torch.ops.aten._unsafe_view(x, x.shape)
 
 
 def _gathered(x: torch.Tensor, split: Split, group: dist.ProcessGroup) -> torch.Tensor:
