@@ -53,7 +53,7 @@ def kept_parts(module: nn.Module, found: Outline, job: Job, documents: Documents
 
 
 def _likeness(module: nn.Module) -> Any:
-    """All that a module's trace may depend on but its code: its config, tensors, and each part's plain settings."""
+    """All that a module's trace may depend on but its code: its config, tensors, and each part's plain settings and hooks."""
     config = getattr(module, "config", None)
     settings = [
         (name, type(part).__qualname__, *sorted((k, v) for k, v in vars(part).items() if _is_plain(v)))
@@ -63,7 +63,11 @@ def _likeness(module: nn.Module) -> Any:
         (name, tuple(t.shape), t.dtype, t.requires_grad)
         for name, t in (*module.named_parameters(), *module.named_buffers())
     ]
-    return type(module), str(config), repr(settings), repr(tensors)
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    hooks = [
+        (name, *map(repr, getattr(part, kind).values())) for name, part in module.named_modules() for kind in kinds
+    ]
+    return type(module), str(config), repr(settings), repr(tensors), repr(hooks)
 
 
 def _is_plain(value: Any) -> bool:

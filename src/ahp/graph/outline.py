@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from ahp.errors import BadInput
 from ahp.graph.blocks import find_blocks
@@ -20,6 +21,12 @@ from ahp.graph.experts import Watch
 from ahp.graph.fake_mode import as_on_data
 from ahp.graph.fake_run import others_pass_on
 from ahp.graph.torch_compat import FakeTensorMode, pytree
+
+OF_OPERATORS = "GeneratedBackwardFor_"
+"""What torch calls the backward of a registered operator, which the operator has wherever it runs."""
+
+AS_TRACED = ("GeLUFunction",)
+"""Functions whose backward is the derivative of their forward, so that the traced forward has the same: BLOOM's."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,8 @@ class Outline:
     read_after: frozenset[str]
     """Modules before the blocks whose weights are read after them by something other than a module of their own (a head that is
     ``x @ embedding.weight.T``): the last stage needs them too."""
+    own_backward: str | None
+    """A function up to the last block that brings its own backward, which a graph of the forward alone has not; None = there is none."""
     captures: tuple[Capture | BadInput, ...] = field(repr=False)
     """For each kind of block its forward graph, or why it cannot be traced."""
     experts: tuple[str, ...] = ()
@@ -258,6 +267,7 @@ class _Record:
                 name for name, _, _, out in before if name in self.versions and out._version > self.versions[name]
             ),
             read_after=self._read_after(before, after, logits),
+            own_backward=_own_backward(self.outputs[-1]),
             experts=self.experts.found(),
             captures=tuple(self._capture(kind, mode) for kind in range(max(self.kinds) + 1)),
         )
@@ -328,6 +338,20 @@ class _Record:
                 return capture(block, args, kwargs)
         except Exception as error:
             return BadInput(f"block {type(block).__name__} cannot be traced: {type(error).__name__}: {error}")
+
+
+def _own_backward(hidden: torch.Tensor) -> str | None:
+    waiting, seen = [hidden.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = type(node).__name__.removesuffix("Backward")
+        if isinstance(node, BackwardCFunction) and not name.startswith(OF_OPERATORS) and name not in AS_TRACED:
+            return name
+        waiting += [source for source, _ in node.next_functions]
+    return None
 
 
 def _is_plain(embedding: nn.Embedding) -> bool:

@@ -21,6 +21,8 @@ from ahp.runtime.experts.balance_loss import balance_of
 from ahp.runtime.experts.dispatch import check_experts
 from ahp.runtime.optimizer.eight_bit import refuse_without_torchao
 from ahp.runtime.tensor.sliced_dropout import drops_parts
+from ahp.runtime.torch_compat import has_gradient_hook
+from ahp.schedule.orders import splits_backward
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.slicing.model import ModelSlicing
 
@@ -83,6 +85,7 @@ def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | N
         if reason := rules.recomputed(len(blocks), plan.job, p, plan.engine):
             raise BadInput(reason)
     _refuse_for_fsdp2(module, blocks, plan)
+    _refuse_gradient_hooks(module, plan)
     if plan.engine.loss_chunk_tokens is not None:
         _refuse_chunks(plan.engine.loss_chunk_tokens, blocks)
     check_experts(module, found, p.expert_parallel_degree)
@@ -130,6 +133,23 @@ def _refuse_for_fsdp2(module: nn.Module, blocks: BlockList | None, plan: Plan) -
         raise bad_input("zero_stage", plan.parallelism.zero_stage, rule, [0])
     if plan.job.precision != "fp32":
         raise bad_input("job.precision", plan.job.precision, f"{what}, which FSDP2 does not cast", ["fp32"])
+
+
+def _refuse_gradient_hooks(module: nn.Module, plan: Plan) -> None:
+    """Another tensor in the place of a parameter has none of its hooks, and what adds to a gradient by itself runs none."""
+    name = next((name for name, parameter in module.named_parameters() if has_gradient_hook(parameter)), None)
+    if name is None:
+        return
+    p = plan.parallelism
+    rule = f"{name} has a hook on its gradient, which would not run (valid: {{}}; or take it off)"
+    if any(each.tensor_parallel_degree > 1 for each in p.layouts_of_ranks):
+        raise BadInput(f"tensor_parallel_degree = {p.tensor_parallel_degree}: {rule.format(1)}")
+    if any(each.weight_shards > 1 for each in p.layouts_of_ranks):
+        raise BadInput(f"zero_stage = {p.zero_stage}: {rule.format(0)}")
+    if plan.job.precision != "fp32":
+        raise BadInput(f"job.precision = {plan.job.precision!r}: {rule.format('fp32')}")
+    if splits_backward(p):
+        raise BadInput(f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule.format('1F1B')}")
 
 
 def _scalar(module: nn.Module) -> str | None:

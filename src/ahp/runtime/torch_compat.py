@@ -261,6 +261,17 @@ def outside_modes() -> AbstractContextManager[object]:
     return _disable_current_modes()
 
 
+def forget_own_hooks(module: nn.Module) -> None:
+    """Those on the module itself; hooks of the modules in it stay."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks):
+        hooks.clear()
+
+
+def has_gradient_hook(parameter: nn.Parameter) -> bool:
+    """Whether something is to happen to the gradient of this very tensor, before it is added to ``grad`` or after."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def with_weights(module: nn.Module, weights: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
     """Within, the module computes with these weights, tied ones tied. The public functional_call takes no such block."""
     return _reparametrize_module(module, weights, tie_weights=True)
@@ -302,8 +313,22 @@ def why_graph_broke(error: Exception) -> str | None:
         Unsupported,
     )
 
-    broke = isinstance(error, (Unsupported, UncapturedHigherOrderOpError, FailOnRecompileLimitHit))
+    if isinstance(error, FailOnRecompileLimitHit):  # whose own words are "Hard failure due to fullgraph=True"
+        return f"torch.compile has made {MOST_GRAPHS} graphs of it, for sequences of other lengths or other trained weights, and makes no more"
+    broke = isinstance(error, (Unsupported, UncapturedHigherOrderOpError))
     return str(error).strip().splitlines()[0] if broke else None
+
+
+MOST_GRAPHS = 256
+"""Of one forward, whichever block runs it: a graph for each kind of block, each choice of trained weights, each length of the sequences, and one more
+of each without gradients. So many torch.compile makes of one code at most, over all its users."""
+
+
+def allow_graphs() -> None:
+    """Let torch.compile make ``MOST_GRAPHS`` of one code. By default the ninth is an error where it must be whole, and else runs uncompiled."""
+    from torch._dynamo import config  # a second of imports
+
+    config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
 
 
 MEMORY_EVENTS = 100_000

@@ -205,6 +205,43 @@ def test_a_block_of_several_graphs_does_not_keep_its_products_alone() -> None:
         block(torch.ones(2, requires_grad=True))
 
 
+@pytest.mark.parametrize(
+    "compiler", [compiled.compiled, compiled.selective_recompute_compiler()], ids=["none", "selective"]
+)
+def test_blocks_that_train_other_weights_and_sequences_of_other_lengths_have_graphs_of_their_own(compiler: Any) -> None:
+    """torch's own limit is eight graphs of the same code: the ninth is no graph, or an error."""
+    blocks = [nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))) for _ in range(12)]
+    for number, block in enumerate(blocks):
+        for place, layer in enumerate(block):
+            layer.requires_grad_(bool(number + 1 >> place & 1))
+        compile_block(block, compiler)
+    with no_kernels() as counted:
+        for block in blocks:
+            block(torch.ones(2, 4)).sum().backward()
+        for length in range(3, 8):
+            blocks[0](torch.ones(length, 4)).sum().backward()
+        assert counted["unique_graphs"] == 12 + 5
+
+
+@pytest.mark.parametrize(
+    "compiler", [compiled.FullRecomputeCompiler(), compiled.selective_recompute_compiler()], ids=["full", "selective"]
+)
+def test_a_compiled_block_that_trains_nothing_runs_as_it_is(compiler: Any) -> None:
+    """Nothing goes back through it, where what comes before trains nothing either: there is nothing to compute again."""
+    model = BUILDERS["llama"]().train()
+    ids = batch(0)["input_ids"]
+    expected = logits_of(call_model(model, ids))
+    for part in (model.model.embed_tokens, model.model.layers[0]):
+        part.requires_grad_(False)
+    for block in find_blocks(model).blocks:
+        compile_block(block, compiler)
+    with no_kernels() as counted:
+        logits = logits_of(call_model(model, ids))
+        logits.sum().backward()
+        assert counted["unique_graphs"] == 3  # trained or not, behind something trained or not
+    torch.testing.assert_close(logits, expected)
+
+
 @pytest.mark.slow
 def test_blocks_of_several_graphs_are_run_again_from_outside() -> None:
     """Two alike: what the first one tells holds for both, and neither keeps more than what enters it."""

@@ -16,7 +16,7 @@ from ahp.runtime.experts.router_outputs import RouterOutputsTaken
 from ahp.runtime.pipeline.compiled_weight_gradients import SplitGraph
 from ahp.runtime.pipeline.weight_gradients import WeightGradients
 from ahp.runtime.tensor.slice import SlicedForward
-from ahp.runtime.torch_compat import compile_graph, why_graph_broke, within_checkpoint, writes_inputs
+from ahp.runtime.torch_compat import allow_graphs, compile_graph, why_graph_broke, within_checkpoint, writes_inputs
 
 Forward = Callable[..., Any]
 Compiler = Callable[[Forward], Forward]
@@ -126,7 +126,8 @@ def _backend(kept: Literal["products", "inputs"] | None, later: WeightGradients 
     """torch.compile tells graphs apart by it too: what is to share them is given the same one."""
 
     def make(graph: GraphModule, inputs: list[torch.Tensor]) -> Forward:
-        if not torch.is_grad_enabled():
+        # Of a block that trains nothing, behind embeddings that train nothing, there is no backward: torch's compiler refuses recompute there.
+        if not (torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)):
             return compile_graph(graph, inputs, BACKEND)
         if kept is not None and writes_inputs(graph, inputs):
             # What is run again would read what was written, not what there was before.
@@ -147,6 +148,7 @@ _PRODUCTS_KEPT, _INPUTS_KEPT = _backend("products"), _backend("inputs")
 
 def compile_block(block: nn.Module, compiler: Compiler = compiled) -> None:
     """Compile a block's forward, in place, when it is first run. Hooks on the block (FSDP2's) stay outside."""
+    allow_graphs()
     forward = block.forward
     if isinstance(forward, SlicedForward):  # its graph is known already, collectives and all
         forward.compiler = compiler

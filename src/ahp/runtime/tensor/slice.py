@@ -27,7 +27,7 @@ from ahp.runtime.experts.router_outputs import Collect, WithRouterOutputs
 from ahp.runtime.experts.sliced_experts import ExpertsPlaceholder, leave_out, splits_of_experts
 from ahp.runtime.tensor.collectives import cut_segments, cut_sequence, gather_sequence, sum_gradient, sum_over_ranks
 from ahp.runtime.tensor.rewrite import rewrite
-from ahp.runtime.torch_compat import outside_modes, pytree, refuse_outside
+from ahp.runtime.torch_compat import forget_own_hooks, outside_modes, pytree, refuse_outside
 from ahp.search.slicing.model import ModelSlicing
 from ahp.search.slicing.placement import Placement, Split
 from ahp.search.slicing.solve import LAST_RESORT, SPARING, Slicing, solve
@@ -137,12 +137,15 @@ def _replace_twins(module: nn.Module, replaced: dict[int, nn.Parameter]) -> None
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """A copy without memory: same structure and shapes, every tensor on the meta device, hooks left behind."""
+    """A copy without memory: same structure and shapes, every tensor on the meta device. The module's own hooks are left behind: they
+    run around the forward that is made of the copy. Those of the modules in it are a part of that forward."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         empty = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(module, memo)
+    copied = copy.deepcopy(module, memo)
+    forget_own_hooks(copied)
+    return copied
 
 
 class SlicedForward:

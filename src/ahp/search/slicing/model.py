@@ -58,6 +58,11 @@ def slice_model(model: Any, degree: int, *, enable_sequence_parallel: bool = Fal
 def slice_outline(found: Outline, degree: int, *, enable_sequence_parallel: bool = False) -> ModelSlicing:
     """The same for a model whose outline is known."""
     solutions = []
+    if found.own_backward is not None:
+        rule = (
+            f"{found.own_backward} brings a backward of its own, and a sliced block has that of torch's operators alone"
+        )
+        raise bad_input("tensor_parallel_degree", degree, rule, [1])
     for captured in found.captures:
         if isinstance(captured, BadInput):
             raise BadInput(f"tensor_parallel_degree = {degree}: {captured}")
