@@ -273,3 +273,9 @@ def test_a_release_is_taken_as_it_is_typed() -> None:
     assert validated(EngineChoice, {"name": "megatron", "version": "2024-12"}, "engine").version == "2024-12"
     with pytest.raises(BadInput, match=r"version = 26.1: a release needs quotes, as in '26.10'"):
         validated(EngineChoice, {"name": "megatron", "version": 26.10}, "engine")
+
+
+@pytest.mark.parametrize("betas", [[1.5, 0.95], [0.9, 1], [-0.1, 0.95]])
+def test_means_that_torch_refuses_are_refused_here(betas: list[float]) -> None:
+    with pytest.raises(BadInput, match=r"job.optimizer.betas.[01] = "):
+        load_config(None, {"job.optimizer.betas": betas})

@@ -69,18 +69,22 @@ Release = Annotated[str, BeforeValidator(_in_quotes)]
 """The name of a release, or a day."""
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+"""Of a running mean, by step."""
+
+
 class Optimizer(Record):
     """AdamW as ``torch.optim.AdamW``, or with its moments in 8 bits as ``torchao.optim.AdamW8bit``; or Muon as ``torch.optim.Muon`` for the
     matrices of the blocks, AdamW for the rest."""
 
     name: Literal["adamw", "adamw8bit", "muon"] = "adamw"
     learning_rate: float = Field(default=1.0e-3, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: float = Field(default=1.0e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     decay_norms_and_biases: bool = True
     """Whether parameters of one dim decay too, as they do in torch where no groups are made."""
-    momentum: float = Field(default=0.95, ge=0, lt=1)
+    momentum: Decay = 0.95
     """Muon only: decay of the running mean of the gradient."""
     warmup_steps: int = Field(default=20, ge=0)
     """Steps over which the rate rises linearly; step 0 already takes ``1 / warmup_steps`` of it."""

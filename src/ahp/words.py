@@ -82,6 +82,10 @@ def duration(value_s: float) -> str:
     return seconds(value_s)
 
 
+WORTH_TELLING = 0.0005
+"""A share of less is 0.0 % in words."""
+
+
 def percent(share: float) -> str:
     """``0.084`` as ``8.4 %``, without the decimal from 10 % on."""
     digits = 0 if round(abs(share), 3) >= 0.1 else 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ahp.cli.compare import _word, run
+from ahp.cli.compare import _tokens, _word, run
 from ahp.cli.main import main
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
@@ -121,6 +121,22 @@ def test_other_batches_and_devices_are_compared_by_tokens(tmp_path: Path, capsys
     assert found["verdict"][1].startswith("B has 8 devices, A 4: each of B's trains ")
     assert found["settings"]["devices"] == ["4 x A100-SXM-80GB", "8 x A100-SXM-80GB"]
     assert ("more" if tokens[1] > tokens[0] else "fewer") in found["verdict"][1]
+
+
+def test_a_layout_in_words_may_be_longer_than_the_name_of_a_file(
+    two: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = Plan.load(two[0])
+    words = " ".join(f"{key}={value}" for key, value in plan.parallelism if value is not None)
+    assert len(words) > 255
+    told = compared([two[0], words], capsys)
+    assert told["b"]["parallelism"] == told["a"]["parallelism"]
+
+
+def test_next_to_nothing_is_no_hundred_percent_fewer() -> None:
+    assert _tokens(0.002) == "0.002 times as many tokens"
+    assert _tokens(0.01) == "99 % fewer tokens"
+    assert _tokens(0.006) == "99 % fewer tokens"
 
 
 def test_many_times_as_much_is_said_as_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,6 +161,23 @@ def test_internal_error_has_a_place_and_a_way_to_the_trace(command, capsys: pyte
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["plan", "x" * 300, "8xH100"], ["simulate", "x" * 300], ["train", "x" * 300], ["report", "x" * 300]],
+)
+def test_a_path_that_is_too_long_is_bad_input(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: path = 'xxx")
+    assert told.endswith("': file name too long\n")
+
+
+def test_a_file_that_the_user_may_not_read_is_bad_input(command, capsys: pytest.CaptureFixture[str]) -> None:
+    command(raising(PermissionError(errno.EACCES, os.strerror(errno.EACCES), "plan.yaml")))
+    assert main(["plan"]) == 2
+    assert capsys.readouterr().err == "error: path = 'plan.yaml': permission denied\n"
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_a_disk_that_takes_nothing_is_told_in_one_line(
     command, capsys: pytest.CaptureFixture[str], number: int

@@ -32,6 +32,9 @@ def test_a_whole_config_holds_a_job_too(tmp_path: Path, capsys: pytest.CaptureFi
     file.write_text("model: tiny\njob: {steps: 7}\nparallelism: {tensor_parallel_degree: 2}\nrun: {folder: a}\n")
     assert given_job({"job": str(file)}) == {"steps": 7}
     assert capsys.readouterr().err.endswith(told)
+    file.write_text("modle:\njob: {steps: 7}\nrun: {folder: a}\n")
+    assert given_job({"job": str(file)}) == {"steps": 7}
+    assert capsys.readouterr().err == f"note: of {file} only job is read, not modle\n"
     file.write_text("model: tiny\njobs: {steps: 7}\n")
     with pytest.raises(BadInput, match=r"config.yaml: jobs: unknown key \(did you mean: job"):
         given_job({"job": str(file)})

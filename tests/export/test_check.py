@@ -119,6 +119,9 @@ def test_what_a_file_does_not_say_of_the_job_is_as_a_plan_chooses_it(
     shown = capsys.readouterr().out
     assert f"Assumed  job.sequence_length = 8192, job.global_batch_size = {batch}" in shown
     assert "as --job.sequence-length, --job.global-batch-size" in shown
+    following = shown.splitlines()[-1]
+    assert following.startswith("Next: ahp plan ")
+    assert f"--job.sequence-length 8192 --job.global-batch-size {batch} --job.precision " in following
     assert checked(file, capsys, *model, "--job.sequence-length", "4096")["job"]["sequence_length"] == 4096
 
 
@@ -264,7 +267,7 @@ def test_without_a_cluster_it_is_as_large_as_the_degrees_make_it(
     assert run([str(file)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert "Assumed  4xH100: give what it runs on as --cluster" in shown
-    assert max(map(len, shown)) <= 80
+    assert all(len(line) <= 80 or line.startswith("Next: ") for line in shown)
     file.write_text(TITAN.replace("tensor_parallel_degree = 8", "tensor_parallel_degree = 3"))
     with pytest.raises(BadInput, match="does not divide 8 devices; --cluster says what it runs on"):
         run([str(file)])

@@ -11,7 +11,7 @@ from ahp.forecast import memory
 from ahp.plan import Parallelism
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.lighten import LAYOUTS as LOOKED_AT
-from ahp.search.lighten import _promising, lighten
+from ahp.search.lighten import Lightened, _promising, lighten
 from ahp.search.problem import Problem
 
 from .small import small
@@ -110,3 +110,9 @@ def test_the_layouts_that_would_be_fastest_without_their_recompute_are_looked_at
     ]
     assert _promising(ranked) == [4, 6, 3, 5][:LOOKED_AT]
     assert _promising(ranked[:2]) == [], "it is slower without its recompute too"
+
+
+@pytest.mark.parametrize(("layers", "told"), [(1, "1 layer is recomputed"), (2, "2 layers are recomputed")])
+def test_one_layer_is_told_as_one(layers: int, told: str) -> None:
+    layout = Parallelism(activation_checkpoint="full", recomputed_layers_per_stage=(layers,))
+    assert (Lightened([], 0, {layout: 0.25}).words(layout) or "").startswith(told)

@@ -616,3 +616,11 @@ def test_orders_of_many_replicas_that_are_alike_come_once_each() -> None:
     assert first == many
     assert len({first, *others}) == 24
     assert all(sorted(order) == sorted(many) for order in others)
+
+
+def test_what_runs_today_on_one_device_may_be_the_best() -> None:
+    """It names no layers: they are as the layout's own cut has them."""
+    asked = mixed(cluster_of((H100, 1, 2), (A100, 1, 1), gbps=0.01), batch=1)
+    ranking = ranking_of(asked, current={"micro_batch_size": 1})
+    assert ranking.best.parallelism.world_size == 1
+    assert any("all stages (4 of 4 layers)" in reason for reason in ranking.best.why)

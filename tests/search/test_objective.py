@@ -173,6 +173,12 @@ def test_what_an_objective_cannot_be_is_refused(aim: Any, told: str) -> None:
         search(graph("llama"), "2xH100-SXM-80GB", JOB, objective=aim)
 
 
+def test_failures_that_leave_no_time_are_refused_by_the_key_that_says_them() -> None:
+    cluster = {"nodes": 1, "devices_per_node": 2, "device": "H100-SXM-80GB", "failures_per_device_hour": 1e9}
+    with pytest.raises(BadInput, match=r"^cluster.failures_per_device_hour = 1e\+09: a failure every "):
+        search(graph("llama"), cluster, JOB, objective="tokens-per-day")
+
+
 def test_an_objective_is_searched_exactly() -> None:
     with pytest.raises(BadInput, match="method = 'anneal': the objective tokens-per-day is searched exactly"):
         search(graph("llama"), "2xH100-SXM-80GB", JOB, objective="tokens-per-day", method="anneal")

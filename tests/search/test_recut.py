@@ -142,3 +142,12 @@ def test_a_pipeline_that_only_another_cut_makes_fast_is_found(
 def test_no_other_cut_is_looked_for_where_it_is_given() -> None:
     given = problem(graph(), CLUSTER, JOB, {"layers_per_stage": (3, 4), "pipeline_parallel_degree": 2}, {"name": "ahp"})
     assert uneven_rows(given, None, None, []) == UnevenRows()  # type: ignore[arg-type]
+
+
+def test_no_cut_that_is_named_leaves_a_stage_empty() -> None:
+    """torchtitan's own cut may: the last of 15 stages of 24 layers has the head alone."""
+    job = Job(sequence_length=333, global_batch_size=64, precision="fp32")
+    ranking = search(analyze("bert-large", job), "3xH100-SXM-80GB", job, engine={"name": "torchtitan"})
+    assert ranking.best.parallelism.world_size == 3
+    cuts_ = [plan.parallelism.layers_per_stage for plan in (*ranking.plans, *ranking.more)]
+    assert all(min(cut) > 0 for cut in cuts_ if cut is not None)

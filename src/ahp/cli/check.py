@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -16,13 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from ahp.cli.following import show_next
 from ahp.cli.options import options_of
 from ahp.cli.overrides import refuse_unknown, split_overrides
 from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
 from ahp.export.table import Settings, Unreadable
 from ahp.optional import Flag, OptionalText
 from ahp.plan import EngineChoice, Forecast, Parallelism, Plan, validated
-from ahp.words import number_of, percent, seconds
+from ahp.words import WORTH_TELLING, number_of, percent, seconds
 
 if TYPE_CHECKING:
     from ahp.cluster.model import Cluster
@@ -98,6 +100,11 @@ class Checked:
         return 1 - self.best.forecast.step_time_s / self.today.step_time_s
 
     @property
+    def is_best(self) -> bool:
+        """Whether the file's layout fits, and none is faster by as much as is told."""
+        return self.saves is not None and self.saves < WORTH_TELLING and self.today is not None and self.today.fits
+
+    @property
     def assumed(self) -> list[str]:
         """Keys that neither the file nor the user says, and a forecast rests on; of the job they are as ``ahp plan`` chooses them."""
         return [name for name in ASSUMED if name not in self.foreign.read.fields and name not in self.given]
@@ -113,11 +120,22 @@ def run(argv: list[str]) -> int:
     found = judged(foreign, plan, tuple(overrides))
     if arguments.cluster is None:
         found = replace(found, cluster=_short(plan.parallelism.world_size))
+    following = [_following(found, arguments.cluster or found.cluster)]
     if arguments.json:
-        print(json.dumps(_plain(found)))
+        print(json.dumps({**_plain(found), "next": following}))
     else:
-        _show(found)
+        _show(found, following)
     return 0
+
+
+def _following(found: Checked, cluster: str | None) -> str:
+    """The search of which the best is, whole: it says why the others lost, and writes what ``ahp export`` reads."""
+    plan, job = found.plan, found.plan.job
+    model = plan.model if isinstance(plan.model, str) else "MODEL"
+    words = ["ahp", "plan", model, cluster or "CLUSTER", "--engine.name", plan.engine.name]
+    words += ["--job.sequence-length", str(job.sequence_length), "--job.global-batch-size", str(job.global_batch_size)]
+    release = [] if plan.engine.version is None else ["--engine.version", plan.engine.version]
+    return shlex.join([*words, "--job.precision", job.precision, *release])
 
 
 def understood(arguments: Arguments, overrides: dict[str, Any]) -> tuple[Foreign, Plan]:
@@ -327,11 +345,12 @@ def _plain(found: Checked) -> dict[str, Any]:
     }
 
 
-def _show(found: Checked) -> None:
+def _show(found: Checked, following: list[str]) -> None:
     from ahp.report import tables
 
-    rows = (*_judgement(found), *_changes_in_words(found), *_ignored(found))
-    tables.console().print(tables.Hanging([(f"{lead:<8}", words) for lead, words in rows], gap=1))
+    rows, console = (*_judgement(found), *_changes_in_words(found), *_ignored(found)), tables.console()
+    console.print(tables.Hanging([(f"{lead:<8}", words) for lead, words in rows], gap=1))
+    show_next(console, following)
 
 
 def _judgement(found: Checked) -> Iterator[tuple[str, str]]:
@@ -357,7 +376,13 @@ def _judgement(found: Checked) -> Iterator[tuple[str, str]]:
         yield "Fits", f"{'yes' if today.fits else 'no'}: probability {percent(today.fit_probability)}"
         yield "Binds", _binds(today.step)
     assert found.best.forecast is not None
-    gain = "" if found.saves is None else f", {percent(found.saves)} less" if found.saves > 0 else ", no faster"
+    gain = (
+        ""
+        if found.saves is None
+        else ", no faster"
+        if found.saves < WORTH_TELLING
+        else f", {percent(found.saves)} less"
+    )
     if today is not None and not today.fits:
         gain = ", and it fits"
     yield "Best", f"{found.best.parallelism.short()}: {seconds(found.best.forecast.step_time_s)} a step{gain}"
@@ -367,7 +392,7 @@ def _judgement(found: Checked) -> Iterator[tuple[str, str]]:
 
 def _changes_in_words(found: Checked) -> Iterator[tuple[str, str]]:
     """The lines to change; none where the best layout is no better."""
-    if found.saves is not None and found.saves <= 0 and (found.today is None or found.today.fits):
+    if found.is_best:
         return
     for change in found.changes:
         for key, now, best in change.lines:

@@ -7,6 +7,7 @@ engine. Both are forecast again. For a run, the output has what it measured besi
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -111,10 +112,10 @@ def _given(said: str, other: Plan | None = None) -> Side:
     from ahp.report.run_sections import RunFiles
 
     path, run = Path(said), None
-    if said and path.is_dir() and (path / "plan.yaml").is_file():
+    if said and os.path.isdir(said) and (path / "plan.yaml").is_file():
         run = RunFiles.read(path)
         plan = run.plan
-    elif path.exists() or other is None or said.endswith((".yaml", ".yml")):
+    elif not said or os.path.exists(said) or other is None or said.endswith((".yaml", ".yml")):
         plan = Plan.load(said)
     else:
         plan = other.model_copy(update={"parallelism": _layout(said)})
@@ -176,7 +177,7 @@ def _tokens(ratio: float) -> str:
 
     return (
         f"{times(ratio)} as many tokens"
-        if ratio > 2
+        if ratio > 2 or ratio < 0.005  # 100 % fewer would be none
         else f"{percent(abs(ratio - 1))} {'more' if ratio >= 1 else 'fewer'} tokens"
     )
 
@@ -275,6 +276,6 @@ def _reached(side: Side) -> dict[str, str]:
 def _following(first: Side, second: Side) -> list[str]:
     if first.run is not None and second.run is not None:
         return [f"ahp report {shlex.quote(first.said)} {shlex.quote(second.said)}"]
-    if Path(second.said).exists():
+    if os.path.exists(second.said):
         return [f"ahp explain {shlex.quote(said)}" for said in dict.fromkeys((first.said, second.said))]
     return [f"ahp explain {shlex.quote(first.said)} --why-not {shlex.quote(second.said)}"]

@@ -77,7 +77,11 @@ def run(argv: list[str]) -> int:
             _tell_left(exported)
             print(next_words(following, console(sys.stderr).width), file=sys.stderr)
         return 0
-    path = Path(arguments.out) if arguments.out else _beside(Path(arguments.plan), exported.suffix or target.suffix)
+    path = (
+        _beside(Path(arguments.plan), exported.suffix or target.suffix)
+        if arguments.out is None
+        else Path(arguments.out)
+    )
     require_writable(path, "--out")
     save(path, exported.text)
     following = [command.replace("{file}", shlex.quote(str(path))) for command in exported.next]

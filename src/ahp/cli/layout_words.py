@@ -95,5 +95,5 @@ def layout_of(words: str, option: str) -> Parallelism:
     keys = keys_of(words, option)
     if DATA in keys:
         rule = "say how the replicas share their states: dp=REPLICATExSHARD"
-        raise bad_input(option, f"dp={keys[DATA]}", rule, [f"{keys[DATA]}x1", f"1x{keys[DATA]}"])
+        raise bad_input(option, f"dp={keys[DATA]}", rule, dict.fromkeys((f"{keys[DATA]}x1", f"1x{keys[DATA]}")))
     return validated(Parallelism, keys, option)

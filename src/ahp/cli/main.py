@@ -46,6 +46,9 @@ FIRST: dict[str, str] = {
 }
 """What shows somebody new what AHP does."""
 
+WRONG_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+"""What the system says of a path that the user may not open, or that no file can have."""
+
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 """What the system says of a disk that is full or may only be read, or of a file that is another's: no fault of AHP's."""
 INTERNAL, INTERRUPTED, BROKEN_PIPE = 1, 128 + 2, 128 + 13
@@ -81,6 +84,9 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if trace:
             traceback.print_exc()
+        if isinstance(error, OSError) and error.errno in WRONG_PATH and error.filename is not None:
+            refusal = bad_input("path", str(error.filename), str(error.strerror).lower())
+            return _fail(str(refusal), type(refusal).__name__, refusal.exit_code, as_json="--json" in words)
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
             message = f"{error.filename or 'a file'}: {error.strerror}"
             return _fail(message, type(error).__name__, INTERNAL, as_json="--json" in words)

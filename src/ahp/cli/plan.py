@@ -17,10 +17,10 @@ and .restart-s, each with a default that is told. All three may use fewer device
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -153,7 +153,7 @@ def today(words: str | None) -> Parallelism | None:
     """The layout of ``--current``: keys, or a plan's. Raises BadInput for what is neither."""
     if words is None:
         return None
-    if words.endswith((".yaml", ".yml")) or Path(words).exists():
+    if not words or words.endswith((".yaml", ".yml")) or os.path.exists(words):
         return Plan.load(words).parallelism
     return layout_of(words, "--current")
 

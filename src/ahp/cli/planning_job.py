@@ -11,7 +11,7 @@ from ahp.engines.registry import get
 from ahp.errors import bad_input
 from ahp.forecast.efficiency import is_cpu
 from ahp.job import Job, Precision
-from ahp.plan import EngineChoice, Parallelism, validated
+from ahp.plan import EngineChoice, Parallelism, Plan, validated
 
 LONGEST_DEFAULT_SEQUENCE = 8192
 """Tokens; the pre-training context of Llama 3 (arXiv 2407.21783, section 3.4.1)."""
@@ -19,6 +19,9 @@ LONGEST_DEFAULT_SEQUENCE = 8192
 TOKENS_PER_STEP = ((1.0e9, 2**19), (float("inf"), 2**22))
 """(parameters below, tokens per step): 0.5 Mi up to a billion parameters (GPT-3, arXiv 2005.14165, table 2.1), 4 Mi
 above (Llama 2, arXiv 2307.09288, section 2.2; Llama 3 begins with it)."""
+
+NOT_READ = ("model", "init_from", "cluster", "parallelism", "engine")
+"""Keys of a config beside its job, of which ``ahp plan`` has words of its own."""
 
 UNKNOWN_CONTEXT = 1024
 """Tokens of a sequence where the model does not say how long its context is."""
@@ -37,7 +40,9 @@ def given_job(overrides: dict[str, Any]) -> dict[str, Any]:
         data = read_yaml(file)
         if isinstance(data.get("job"), dict):
             job = dict(data["job"])
-            if others := [key for key in ("model", "init_from", "cluster", "parallelism", "engine") if data.get(key)]:
+            # what is no key of a config or a plan is told, too
+            named = [key for key in data if (data[key] if key in NOT_READ else key not in Plan.model_fields)]
+            if others := [key for key in named if key not in ("job", "run")]:
                 print(f"note: of {file} only job is read, not {', '.join(others)}", file=sys.stderr)
         elif "model" in data or "cluster" in data:  # a config, whose keys have their defaults, or are wrong ones
             job = validated(Config, data, file).job.model_dump(exclude_unset=True)

@@ -74,7 +74,7 @@ def _found(given: str) -> Path:
     source = Path(given)
     if source.is_dir() and not (source / "plan.yaml").is_file():
         raise bad_input("run", given, "no run's folder: it holds no plan.yaml; start one with: ahp train")
-    if not source.exists():
+    if not given or not source.exists():
         raise bad_input("run", given, "neither a run's folder nor a plan; start a run with: ahp train")
     return source
 

@@ -22,13 +22,10 @@ from ahp.schedule.synthesis.bound import LowerBound, lower_bound
 from ahp.schedule.synthesis.find import Synthesized, synthesize
 from ahp.schedule.synthesis.problem import ROUNDING, Problem
 from ahp.schedule.synthesis.search import actions_tried
-from ahp.words import percent
+from ahp.words import WORTH_TELLING, percent
 
 LESS_MEMORY = (1.0, 0.95, 0.9)
 """Parts of what ranks have left that are tried, until the layout fits: what a rank keeps beside activations may grow with them."""
-
-WORTH_SAYING = 0.0005
-"""A share of less is 0.0 % in words."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class FoundOrder:
     def words(self) -> str:
         """One line for people: what it gains, and how near it is to the best there can be."""
         before = self.before.parallelism.pipeline_parallel_schedule
-        faster = f"more than {percent(self.gap)} faster" if self.gap >= WORTH_SAYING else "faster"
+        faster = f"more than {percent(self.gap)} faster" if self.gap >= WORTH_TELLING else "faster"
         return (
             f"a schedule made for these stages takes {percent(self.gain)} less of a step than {before}; no order of these stages is {faster} "
             f"(bound: {self.bound.reason})"

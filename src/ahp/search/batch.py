@@ -10,8 +10,7 @@ from ahp.job import MOST_SEQUENCES
 from ahp.plan import Plan
 from ahp.schedule.orders import under_pattern
 from ahp.search.problem import Problem
-from ahp.search.ties import WORTH_TELLING
-from ahp.words import percent
+from ahp.words import WORTH_TELLING, percent
 
 TIMES = (2, 4, 8, 16)
 """Larger batches that are priced, each one forecast of the layout that was found."""

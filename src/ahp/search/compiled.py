@@ -10,8 +10,7 @@ from ahp.forecast.efficiency import is_cpu
 from ahp.plan import Plan
 from ahp.search import reasons
 from ahp.search.problem import Problem
-from ahp.search.ties import WORTH_TELLING
-from ahp.words import percent, seconds
+from ahp.words import WORTH_TELLING, percent, seconds
 
 ON_CPU = (
     "eager blocks: on a CPU compiled blocks saved 3 % of a small model's step, where 10 % were forecast, and took 16 s to "

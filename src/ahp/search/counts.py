@@ -23,8 +23,7 @@ from ahp.search.misfit import more_nodes, nothing_fits
 from ahp.search.objective import Objective, Scale
 from ahp.search.one_group import Fastest, Pair
 from ahp.search.problem import OF_PLACEMENTS, Problem, with_devices
-from ahp.search.ties import WORTH_TELLING
-from ahp.words import duration, number_of, percent
+from ahp.words import WORTH_TELLING, duration, number_of, percent
 
 ALL_UP_TO = 16
 """Every number of nodes, or of devices within one, is tried up to here; beyond it those of three binary digits, 20, 24, 28,
@@ -155,7 +154,8 @@ def _none(scale: Scale, settled: list[Settled]) -> AhpError:
         return _out_of_reach(scale, asked, found.best)
     apart = duration(1.0 / scale.failures(settled[0].found.problem.cluster).per_s)
     rule = f"a failure every {apart} on {number_of(settled[0].devices, 'device')} leaves no time to train, nor does one on more of them"
-    return BadInput(f"objective.failures_per_device_hour = {scale.objective.failures_per_device_hour}: {rule}")
+    key, rate = scale.failure_rate
+    return BadInput(f"{key} = {rate:g}: {rule}")
 
 
 def _refusal_of_mixed(asked: Problem) -> AhpError:

@@ -22,8 +22,8 @@ from ahp.search.mixed import explain as mixed_explain
 from ahp.search.problem import Problem
 from ahp.search.reasons import slower_because
 from ahp.search.result import OwnOrder, Ranking
-from ahp.search.ties import TIED, WORTH_TELLING
-from ahp.words import percent
+from ahp.search.ties import TIED
+from ahp.words import WORTH_TELLING, percent
 
 if TYPE_CHECKING:
     from ahp.forecast.found_order import FoundOrder, ToOrder

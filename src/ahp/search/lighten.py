@@ -22,8 +22,7 @@ from ahp.search.choices import RECOMPUTE, ScheduleChoice
 from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 from ahp.search.stages import WORTH_S
-from ahp.search.ties import WORTH_TELLING
-from ahp.words import percent
+from ahp.words import WORTH_TELLING, number_of, percent
 
 Fill = Callable[[Sequence[int]], tuple[int, ...]]
 """The recomputed layers of each stage, from a count for each rank, or for all stages."""
@@ -48,7 +47,9 @@ class Lightened:
             return None
         faster = f"{percent(self.gains[layout])} faster than with every layer recomputed"
         if len(some) == 1:
-            return f"{some[0]} layers are recomputed, as few as fit: {faster}"
+            return (
+                f"{number_of(some[0], 'layer')} {'is' if some[0] == 1 else 'are'} recomputed, as few as fit: {faster}"
+            )
         return f"{', '.join(map(str, some))} layers of the {len(some)} stages are recomputed, as few as fit: {faster}"
 
 

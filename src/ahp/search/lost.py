@@ -15,8 +15,8 @@ from ahp.search.one_group import Fastest
 from ahp.search.pairs import Pair
 from ahp.search.problem import Problem, with_devices
 from ahp.search.reasons import does_not_fit
-from ahp.search.ties import TIED, WORTH_TELLING
-from ahp.words import number_of, percent, seconds
+from ahp.search.ties import TIED
+from ahp.words import WORTH_TELLING, number_of, percent, seconds
 
 MANY_DEVICES = 64
 """On more a search for the best of each number of them would take longer than the plan did: 70 B on 512 H100, 8.3 s of 10.8."""

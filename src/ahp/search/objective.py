@@ -19,8 +19,7 @@ from ahp.job import Record
 from ahp.plan import validated
 from ahp.search.checkpoint_cost import checkpoint_bytes, write_bytes_per_s
 from ahp.search.problem import Problem
-from ahp.search.ties import WORTH_TELLING
-from ahp.words import count, duration, number_of, percent
+from ahp.words import WORTH_TELLING, count, duration, number_of, percent
 
 ObjectiveName = Literal["speed", "cost", "tokens-per-day", "fewest-devices"]
 Positive = Annotated[float, Field(gt=0)]
@@ -211,10 +210,18 @@ class Scale:
             return f"{rate:g} {default.unit} (the cluster's)"
         return f"{default.value:g} {default.unit} ({default.source.split(':')[0].split(';')[0].strip()})"
 
+    @property
+    def failure_rate(self) -> tuple[str, float]:
+        """Failures of a device in an hour, with the key that says them, or would."""
+        given, clusters = self.objective.failures_per_device_hour, self.asked.cluster.failures_per_device_hour
+        if given is None and clusters is not None:
+            return "cluster.failures_per_device_hour", clusters
+        return "objective.failures_per_device_hour", given or failures_per_device_hour(None)
+
     def failures(self, cluster: Cluster) -> Failures:
         """Failures of a job on this cluster."""
         given, known = self.objective, defaults()
-        rate = given.failures_per_device_hour or failures_per_device_hour(self.asked.cluster.failures_per_device_hour)
+        _, rate = self.failure_rate
         blocks_s, restart_s = given.checkpoint_blocks_s, given.restart_s
         if blocks_s is None:
             writes = write_bytes_per_s(cluster)

@@ -81,6 +81,8 @@ def search(
     aim = objective_of(objective)
     asked = problem(graph, cluster, job, constraints, engine)
     refuse_too_many(asked)
+    if by.name != "exact" and asked.cluster.is_mixed:
+        raise bad_input("method", by.name, "a cluster of several groups is searched by its own method", ["exact"])
     if not aim.may_use_fewer:
         ranking = _with_proof(with_own_orders(asked, ranking_with_any_kernels(asked, keep, current, by, TIED), keep))
         scale = Scale(aim, asked)

@@ -19,8 +19,7 @@ from ahp.schedule.stages import layers_of_stages
 from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 from ahp.search.stages import WORTH_S, BestCut, Cut, best_cut, least_longest, longest_s
-from ahp.search.ties import WORTH_TELLING
-from ahp.words import percent
+from ahp.words import WORTH_TELLING, percent
 
 PIPELINES = 4
 """Of so many pipelines that differ, the fastest ones, the fastest layout is cut anew: each costs up to some hundred forecasts."""
@@ -102,7 +101,9 @@ def _cut(asked: Problem, layout: Parallelism) -> BestCut | None:
     stages, layers = layout.num_stages, asked.graph.num_layers
     if stages > layers:  # no cut but the one with empty ends
         return None
-    return best_cut(layers, stages, costs, [costs.usual(), costs.longest[1]])
+    # An engine's own cut may leave an end without a layer, which layers_per_stage cannot say.
+    starts = [cut for cut in (costs.usual(), costs.longest[1]) if min(cut) > 0]
+    return best_cut(layers, stages, costs, starts)
 
 
 class LayoutCosts:

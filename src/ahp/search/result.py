@@ -11,8 +11,7 @@ from ahp.search.choice import Choice
 from ahp.search.current import Current
 from ahp.search.objective import Objective, Worth
 from ahp.search.reasons import needed_bytes
-from ahp.search.ties import WORTH_TELLING
-from ahp.words import percent, seconds
+from ahp.words import WORTH_TELLING, percent, seconds
 
 SPEED = Objective()
 

@@ -9,6 +9,7 @@ from ahp.cluster.cells import link_between, place
 from ahp.cluster.model import Cluster
 from ahp.forecast.assembly import ranks_of_stages
 from ahp.plan import Forecast, Parallelism
+from ahp.schedule.stages import layers_of_stages
 from ahp.search import reasons
 from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
@@ -48,7 +49,8 @@ def groups(asked: Problem, pair: Pair) -> Iterator[str]:
     """What each group computes, and how fast one micro-batch passes there."""
     layout, found = pair[0], asked.mixed_pricer
     rows, shared = place(asked.cluster, layout).cells, layout.micro_batches(asked.job)
-    layers, ranks = layout.given_layers or (), ranks_of_stages(layout)
+    layers = layers_of_stages(layout, asked.graph.num_layers, ends=asked.stage_ends)  # today's layout may name none
+    ranks = ranks_of_stages(layout)
     for group in asked.cluster.groups:
         cells = [(r, rank) for r, row in enumerate(rows) for rank, cell in enumerate(row) if cell.group == group.name]
         if not cells:

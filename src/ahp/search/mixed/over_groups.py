@@ -14,13 +14,12 @@ from time import perf_counter
 from typing import Any
 
 from ahp.cluster.cells import place
-from ahp.errors import BadInput, NotExpressible, NothingFits, bad_input
+from ahp.errors import BadInput, NotExpressible, NothingFits
 from ahp.forecast import mixed_rules
 from ahp.plan import Parallelism, Plan, Rejected
 from ahp.search import explain, reasons
 from ahp.search.certificate import Certificate, merged
 from ahp.search.current import Current, compared, today_of, with_candidate
-from ahp.search.method import Method
 from ahp.search.mixed import explain as mixed_explain
 from ahp.search.mixed.find import Budget, MixedOutcome, find_over
 from ahp.search.mixed.misfit import nothing_fits_anywhere
@@ -105,7 +104,6 @@ def mixed_ranking(
     asked: Problem,
     keep: int,
     current: Parallelism | Mapping[str, Any] | None,
-    by: Method,
     plain: Plain,
     tied: float = 0.0,
     *,
@@ -117,8 +115,6 @@ def mixed_ranking(
     ``plain`` searches a plain cluster; ``remedies``: whether to say what would make it fit, where nothing does. Raises as ``ahp.search``.
     """
     start = perf_counter()
-    if by.name != "exact":
-        raise bad_input("method", by.name, "a cluster of several groups is searched by its own method", ["exact"])
     alone = _each_alone(asked, plain)
     found = [one.ranking.best for one in alone if one.ranking is not None]
     best_s = min((plan.priced.step_time_s for plan in found), default=float("inf"))
