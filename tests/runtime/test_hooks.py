@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ahp.errors import BadInput
 from tests.runtime.models import BUILDERS, JOB, Block, Custom
@@ -43,6 +44,13 @@ class OwnHook(Block):
         return super().forward(y)
 
 
+class Rechecked(Block):
+    """Recomputes by itself what its backward needs, by torch's older way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
 def model(kind: type[Block] = Block, hooked: str | None = None) -> nn.Module:
     torch.manual_seed(0)
     module = Custom(layers=2)
@@ -72,6 +80,7 @@ HOOKED = ("block", "module", "module backward", "parameter", "accumulated")
 MODELS = {
     "own function": partial(model, OwnFunction),
     "own hook": partial(model, OwnHook),
+    "recomputed": partial(model, Rechecked),
     **{hooked: partial(model, hooked=hooked) for hooked in HOOKED},
 }
 BUILDERS.update({f"hooks: {name}": build for name, build in MODELS.items()})
@@ -102,6 +111,7 @@ def why_refused(rank: int, world: int, name: str, layout: str) -> str:
     ("name", "layout", "told"),
     [
         ("own function", "tp", "Quarter brings a backward of its own"),
+        ("recomputed", "tp", "CheckpointFunction brings a backward of its own"),
         ("module backward", "tp", "brings a backward of its own"),
         ("parameter", "tp", "blocks.0.up.weight has a hook"),
         ("accumulated", "tp", "blocks.0.up.weight has a hook"),
