@@ -205,6 +205,7 @@ def test_a_block_of_several_graphs_does_not_keep_its_products_alone() -> None:
         block(torch.ones(2, requires_grad=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compiler", [compiled.compiled, compiled.selective_recompute_compiler()], ids=["none", "selective"]
 )
@@ -223,6 +224,7 @@ def test_blocks_that_train_other_weights_and_sequences_of_other_lengths_have_gra
         assert counted["unique_graphs"] == 12 + 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compiler", [compiled.FullRecomputeCompiler(), compiled.selective_recompute_compiler()], ids=["full", "selective"]
 )
