@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -141,15 +143,16 @@ def _refuse_gradient_hooks(module: nn.Module, plan: Plan) -> None:
     if name is None:
         return
     p = plan.parallelism
-    rule = f"{name} has a hook on its gradient, which would not run (valid: {{}}; or take it off)"
-    if any(each.tensor_parallel_degree > 1 for each in p.layouts_of_ranks):
-        raise BadInput(f"tensor_parallel_degree = {p.tensor_parallel_degree}: {rule.format(1)}")
-    if any(each.weight_shards > 1 for each in p.layouts_of_ranks):
-        raise BadInput(f"zero_stage = {p.zero_stage}: {rule.format(0)}")
-    if plan.job.precision != "fp32":
-        raise BadInput(f"job.precision = {plan.job.precision!r}: {rule.format('fp32')}")
-    if splits_backward(p):
-        raise BadInput(f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule.format('1F1B')}")
+    rule = f"{name} has a hook on its gradient, which would not run"
+    asked: list[tuple[str, Any, bool, Any]] = [
+        ("tensor_parallel_degree", p.tensor_parallel_degree, any(tensor > 1 for _, tensor in p.widths), 1),
+        ("zero_stage", p.zero_stage, any(each.weight_shards > 1 for each in p.layouts_of_ranks), 0),
+        ("job.precision", plan.job.precision, plan.job.precision != "fp32", "fp32"),
+        ("pipeline_parallel_schedule", p.pipeline_parallel_schedule, splits_backward(p), "1F1B"),
+    ]
+    for key, value, drops, valid in asked:
+        if drops:
+            raise bad_input(key, value, rule, [valid, "or a parameter without it"])
 
 
 def _scalar(module: nn.Module) -> str | None:

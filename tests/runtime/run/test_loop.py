@@ -31,6 +31,7 @@ from ahp.runtime.run.checkpoints import CannotWrite, DamagedCheckpoints, Unreada
 from ahp.runtime.run.folder import Checkpoint, RunFolder
 from ahp.runtime.run.loop import MOST_ROLLBACKS, MOST_SKIPPED, Diverged, Loop, Settings
 from ahp.runtime.run.stop_signal import StopRequest
+from ahp.runtime.weights.same_tensors import OtherTensors
 
 
 @dataclass
@@ -240,6 +241,10 @@ def test_every_byte_of_a_checkpoint_is_verified_before_one_is_used(
     ("error", "told"),
     [
         (KeyError("weight"), "step-10 does not go into the plan's model: KeyError: 'weight'"),
+        (
+            OtherTensors("it has no a"),
+            "step-10 does not go into the plan's model: OtherTensors: it has no a; it is another",
+        ),
         (
             CheckpointException("x", {0: (RuntimeError("Missing key in checkpoint: a\nand a trace"), StackSummary())}),
             "step-10 does not go into the plan's model: RuntimeError: Missing key in checkpoint: a; it is another model's",
