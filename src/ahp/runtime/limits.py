@@ -25,6 +25,7 @@ from ahp.runtime.optimizer.eight_bit import refuse_without_torchao
 from ahp.runtime.tensor.sliced_dropout import drops_parts
 from ahp.runtime.torch_compat import has_gradient_hook
 from ahp.schedule.orders import splits_backward
+from ahp.schedule.registry import PLAIN
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.slicing.model import ModelSlicing
 
@@ -148,7 +149,7 @@ def _refuse_gradient_hooks(module: nn.Module, plan: Plan) -> None:
         ("tensor_parallel_degree", p.tensor_parallel_degree, any(tensor > 1 for _, tensor in p.widths), 1),
         ("zero_stage", p.zero_stage, any(each.weight_shards > 1 for each in p.layouts_of_ranks), 0),
         ("job.precision", plan.job.precision, plan.job.precision != "fp32", "fp32"),
-        ("pipeline_parallel_schedule", p.pipeline_parallel_schedule, splits_backward(p), "1F1B"),
+        ("pipeline_parallel_schedule", p.pipeline_parallel_schedule, splits_backward(p), PLAIN),
     ]
     for key, value, drops, valid in asked:
         if drops:
