@@ -1,1 +1,1 @@
-"""Layouts over several groups of different devices: which cells lie where, who takes how many layers and micro-batches."""
+"""Layouts over several groups of different devices: where each cell lies, and how many layers and micro-batches it gets."""

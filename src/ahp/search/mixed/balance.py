@@ -1,14 +1,14 @@
 """The two balances of a mixed layout: layers among its stages, and micro-batches among its replicas.
 
-Both look at one number for each kind of replica: the time before which its schedule cannot be done, linear in the
-micro-batches m. With t the seconds of a stage on one micro-batch, F those of its forward pass and W the sum of t over the
+Both use one number for each kind of replica: the earliest time at which its schedule can be done, linear in the
+micro-batches m. With t the seconds of a stage for one micro-batch, F those of its forward pass and W the sum of t over the
 replica's stages, stage s (of p, from 0) ends no sooner than
 
     W + (m - 1) t_s - (min(p - s, m) - 1) F_s
 
-One micro-batch goes through all stages and back; then the stage has m - 1 backward passes to do, and all forward passes but
-those that it may have done until the first gradient came. Without a pipeline that is m t, exactly. Where the backward pass is
-split, weight gradients may fill the way back: of the other stages only their forward passes count.
+One micro-batch goes through all stages and back; then the stage still has m - 1 backward passes to do, and all forward passes
+except those that it can do before the first gradient comes. Without a pipeline the time is exactly m t. With a split backward
+pass, weight gradients can fill the way back, so that only forward passes of the other stages count.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from functools import cache
 import numpy as np
 
 from ahp.arrays import Floats, Ints, Mask
+from ahp.search.mixed.matrices import Kind
 from ahp.search.mixed.tables import LayoutTables, StageCosts
 
-Kind = tuple[int, ...]
-"""The number of the group of each stage."""
-
 ROUNDS = 4
-"""Layers and micro-batches are balanced in turn so many times at most; a second round already changes little."""
+"""The most rounds in which layers and micro-batches are balanced in turn; a second round already changes little."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +33,15 @@ class Balanced:
 
     layers: tuple[int, ...]
     micro_batches: tuple[tuple[int, ...], ...]
-    """Of the replicas of each kind, the most first."""
+    """Micro-batches of the replicas of each kind, the most first."""
     at_least_s: float
     """The step cannot be shorter, by the formula above."""
 
 
 def ends_s(whole: Floats, forward: Floats, micro_batches: Ints, *, splits: bool) -> Floats:
-    """[...] Seconds that replicas take at least with so many micro-batches, from [..., S] seconds of their stages.
+    """[...] Seconds that replicas take at least with ``micro_batches`` [...], from the seconds of their stages [..., S].
 
-    ``splits``: whether the schedule computes weight gradients apart from input gradients.
+    ``splits``: whether the schedule computes weight gradients separately from input gradients.
     """
     m = np.asarray(micro_batches)[..., None]
     stages = forward.shape[-1]
@@ -53,9 +51,9 @@ def ends_s(whole: Floats, forward: Floats, micro_batches: Ints, *, splits: bool)
 
 
 def round_down(shared: list[list[int]], allowed: Mask, times_s: Sequence[Floats], least: int) -> list[list[int]] | None:
-    """Shares whose every number is allowed: rounded down, and what is left given to whoever is then done first.
+    """Shares with allowed numbers only: rounded down, and the rest given to the replica that is then done first.
 
-    ``allowed``: [M + 1]; ``times_s`` as for ``share``. None where what is left cannot be given away.
+    ``allowed``: [M + 1]; ``times_s`` as for ``share``. None where the rest cannot be given away.
     """
     if all(allowed[m] for each in shared for m in each):
         return shared
@@ -78,12 +76,12 @@ def round_down(shared: list[list[int]], allowed: Mask, times_s: Sequence[Floats]
 
 
 def share(counts: Sequence[int], total: int, least: int, times_s: Sequence[Floats]) -> list[list[int]] | None:
-    """Micro-batches of each replica, the most first, such that the slowest is as fast as can be.
+    """Micro-batches of each replica, the most first, such that the slowest replica is as fast as possible.
 
     Args:
         counts: replicas of each kind.
         total: micro-batches.
-        least: so many for each replica.
+        least: the fewest for each replica.
         times_s: by kind, seconds with ``least``, ``least`` + 1, ... micro-batches, rising.
 
     Returns:
@@ -122,11 +120,11 @@ def balance(
     fewest: Sequence[int],
     fixed: tuple[int, ...] | None = None,
 ) -> Balanced | None:
-    """Layers and micro-batches in turn, until neither gets better. None where no cut fits the devices, too few are left, or no number of
-    micro-batches is allowed.
+    """Balance layers and micro-batches in turn, until neither improves. None where no cut fits the devices, there are too few micro-batches,
+    or no number of them is allowed.
 
-    How many layers a stage recomputes follows from its layers and micro-batches. ``allowed``: [M + 1] micro-batches that a
-    replica may have; ``fewest``: layers that each stage needs; ``fixed``: those of each stage where they are given.
+    How many layers a stage recomputes follows from its layers and micro-batches. ``allowed``: [M + 1] whether a replica can have
+    m micro-batches; ``fewest``: the fewest layers of each stage; ``fixed``: the layers of each stage where they are given.
     """
     if not allowed.any():
         return None
@@ -136,7 +134,7 @@ def balance(
     micro_batches = share(counts, total, least, _by_speed(kinds, tables, numbers))
     best: tuple[bool, Balanced] | None = None
     ways_s = np.zeros(len(kinds))
-    # A round mostly begins with what the one before ended with.
+    # A round mostly begins with what the previous one ended with.
     costs_of = cache(lambda layers, most: tables.stages(at, layers, np.array(most)))
     for _ in range(ROUNDS):
         if micro_batches is None:
@@ -162,20 +160,20 @@ def balance(
 
 
 def _most(micro_batches: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Of the replicas of each kind, those of the one with the most."""
+    """The micro-batches of the replica with the most, for each kind."""
     return tuple(each[0] for each in micro_batches)
 
 
 def _bounded(
     costs: StageCosts, layers: tuple[int, ...], shared: list[list[int]], *, splits: bool
 ) -> tuple[bool, Balanced]:
-    """Whether it fits, and the balance with what it takes at least."""
+    """Whether the stages fit, and the balance with the time that it takes at least."""
     ends = ends_s(costs.whole, costs.forward, np.array(_most(shared)), splits=splits)
     return bool(costs.fits.all()), Balanced(layers, tuple(map(tuple, shared)), float(ends.max()))
 
 
 def _by_speed(kinds: Sequence[Kind], tables: LayoutTables, numbers: Ints) -> list[Floats]:
-    """Seconds of each kind by micro-batches, as if the layers of a replica were spread over its cells by their speed."""
+    """Seconds of each kind by micro-batches, as if the layers of a replica were shared among its cells by speed."""
     return [numbers / float((1.0 / tables.layer_s[list(kind)]).sum()) for kind in kinds]
 
 
@@ -189,10 +187,10 @@ def _cut(
     *,
     splits: bool,
 ) -> tuple[int, ...] | None:
-    """The cut with the earliest end by the formula, the ways through the replicas as they were in the last round.
+    """The cut with the earliest end by the formula, with the ways through the replicas from the last round.
 
-    ``kinds``: [K, S]. A stage of n layers ends later the more it has, so that in T seconds each has room for so many; the least T
-    in which all layers find room is the time of the stage that is ready with the L-th layer of them all.
+    ``kinds``: [K, S]. A stage ends later the more layers it has, so in T seconds each stage has room for some number of them. The least T
+    in which all L layers have room is the L-th earliest end of all stages and numbers of layers.
     """
     stages = np.arange(kinds.shape[1])
     ends = np.full((len(stages), num_layers), -np.inf)

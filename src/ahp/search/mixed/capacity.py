@@ -4,16 +4,16 @@ A replica whose longest stage takes X for a micro-batch does in T seconds no mor
 
     m <= (T - W) / X + c
 
-with a way W through all stages, nothing of which is in X, and at most c - 1 forward passes ahead (``mixed.balance``). Where weight gradients
-are apart (ZB-H1) stage s, of p from 0, does min(p - s, m) forward passes and no weight gradient before its first gradient comes, which has all
-forward passes behind it and the gradients of all stages from s on; and it does at most s + 1 weight gradients after its last gradient, which
-then goes back through the stages before it. All else of its work lies between, so that with F, I and G seconds of forward passes and of input
-and weight gradients, t = F + I + G,
+where W is the way of a micro-batch through all stages, besides the (m - c) X, and forward passes are at most c - 1 ahead
+(``mixed.balance``). With a split backward pass (ZB-H1), stage s (of p, from 0) does min(p - s, m) forward passes and no weight gradient
+before its first gradient comes, after all forward passes and the gradients of all stages from s on. It does at most s + 1 weight gradients
+after its last gradient, which then goes back through the stages before it. The rest of its work lies between, so with F, I and G the seconds
+of forward passes, input gradients and weight gradients, and t = F + I + G,
 
     T >= sum over all stages of (F + I) + m t_s - I_s - min(p - s, m) F_s - min(s + 1, m) G_s
 
-where p - s and s + 1 are p + 1 together: the formula above, with but F + I of the way and c = 1 + (p - 1) max(F, G) / t. No more than m are
-done before or after either, so that c <= 1 + (m - 1) (F + G) / t too.
+where p - s and s + 1 add up to p + 1: the formula above, with only F + I in the way and c = 1 + (p - 1) max(F, G) / t. At most m are
+done before or after, so c <= 1 + (m - 1) (F + G) / t too.
 """
 
 from __future__ import annotations
@@ -33,42 +33,42 @@ from ahp.search.mixed.replicas import Ahead, Crewed, Crews, longest_s
 from ahp.search.mixed.space import SEVERAL, all_forwards_first, splits_backward
 
 FEWER = np.unique(np.round(1.2 ** np.arange(60)).astype(np.int64))
-"""Numbers of micro-batches that stages keep, as far as floors tell them apart."""
+"""The numbers of micro-batches kept by a stage that floors distinguish; numbers between them are rounded down."""
 
 
 class Pipelines(NamedTuple):
     """Shapes [n] with p stages (or ranks, under ``SEVERAL``) each under one schedule."""
 
     rows: Ints
-    """Of the columns."""
+    """Rows of the columns."""
     replicas: Ints
     total: Ints
-    """Micro-batches of all of them."""
+    """Micro-batches of all replicas."""
 
     def where(self, some: Ints) -> Pipelines:
-        """Those."""
+        """The selected shapes."""
         return Pipelines(self.rows[some], self.replicas[some], self.total[some])
 
 
 @dataclass(frozen=True)
 class Depth:
-    """A number of stages under a schedule."""
+    """Pipelines with ``p`` stages under one schedule."""
 
     columns: CellColumns
     cells: Ints
-    """[N, G] Of each group."""
+    """[N, G] Cells of each group."""
     schedule: str
     p: int
 
     def hold(self, of: Pipelines) -> Mask:
-        """[n] Whether memory holds all layers in each of the replicas."""
+        """[n] Whether memory holds all layers in every replica."""
         found = np.zeros(len(of.rows), dtype=bool)
         for heavy, some in _each(self._counted(of.total // of.replicas)):
             found[some] = self._hold(of.where(some), heavy)
         return found
 
     def _hold(self, of: Pipelines, heavy: int) -> Mask:
-        """Of those that have ``heavy`` micro-batches each, or fewer."""
+        """The same for shapes whose replicas have ``heavy`` micro-batches or more on average."""
         rows, which = np.unique(of.rows, return_inverse=True)
         stages = positions(self.schedule, self.p, heavy)
         holds = StageRoom.of(self.columns, rows, stages, heavy).most
@@ -80,23 +80,23 @@ class Depth:
         )
 
     def _counted(self, micro_batches: Ints) -> Ints:
-        """So many or fewer: of these numbers rooms are looked at."""
+        """Micro-batches rounded down to the numbers for which room is computed."""
         few = 1 << np.log2(np.maximum(micro_batches, 1)).astype(np.int64)
         return few if all_forwards_first(self.schedule) else np.where(micro_batches >= self.p, self.p, few)
 
     def crewed(self, of: Pipelines, mix: Ints) -> Crewed:
-        """The replicas of shapes that are to be looked at more closely."""
+        """The replicas of shapes whose floors are to get closer."""
         each = list(_each(self._counted(of.total // of.replicas)))
         found = [self._crewed(of.where(some), heavy, mix) for heavy, some in each]
         return Crewed.all(found).where(np.argsort(np.concatenate([some for _, some in each])))
 
     def _crewed(self, of: Pipelines, heavy: int, mix: Ints) -> Crewed:
-        """Of those whose replicas have so many micro-batches or more in the mean."""
+        """The same for shapes whose replicas have ``heavy`` micro-batches or more on average."""
         columns, work = self.columns, self.columns.work
         rows, which = np.unique(of.rows, return_inverse=True)
         stages = positions(self.schedule, self.p, heavy)
         room = StageRoom.of(columns, rows, stages, heavy)
-        fewest = (2 if self.schedule == SEVERAL else 1) * columns.alike  # a layer in each of its stages
+        fewest = (2 if self.schedule == SEVERAL else 1) * columns.alike  # one layer in each stage of a rank
         head_s = work.head_s[rows][..., None] * (stages.place == LAST)
         longest = partial(
             longest_s, mix=mix, num_layers=columns.num_layers, fewest=fewest, head_s=head_s, alike=columns.alike
@@ -118,24 +118,24 @@ class Depth:
 
 
 def _each(numbers: Ints) -> Iterator[tuple[int, Ints]]:
-    """Each number once, and where it is."""
+    """Each number once, with the indices where it occurs."""
     for number in np.unique(numbers).tolist():
         yield number, np.flatnonzero(numbers == number)
 
 
 class Late(NamedTuple):
-    """What of stages may be done beside the way of a micro-batch."""
+    """The work of a stage that can be done outside the way of a micro-batch."""
 
     layer_s: Floats
-    """[n, G] Seconds of a layer that are not in that way, at most: where weight gradients are apart, of these."""
+    """[n, G] Seconds of a layer that are not in that way, at most: those of weight gradients, with a split backward pass."""
     share: Floats
-    """[n] Of a stage's time, the largest that forward passes before the first gradient have, or weight gradients after the last one."""
+    """[n] The largest share of a stage's time in forward passes before the first gradient, or in weight gradients after the last one."""
     inside: Floats
-    """[n] Of a stage's time, what neither has, at least."""
+    """[n] The share of a stage's time in neither, at least."""
 
     @classmethod
     def of(cls, columns: CellColumns, rows: Ints, schedule: str, copied_s: Floats) -> Late:
-        """``copied_s``: [n, G] seconds in which a layer's gradients are copied, which may be part of its weight gradient."""
+        """``copied_s``: [n, G] seconds in which a layer's gradients are copied, which can be part of its weight gradient."""
         work = columns.work
         if not splits_backward(schedule) and schedule != SEVERAL:
             share = work.forward_share[rows].max(axis=1) * (not all_forwards_first(schedule))
@@ -148,8 +148,8 @@ class Late(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def positions(schedule: str, p: int, m: int) -> Positions:
-    """Of a replica with m micro-batches or more, those with the most room first; of stages that keep about as many, all as if they kept
-    as many as the one with the fewest. Of ``SEVERAL`` stages on a rank some are the ends, and which is not known."""
+    """The stages of a replica with m micro-batches or more, those with the most room first. Stages that keep about as many micro-batches
+    all count as if they kept the fewest of them. With ``SEVERAL``, it is not known which ranks have the first and the last stage."""
     if schedule == SEVERAL:
         return _alike(np.full(p, ANYWHERE), *of_several(p, m))
     place = np.full(p, BETWEEN)
@@ -158,7 +158,7 @@ def positions(schedule: str, p: int, m: int) -> Positions:
 
 
 def _alike(place: Ints, held: Ints, *others: Ints | Floats) -> Positions:
-    """Stages in the same place that keep about as many micro-batches, with the least that any of them has of ``others``."""
+    """Stages in the same place that keep about as many micro-batches, with the least of ``others`` that any of them has."""
     held = FEWER[np.searchsorted(FEWER, held, side="right") - 1]
     found, which, count = np.unique(np.stack([held, place]), axis=1, return_inverse=True, return_counts=True)
     order, first = np.argsort(which.ravel(), kind="stable"), np.cumsum(count) - count
@@ -166,24 +166,24 @@ def _alike(place: Ints, held: Ints, *others: Ints | Floats) -> Positions:
 
 
 def light_of(stages: Positions) -> Positions:
-    """The same with one micro-batch."""
+    """The same stages with one micro-batch."""
     none, outside = np.zeros_like(stages.held), np.minimum(stages.outside, 1)
     return stages._replace(held=np.ones_like(stages.held), beside=none, outside=outside)
 
 
 def of_several(p: int, m: int) -> tuple[Ints, Ints, Ints, Floats]:
-    """What each rank keeps and receives at least, the one with the fewest micro-batches first; with several stages on each of p ranks, of a layer
-    each at least, under any schedule, and m micro-batches or more: micro-batches of all its layers, of one layer beside, and of what lies
-    beside layers beside; and how many times as much as one stage it receives.
+    """What each of p ranks with several stages keeps and receives at least, the rank with the fewest micro-batches first, under any schedule,
+    with a layer or more per stage and m micro-batches or more: micro-batches of all its layers, further ones of one layer, further ones of what
+    a stage keeps besides its layers, and how many times as much as one stage it receives.
 
-    Ranks keep of one stage h_i at least and of another as many as that and e_i more, where a rank with n layers keeps n h_i + e_i, and
-    2 h_i + e_i times what lies beside the layers of a stage:
+    A rank keeps at least h_i micro-batches of one stage and e_i more of another, so with n layers it keeps n h_i + e_i, and
+    2 h_i + e_i times what a stage keeps besides its layers:
 
         loops    h = min(m, p, 2 i - 1), e = min(m, p) - h      with a split backward h = min(m, p), e = 0
         a V      h = min(m, i), e = min(m, 2 p - i) - h
 
-    so that of the i-th fullest h is the least of these, and e what the least has more with two layers. Each stage receives once from
-    either side, but for the ends: in loops these are on the first and on the last of these ranks, in a V both on the first.
+    so the i-th rank in this order has the least h of these, and as e what the least with two layers has more. Each stage receives once from
+    either side, except for the ends: in loops they are on the first and on the last of these ranks, in a V both on the first.
     """
     i = np.arange(1, p + 1)
     loops, split, v = np.minimum(np.minimum(m, p), 2 * i - 1), np.full(p, min(m, p)), np.minimum(m, i)
@@ -192,9 +192,9 @@ def of_several(p: int, m: int) -> tuple[Ints, Ints, Ints, Floats]:
 
 
 def _find_room(most: Floats, number: Ints, which: Ints, cells: Ints, replicas: Ints, p: int, num_layers: int) -> Mask:
-    """[n] Whether all layers find room: replicas have the same cut, so that a stage has no more than the weakest of its cells.
+    """[n] Whether all layers have room. Replicas have the same cut, so a stage has no more layers than the weakest of its cells holds.
 
-    ``most``: [u, G, K] layers that a cell has room for at each position, of which there are ``number``, [K]; ``which``: [n] of the u.
+    ``most``: [u, G, K] layers that a cell has room for at each position; ``number``: [K] stages at each position; ``which``: [n] indices in u.
     """
     falling = np.maximum.accumulate(most[..., ::-1], axis=-1)[..., ::-1]
     best = np.concatenate([np.zeros((*most.shape[:2], 1)), np.cumsum(np.repeat(falling, number, axis=-1), axis=-1)], -1)
@@ -203,7 +203,7 @@ def _find_room(most: Floats, number: Ints, which: Ints, cells: Ints, replicas: I
     there = np.cumsum(np.take_along_axis(cells, order, axis=1), axis=1)
     found, before, groups = np.zeros(len(which)), np.zeros(len(which), dtype=np.int64), cells.shape[1]
     for tier in range(groups):
-        # Of the stages that are not wholly on the stronger groups each has a cell on one of these.
+        # Every stage that is not wholly on the stronger groups has a cell on one of these.
         now = np.where(there[:, tier] == there[:, -1], p, np.minimum(there[:, tier] // replicas, p))
         weak = [best[which, order[:, j], now - before] * (cells[at, order[:, j]] > 0) for j in range(tier, groups)]
         found, before = found + np.max(weak, axis=0), now

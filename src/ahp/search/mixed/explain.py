@@ -19,7 +19,7 @@ from ahp.words import gib, number_of, percent, seconds
 
 
 def on_fullest(asked: Problem, pair: Pair) -> Problem:
-    """The problem on the group that has the fullest rank, whose memory is what the forecast's is held against."""
+    """The problem on the group of the fullest rank, with whose memory the forecast is compared."""
     if not asked.cluster.is_mixed:
         return asked
     name = place(asked.cluster, pair[0]).group_of(pair[1].fullest_rank)
@@ -28,7 +28,7 @@ def on_fullest(asked: Problem, pair: Pair) -> Problem:
 
 
 def idle(asked: Problem, layout: Parallelism, used: Cluster) -> Iterator[str]:
-    """Devices that a layout leaves over."""
+    """The devices that a layout does not use."""
     taken = place(used, layout).used if used.is_mixed else {used.groups[0].name: layout.world_size}
     for group in asked.cluster.groups:
         count = taken.get(group.name, 0)
@@ -38,7 +38,7 @@ def idle(asked: Problem, layout: Parallelism, used: Cluster) -> Iterator[str]:
 
 
 def width(pair: Pair, ranked: list[Pair]) -> Iterator[str]:
-    """What stages of unlike width are worth."""
+    """How much faster stages of different width are."""
     alike = next((other for other in ranked if not other[0].has_unlike_widths), None)
     if pair[0].has_unlike_widths and alike is not None:
         gain = alike[1].step_time_s / pair[1].step_time_s - 1
@@ -46,10 +46,10 @@ def width(pair: Pair, ranked: list[Pair]) -> Iterator[str]:
 
 
 def groups(asked: Problem, pair: Pair) -> Iterator[str]:
-    """What each group computes, and how fast one micro-batch passes there."""
+    """What each group computes, and how long a layer takes there for one micro-batch."""
     layout, found = pair[0], asked.mixed_pricer
     rows, shared = place(asked.cluster, layout).cells, layout.micro_batches(asked.job)
-    layers = layers_of_stages(layout, asked.graph.num_layers, ends=asked.stage_ends)  # today's layout may name none
+    layers = layers_of_stages(layout, asked.graph.num_layers, ends=asked.stage_ends)  # today's may have no ``stages``
     ranks = ranks_of_stages(layout)
     for group in asked.cluster.groups:
         cells = [(r, rank) for r, row in enumerate(rows) for rank, cell in enumerate(row) if cell.group == group.name]
@@ -73,7 +73,7 @@ def groups(asked: Problem, pair: Pair) -> Iterator[str]:
 
 
 def _share(replicas: list[int], shared: Sequence[int]) -> str:
-    """Which part of the batch passes ``replicas``, those of all that a group takes part in; nothing where one replica makes all of it."""
+    """The part of the batch that passes the ``replicas`` which a group takes part in, in words; empty where there is only one replica."""
     if len(shared) == 1:
         return ""
     counts = " or ".join(map(str, sorted({shared[r] for r in replicas})))
@@ -92,7 +92,7 @@ def _recomputed(layout: Parallelism, held_by: list[tuple[int, int]]) -> str:
 
 
 def recompute(asked: Problem, pair: Pair) -> Iterator[str]:
-    """What it is worth that each stage recomputes as few layers as fit."""
+    """How much faster it is that each stage recomputes as few layers as fit."""
     layout, stages = pair[0], pair[0].stages
     if stages is None or layout.recomputed_layers() is None:
         return
@@ -141,7 +141,7 @@ def links(asked: Problem, pair: Pair) -> Iterator[str]:
 
 
 def of_alone(name: str, ranking: Ranking | None, refusal: str, best: Forecast) -> str:
-    """The best of one group alone, against the best."""
+    """The best layout of one group alone, compared with the best of all."""
     if ranking is None:
         return f"{name} alone: {refusal.splitlines()[0]}"
     plan = ranking.best
@@ -150,7 +150,7 @@ def of_alone(name: str, ranking: Ranking | None, refusal: str, best: Forecast) -
 
 
 def against_spread(used: Problem, ranked: list[Pair], best: Forecast) -> Iterator[str]:
-    """What using more than the one group would cost."""
+    """How much slower the best layout over several groups is."""
     if not ranked:
         yield f"{used.cluster.groups[0].name} alone: no layout over several groups was found that fits"
         return

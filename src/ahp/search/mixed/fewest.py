@@ -1,7 +1,7 @@
 """The fewest layers that the stages of a placement recompute such that every cell fits, by the forecast's own memory.
 
-A layer recomputed less never makes a pass longer, and with one stage on each rank what a cell keeps depends on its own
-number alone: so the fewest of every cell are the fastest choice of a placement.
+Recomputing one layer less never makes a pass longer, and with one stage per rank what a cell keeps depends only on its own
+number. So the fewest for every cell are the fastest choice of a placement.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from ahp.plan import Parallelism
 def fewest(
     fits: Callable[[Sequence[int]], Sequence[bool]], at_least: Sequence[int], at_most: Sequence[int]
 ) -> tuple[int, ...]:
-    """Of each cell of a replica the least number between its bounds with which it fits, or the upper one.
+    """The least number for each cell of a replica, between its bounds, with which it fits, or the upper bound.
 
-    ``fits``: of each cell whether it does, from a number for each. All cells are looked at at once, their lower bounds first, which
-    are close; then in steps that double, and halves.
+    ``fits``: whether each cell fits, from a number for each. All cells are looked at together: first at their lower bounds, which
+    are close, then in steps that double, up to half the interval.
     """
     low, high, step = list(at_least), list(at_most), 0
     while any(a < b for a, b in zip(low, high, strict=True)):
@@ -30,7 +30,7 @@ def fewest(
 
 
 def said_plainly(layout: Parallelism) -> Parallelism:
-    """The same layout, where all layers are recomputed or none is without numbers."""
+    """The same layout, without numbers where all layers are recomputed or none is."""
     replicas, stages = layout.data_parallel_replicate_degree, layout.stages or ()
     counts = [stage.recomputed(replicas) for stage in stages]
     none = not any(map(any, counts))

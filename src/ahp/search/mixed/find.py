@@ -1,8 +1,8 @@
-"""The best layouts of a mixed cluster: shapes in the order of a floor under all their placements, until none left can win.
+"""The best layouts of a mixed cluster: shapes are placed in the order of a floor under all their placements, until none left can win.
 
-One queue, as in ``exact``, of the shapes whose floor (``mixed.floors``) is below the best time known; a shape that comes up is placed
-(``mixed.solve``). A shape whose placements were all looked at is done. Of the others the lowest floor says how far from the best the
-search may be: the gap.
+Each kind of shape has one queue, as in ``exact``, of the shapes whose floor (``mixed.floors``) is below the best known time. A shape that comes
+up is placed (``mixed.solve``), and is settled when all its placements were looked at. The lowest floor of the other shapes gives the gap: how
+far from the best the search can be.
 """
 
 from __future__ import annotations
@@ -32,76 +32,75 @@ from ahp.search.space import Rule
 
 @dataclass(frozen=True)
 class Budget:
-    """How much is placed where the best cannot be proven."""
+    """How much to place where the best cannot be proven."""
 
     shapes: int = 40
-    """Shapes whose placements are too many to look at each, with a pipeline and without."""
+    """Shapes of each kind that may win and have too many placements to look at all."""
     forecasts: int = 40
-    """Forecasts of these, the most promising first."""
+    """Shapes put off until the end that are priced then, the most promising first."""
     exact: int = 1500
-    """Forecasts of the others. [Empirical] GPT-2 on 4 H100 and 4 A100: 4,000 found the same step time, in 19.6 s in place of 7.2."""
+    """Forecasts after which queues stop. [Empirical] GPT-2 on 4 H100 and 4 A100: 4,000 found the same step time, in 19.6 s instead of 7.2."""
     near: int = 150
-    """Shapes near the fastest that are looked at without finding a faster one."""
+    """Shapes near the fastest that are looked at in a row without finding a faster one."""
     every: bool = True
-    """Whether all placements of a shape are looked at where they are few; else the best of its families stand for them."""
+    """Whether to look at all placements of a shape where they are few; else the best of its families stand for them."""
     several: int = 8
-    """Of the fastest with one stage on each rank so many are looked at with several."""
+    """How many of the fastest shapes with one stage per rank are tried again with several stages per rank."""
 
 
 SLACK = 1.15
-"""Shapes of which no placement can win, but is slower by less than this, are placed until the ranking is long enough."""
+"""Shapes that cannot win, but whose floor is below this factor times the best time, are placed until the ranking is long enough."""
 
 
 WINDOW = 512
-"""So many pipelines of the lowest floors are looked at together: which of them promise more is not said by their floors."""
+"""How many pipelines with the lowest floors are compared at once by what they promise, which floors do not include."""
 
 
 FURTHER = 1.06
-"""Shapes whose floors are up to so many times the lowest are made closer with it."""
+"""Shapes whose floor is at most this factor times the lowest get closer floors in the same step."""
 
 
 FURTHEST = 1e6
-"""Where memory holds none of them: so many times the lowest, at most."""
+"""The largest such factor: it grows while memory holds none of the shapes."""
 
 
 REACHED = 2
-"""By so many steps of that, at most."""
+"""Closer floors are computed up to this many such factors above the lowest."""
 
 
 AT_LIMIT = 1 - 1e-9
-"""A floor above this share of a limit is at the limit: floors are divided by the share of the slowest device and multiplied with it again."""
+"""A floor above this share of a limit is at the limit: floors are divided by the factor of the slowest device and multiplied by it again."""
 
 
 REACH = (4.0, 32.0, 256.0, float("inf"))
-"""So many times the least that any shape may take they are looked for, one after another, until a time is known."""
+"""Search limits as multiples of the least time that any shape can take, tried in turn until a time is known."""
 
 
 class Queue:
-    """The shapes of a kind in the order of their floors, which are made closer as they come up: by work and speed, by memory, and of what
-    has no pipeline with its stages priced; of pipelines by all replicas together where they are to be as close as can be."""
+    """The shapes of one kind in the order of their floors, which get closer as shapes come up: by work and speed, then by memory, then from
+    priced stages for shapes without a pipeline. With ``closest``, pipelines are also floored by all replicas together."""
 
     def __init__(self, floors: ShapeFloors, kind: Kind, limit_s: float, *, closest: bool = False) -> None:
         self._floors, self._closest = floors, closest and kind != "alone"
         self.kind: Kind = kind
         self._rough, self._open = floors.by_work(kind, limit_s), Shapes.all([])
-        """By work and speed, and by memory, the lowest first."""
+        """Shapes with floors by work and speed (``_rough``), and by memory too (``_open``), the lowest first."""
         self._limit_s, self._step = limit_s, FURTHER
-        self.number = count()  # of equal floors the first
+        self.number = count()  # breaks ties between equal floors
         self._some: list[tuple[float, int, Shapes, int]] = []
-        """As close as all are known, each for all rows that it stands for."""
+        """Floors as close as rows share them: (floor, tie-breaker, ``Shapes``, index), each for all rows that it stands for."""
         self._each: list[tuple[float, int, Shape]] = []
         self.too_large = 0
-        """Shapes that memory rules out, of those that came up."""
+        """Shapes that came up and that memory rules out."""
 
     def reach(self, limit_s: float) -> None:
-        """With the shapes up to another limit, which is further."""
+        """Add the shapes up to a higher limit."""
         more = self._floors.by_work(self.kind, limit_s)
         self._rough = Shapes.all([self._rough, more.where(more.floor_s >= self._limit_s)]).sorted()
         self._limit_s = limit_s
 
     def pop(self, below_s: float) -> tuple[float, Shape] | None:
-        """The next and its floor; None where no floor is below so much. Where floors are to be as close as can be it is never more than it was
-        before."""
+        """The next shape and its floor; None where no floor is below ``below_s``. Floors never fall from one pop to the next."""
         while True:
             rough_s, open_s = self._rough.lowest_s, self._open.lowest_s
             some_s = self._some[0][0] if self._some else float("inf")
@@ -122,7 +121,7 @@ class Queue:
                 self._by_memory(below_s)
 
     def popped(self, below_s: float) -> Iterator[tuple[float, Shape]]:
-        """All that come up."""
+        """All shapes that come up, with their floors."""
         while (found := self.pop(below_s)) is not None:
             yield found
 
@@ -131,7 +130,7 @@ class Queue:
         of = self._floors.by_memory(self.kind, of)
         held = of.where(of.floor_s < np.inf)
         self.too_large += len(of.floor_s) - len(held.floor_s)
-        # Where nothing fits so far the next step is a longer one: many shapes at once take hardly longer than few.
+        # Where nothing fits so far, take a longer step next: many shapes at once take hardly longer than a few.
         self._step = FURTHER if len(held.floor_s) else min(self._step**2, FURTHEST)
         if self._closest:
             self._open = Shapes.all([self._open, held]).sorted()
@@ -140,13 +139,13 @@ class Queue:
 
     def _by_replicas(self, below_s: float) -> None:
         lowest_s = self._open.lowest_s
-        known_s = self._some[0][0] if self._some else float("inf")  # what is beyond need not be closer yet
+        known_s = self._some[0][0] if self._some else float("inf")  # floors beyond this need not be closer yet
         of, self._open = self._open.split(min(FURTHER * lowest_s, known_s))
         limit_s = min(below_s, FURTHER**REACHED * lowest_s)
         of = self._floors.by_replicas(self.kind, of.where(of.floor_s < below_s), limit_s)
         known = of.floor_s < limit_s * AT_LIMIT
         self._push(of.where(known))
-        # What is at ``below_s`` but for rounding must not stay: it would come up again for ever.
+        # Drop shapes whose floor equals ``below_s`` up to rounding: they would come up again forever.
         self._open = Shapes.all([self._open, of.where(~known & (of.floor_s < below_s * AT_LIMIT))]).sorted()
 
     def _push(self, of: Shapes) -> None:
@@ -156,25 +155,25 @@ class Queue:
 
 @dataclass
 class MixedOutcome:
-    """What placing shapes in the order of their floor found."""
+    """The results of placing shapes in the order of their floors."""
 
     fitting: list[Pair] = field(default_factory=list)
-    """Of each shape the fastest that fits, fastest first."""
+    """The fastest layout of each shape that fits, the fastest shape first."""
     misfits: list[Pair] = field(default_factory=list)
     rules: tuple[Rule, ...] = ()
     broken: int = 0
-    """Shapes that break one of them."""
+    """Shapes that break one of the rules."""
     size: int = 0
     """Legal shapes."""
     twins: int = 0
-    """Shapes that run the same as another, none of the legal ones."""
+    """Shapes that run the same as another one; not counted in ``size``."""
     placed: int = 0
     """Shapes that were placed."""
     too_large: int = 0
-    """Shapes that no placement makes fit."""
+    """Shapes that do not fit with any placement."""
     forecasts: int = 0
     floor_s: float = float("inf")
-    """No layout that was not priced takes less than this."""
+    """Every layout that was not priced takes at least this long."""
 
     @property
     def left(self) -> int:
@@ -189,7 +188,7 @@ def find_over(
     keep: int,
     seeds: Sequence[Shape] = (),
 ) -> MixedOutcome:
-    """Of several spaces of one problem, as ``Finder``; the best of one is what the next has to beat."""
+    """Run ``Finder`` on each space of one problem; the next has to beat the best time so far."""
     found = []
     for space in spaces:
         if space.alike:
@@ -213,27 +212,27 @@ class Finder:
     """One search of a mixed problem."""
 
     def __init__(self, asked: Problem, space: MixedSpace, budget: Budget, best_s: float) -> None:
-        """``best_s``: what was found elsewhere, on one group alone."""
+        """``best_s``: the best time found elsewhere, such as on one group alone."""
         self.asked, self.space, self.budget = asked, space, budget
         self.names = tuple(group.name for group in asked.cluster.groups)
         self.best_s = best_s
         self.outcome = MixedOutcome(size=space.legal)
         self.floors = ShapeFloors(asked.mixed_pricer, space)
         self._waiting: list[tuple[float, int, Task, list[Placement]]] = []
-        """Shapes with their most promising placements, not priced yet: (its bound, a number of their own, ...)."""
+        """Shapes whose most promising placements are not priced yet: (bound, tie-breaker, task, placements)."""
         self._priced: dict[Shape, float] = {}
-        """Shapes with too many placements to look at each, of which some were priced: the time of the one that fits, or where none does
-        of the first."""
+        """Times of shapes with too many placements to look at all, of which some were priced: the time of the layout that fits, or of the
+        first one where none does."""
         self._placed: set[Shape] = set()
         self._unsettled: dict[Shape, float] = {}
-        """Those of the placed of which other placements may win, with their floors."""
+        """Placed shapes of which other placements may still win, with their floors."""
         self._near = NearbyShapes(space)
         self._seen: set[Shape] = set()
-        """Those that were looked at for being near another."""
+        """Shapes that were looked at because they are near another."""
 
     def run(self, keep: int, seeds: Iterable[Shape] = ()) -> MixedOutcome:
-        """Place shapes until none left can win, or the budget is spent: first those near ``seeds``, then without a pipeline; and at the
-        end those near the fastest."""
+        """Place shapes until none left can win or the budget is spent: those near ``seeds``, then each kind, without a pipeline first, then
+        those near the fastest. At the end, price what was put off."""
         self._look_nearby(seeds)
         left: dict[Kind, float] = {kind: self._queue(kind, keep) for kind in self.floors.kinds}
         if min([self.outcome.floor_s, *left.values()]) < self.best_s:
@@ -246,8 +245,8 @@ class Finder:
         return self.outcome
 
     def _queue(self, kind: Kind, keep: int) -> float:
-        """Place the shapes of one kind, of the lowest floors the most promising first. Where no time is known yet they are looked for
-        further and further from the least that any may take. The lowest floor of what is not settled then."""
+        """Place the shapes of one kind: among the lowest floors, the most promising first. Until a time is known, the limit rises in steps
+        from the least time that any shape can take. Returns the lowest floor of the shapes that are not settled then."""
         queue, placed, limit_s, left_s = Queue(self.floors, kind, 0.0), 0, 0.0, float("inf")
         for times in REACH:
             limit_s = min(self._limit_s(keep), times * self.floors.least_s())
@@ -263,7 +262,7 @@ class Finder:
         return min([left_s, *self._unsettled.values(), *([] if lowest is None else [lowest[0]])])
 
     def _lowest_floor(self, kind: Kind) -> None:
-        """The lowest floor of a kind, as close as it can be known, of shapes that were not settled and whose memory may do."""
+        """Lower the outcome's floor to that of the kind's lowest unsettled shape, as close as it can be known, whose memory may suffice."""
         limit_s = min(self.outcome.floor_s, self.best_s)
         for floor_s, shape in Queue(self.floors, kind, limit_s, closest=True).popped(limit_s):
             settled = shape in self._placed and shape not in self._unsettled
@@ -272,8 +271,8 @@ class Finder:
                 return
 
     def _place_from(self, queue: Queue, limit_s: float, keep: int, hard: int) -> tuple[int, float]:
-        """Place what is in a queue; how many shapes had too many placements, with ``hard`` before, and the lowest floor of what came up
-        and was not placed."""
+        """Place what is in a queue. Returns ``hard`` plus the number of shapes with too many placements, and the lowest floor of those that
+        came up and were not placed."""
         window, size = list[tuple[float, float, int, Shape]](), 1 if queue.kind == "alone" else WINDOW
         while hard < self.budget.shapes and self.outcome.forecasts < self.budget.exact:
             below_s = min(self._limit_s(keep), limit_s)
@@ -287,19 +286,19 @@ class Finder:
         return hard, min((floor_s for _, floor_s, _, _ in window), default=float("inf"))
 
     def _promise_s(self, floor_s: float, shape: Shape) -> float:
-        """What a shape takes where nothing fills its pipeline but forward passes that come early; not a bound."""
+        """Estimated time of a shape if only early forward passes fill its pipeline bubble; not a bound."""
         if shape.schedule != SEVERAL and not splits_backward(shape.schedule):
             return floor_s
         return floor_s * (1.0 + (shape.pipeline - 1) * shape.replicas / self.space.micro_batches(shape.alike))
 
     def _limit_s(self, keep: int) -> float:
-        """Floors above this are of no interest."""
+        """Shapes whose floor is above this are not placed."""
         return self.best_s if len(self.outcome.fitting) + len(self._waiting) >= keep else self.best_s * SLACK
 
     # -- placing ----------------------------------------------------------------------------------------------------
 
     def _place(self, floor_s: float, shape: Shape) -> bool:
-        """Place one shape; whether its placements were too many to look at each."""
+        """Place one shape. Returns whether it may win and has too many placements to look at all."""
         if shape in self._placed:
             return False
         self._placed.add(shape)
@@ -341,8 +340,8 @@ class Finder:
         return sorted(self.outcome.fitting, key=lambda pair: pair[1].step_time_s)[:count]
 
     def _look_nearby(self, seeds: Iterable[Shape]) -> None:
-        """Look at pipelines near some shapes, and near what these find, the least time first, until so many were no faster. Then at
-        the fastest with several stages on each rank."""
+        """Look at pipelines near some shapes and near those found, the fastest first, until ``near`` in a row were no faster. Then try the
+        fastest with several stages per rank."""
         left, number = self.budget.near, count()
         heap = [(0.0, next(number), shape) for shape in dict.fromkeys(seeds)]
         while heap and left:
@@ -361,7 +360,7 @@ class Finder:
                     self._look_at(shape)
 
     def _look_at(self, shape: Shape) -> float:
-        """Seconds of a shape: by its forecast where it may win, else at least; infinite where nothing was found that holds it."""
+        """Seconds of a shape: its forecast where it may win, else a lower bound; infinite where no placement was found that holds it."""
         self._seen.add(shape)
         task = self.task(shape)
         found = task.promising() if self.columns_hold(task) else []
@@ -384,19 +383,19 @@ class Finder:
         if solved.misfit is not None:
             self.outcome.misfits.append(solved.misfit)
         if solved.best is not None:
-            # A shape that recomputes finds what the one without has, where all fits so.
+            # A shape with recompute finds the same layout as the one without, where all fits without.
             if solved.best not in self.outcome.fitting:
                 self.outcome.fitting.append(solved.best)
             self.best_s = min(self.best_s, solved.best[1].step_time_s)
 
     def columns_hold(self, task: Task) -> bool:
-        """Whether the cells that there are of each group can hold the model."""
+        """Whether the available cells of each group can hold the model."""
         shape = task.shape
         least, most = int(task.allowed.argmax()), -(-task.total // shape.replicas)
         return columns_hold(task.tables, task.cells, (shape.pipeline, shape.replicas), (min(least, most), most))
 
     def task(self, shape: Shape) -> Task:
-        """A shape with what its cells cost, to be placed."""
+        """The task of placing a shape, with the costs of its cells."""
         if shape.schedule != SEVERAL:
             return Task(**self._facts(shape))
         pipes = self.space.pipes(shape.pipeline)
@@ -405,7 +404,7 @@ class Finder:
             update = {"pipeline_parallel_schedule": pipe.schedule, "virtual_stages_per_rank": pipe.virtual}
             return self.floors.tables(shape, shape.layout().model_copy(update=update))
 
-        # Weight gradients fill no more than what several stages on a rank fill, and loops may keep no more than 1F1B.
+        # Several stages per rank fill pipelines at least as well as weight gradients do, and loops can keep as little as 1F1B.
         facts = self._facts(shape)
         one, plain = replace(shape, schedule="InterleavedZeroBubble"), replace(shape, schedule=PLAIN)
         fixed = replace(facts["fixed"], layers=None, recomputed=None)

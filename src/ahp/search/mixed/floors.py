@@ -1,9 +1,9 @@
-"""Floors of the shapes of a space: from columns for all at once, and closer for those without a pipeline that may win.
+"""Floors of the shapes of a space: from columns for all shapes at once, and closer for shapes without a pipeline that may win.
 
-First by the work over the speed of all cells there are, with the time in which pipelines fill: in T seconds cells of group g, which take
-z for the whole model, do T / z - 1 micro-batches each, and R replicas together M <= sum of that + R (1 + (p - 1) f), f being the largest
-share of forward passes. Where weight gradients are apart it is the larger share of the two, and instead of 1 all but weight gradients
-(``mixed.capacity`` proves both). Then memory rules some out, and of the lowest a linear program says what their replicas do (``mixed.replicas``).
+First the work over the speed of all cells, with the time in which pipelines fill: in T seconds each cell of group g, which takes z for the
+whole model, does T / z - 1 micro-batches, so R replicas do M <= the sum of these + R (1 + (p - 1) f), where f is the largest share of
+forward passes. With a split backward pass, f is the larger share of forward passes and of weight gradients, and the first 1 is the share of
+all but weight gradients (``mixed.capacity`` proves both). Then memory rules some out, and a linear program bounds the lowest (``mixed.replicas``).
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of
 from ahp.search.mixed.tables import LayoutTables
 
 Kind = Literal["alone", "piped", "several"]
-"""Without a pipeline, with a stage on each rank, with several."""
+"""Shapes without a pipeline, with one stage per rank, and with several stages per rank."""
 
 ROUNDING = 1e-12
-"""What a whole number of micro-batches may lack of itself."""
+"""The share by which rounding can make a whole number of micro-batches too small."""
 
 
 class Shapes(NamedTuple):
     """Some shapes, [n] each."""
 
     schedule: Ints
-    """Of the space's schedules."""
+    """Index in the space's schedules."""
     rows: Ints
-    """Of the space's ``alike``."""
+    """Index in the space's ``alike``."""
     pipeline: Ints
     replicas: Ints
     slowest: Floats
-    """What is multiplied by for the slowest of their devices."""
+    """The factor for the slowest of their devices."""
     floor_s: Floats
-    """Seconds that they take at least, with that."""
+    """Seconds that the shapes take at least, with this factor."""
 
     def where(self, some: Ints | Mask | slice) -> Shapes:
-        """Those."""
+        """The selected shapes."""
         numbers = self.schedule[some], self.rows[some], self.pipeline[some], self.replicas[some]
         return Shapes(*numbers, self.slowest[some], self.floor_s[some])
 
     @property
     def lowest_s(self) -> float:
-        """The lowest floor, of shapes that are sorted."""
+        """The lowest floor, where the shapes are sorted."""
         return float(self.floor_s[0]) if len(self.floor_s) else float("inf")
 
     def sorted(self) -> Shapes:
-        """The lowest floor first."""
+        """The same shapes, the lowest floor first."""
         return self.where(np.argsort(self.floor_s, kind="stable"))
 
     def split(self, floor_s: float) -> tuple[Shapes, Shapes]:
-        """Those up to a floor, of shapes that are sorted, and the others."""
+        """The shapes up to a floor, and the others, where the shapes are sorted."""
         at = int(np.searchsorted(self.floor_s, floor_s, side="right"))
         return self.where(slice(at)), self.where(slice(at, None))
 
     @classmethod
     def all(cls, each: Sequence[Shapes]) -> Shapes:
-        """Of several, one behind the other."""
+        """The shapes of each, one after another."""
         return (
             cls(*map(np.concatenate, zip(*each, strict=True)))
             if each
@@ -78,7 +78,7 @@ class Shapes(NamedTuple):
 
 
 class ShapeFloors:
-    """Floors under the shapes of a space."""
+    """Floors of the shapes of a space."""
 
     def __init__(self, pricer: MixedPricer, space: MixedSpace) -> None:
         self.pricer, self.space = pricer, space
@@ -92,7 +92,7 @@ class ShapeFloors:
         self._width = np.array([alike.width for alike in alikes], dtype=np.int64)
         work = self.columns.work
         self._whole_s = self.columns.num_layers * (work.layer_s + self.columns.copied_of(1).min(axis=2)) + work.head_s
-        """[N, G] Of the whole model."""
+        """[N, G] Seconds of the whole model for one micro-batch."""
         self._is_covered = self._covered()
         self._on_cpu = any(is_cpu(group.device) for group in space.asked.cluster.groups)
         self.slowest = cache(self._slowest)
@@ -100,7 +100,7 @@ class ShapeFloors:
         self._members = cache(self._rows_of)
 
     def _covered(self) -> Mask:
-        """[N] Whether another row has all layouts of this one: stages that may recompute fewer layers than they have may recompute none."""
+        """[N] Whether another row has all layouts of this one: stages that can recompute fewer than all of their layers can recompute none."""
         there = set(self.space.alike)
         others = (alike._replace(recompute="full") for alike in self.space.alike)
         return np.array([
@@ -109,27 +109,27 @@ class ShapeFloors:
         ], dtype=bool)  # fmt: skip
 
     def _slowest(self, devices: int) -> float:
-        """What the forecast adds for the slowest of so many devices."""
+        """The share that the forecast adds for the slowest of ``devices`` devices."""
         return 0.0 if self._on_cpu else slowest_share(devices)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Those that the space has."""
+        """The kinds of shapes that the space has."""
         return ("alone", "piped", "several") if SEVERAL in self.space.schedules(2) else ("alone", "piped")
 
     def least_s(self) -> float:
-        """What the work of any shape takes on all cells there are, at least."""
+        """Seconds that the work of any shape takes at least on all cells of the cluster."""
         rate = (self._cells / self._whole_s).sum(axis=1)
         return float((self._total / np.maximum(rate, 1e-300)).min(initial=np.inf))
 
     def by_work(self, kind: Kind, limit_s: float) -> Shapes:
-        """The shapes of a kind that may take less than a limit by work and speed, the lowest floor first; of rows that have all columns
-        and all shapes in common the first."""
+        """The shapes of a kind whose floor by work and speed is below a limit, the lowest first. The first of several rows with the same columns
+        and shapes stands for all of them."""
         rows = np.array(list(self._members(kind)), dtype=np.int64)
         return Shapes.all(list(self._blocks(rows, kind, limit_s))).sorted()
 
     def by_memory(self, kind: Kind, of: Shapes) -> Shapes:
-        """The same shapes with floors by what memory leaves: of pipelines infinite where it does not hold the layers."""
+        """The same shapes with floors that count memory: for pipelines, infinite where memory does not hold the layers."""
         if kind == "alone":
             return self._alone(of)
         found = of.floor_s.copy()
@@ -140,7 +140,7 @@ class ShapeFloors:
         return of._replace(floor_s=found)
 
     def by_replicas(self, kind: Kind, of: Shapes, limit_s: float) -> Shapes:
-        """The same shapes with floors by what all replicas do together, as far as these may be below the limit."""
+        """The same shapes with floors by what all replicas do together, as far as these are below the limit."""
         if kind == "alone":
             return of
         found, stages = of.floor_s.copy(), of.pipeline[:, None]
@@ -152,7 +152,7 @@ class ShapeFloors:
         return of._replace(floor_s=found)
 
     def _replicas_s(self, p: int, most: tuple[int, ...], of: Shapes, limit_s: float) -> Floats:
-        """[n] Of so many stages, and at most so many cells of each group in a replica."""
+        """[n] Floors of shapes with ``p`` stages and at most ``most`` cells of each group in a replica."""
         if (mix := mixes(p, most)) is None:
             return of.floor_s
         crews, order = [], []
@@ -172,14 +172,14 @@ class ShapeFloors:
         return Pipelines(of.rows, of.replicas, self._total[of.rows])
 
     def shapes(self, kind: Kind, of: Shapes, at: int) -> list[Shape]:
-        """One of some shapes, of each row that it stands for."""
+        """The shapes that the entry ``at`` stands for, one for each row."""
         pipeline, replicas = int(of.pipeline[at]), int(of.replicas[at])
         schedule = self.space.schedules(min(pipeline, 2))[int(of.schedule[at])]
         rows = self._members(kind)[int(of.rows[at])]
         return [Shape(self.space.alike[row], pipeline, replicas, schedule) for row in rows]
 
     def _rows_of(self, kind: Kind) -> dict[int, list[int]]:
-        """By the first of rows that have all in common, all of them that are in the space."""
+        """Rows that have everything in common, keyed by the first of them; without covered rows and twins."""
         there, columns = ~self._is_covered, self.columns.same[int(kind == "alone")]
         if kind != "alone":
             there &= ~np.array([self.space.is_twin(alike) for alike in self.space.alike], dtype=bool)
@@ -191,7 +191,7 @@ class ShapeFloors:
     # -- by work and speed --------------------------------------------------------------------------------------------
 
     def _blocks(self, rows: Ints, kind: Kind, limit_s: float) -> Iterator[Shapes]:
-        """The shapes of all rows with cells as wide and as many micro-batches, by schedule; with what they take by work and speed."""
+        """Blocks of shapes whose rows share cell width and number of micro-batches, one for each schedule, with floors by work and speed."""
         rate = (self._cells[rows] / self._whole_s[rows]).sum(axis=1)
         rows = rows[self._total[rows] / np.maximum(rate, 1e-300) < limit_s]
         keys = np.stack([self._width[rows], self._total[rows]], axis=1)
@@ -211,7 +211,7 @@ class ShapeFloors:
                     yield Shapes(np.full(len(at), schedule), own[at], p[of], r[of], slowest[of], floors[at, of])
 
     def _work_s(self, rows: Ints, schedule: str, total: int, pipeline: Ints, replicas: Ints) -> Floats:
-        """[n, S] Of some rows and numbers of stages and replicas, by work and speed."""
+        """[n, S] Floors by work and speed, of ``rows`` [n] with each pair [S] of stages and replicas."""
         whole_s, work, num_layers = self._whole_s[rows], self.columns.work, self.columns.num_layers
         if (pipeline == 1).all():
             return work_s(whole_s, self._cells[rows], total, pipeline, replicas, np.ones(len(rows)), ())
@@ -222,7 +222,7 @@ class ShapeFloors:
         return work_s(whole_s, self._cells[rows], total, pipeline, replicas, way, ahead)
 
     def _alone(self, of: Shapes) -> Shapes:
-        """Those without a pipeline, with as many layers recomputed as memory asks for."""
+        """Shapes without a pipeline, with floors for as many layers recomputed as memory needs."""
         own, which = np.unique(of.rows, return_inverse=True)
         place = Positions(*(np.array([number]) for number in (1, WHOLE, 1)))
         seconds = StageRoom.of(self.columns, own, place, 1).seconds(np.array(float(self.columns.num_layers)))[..., 0]
@@ -231,7 +231,7 @@ class ShapeFloors:
         return of._replace(floor_s=np.maximum(least_s * of.slowest, of.floor_s))
 
     def closer_s(self, shape: Shape) -> float:
-        """The floor of one without a pipeline, with what gathers weights and what comes once per step."""
+        """The floor of a shape without a pipeline, including weight gathering and what comes once per step."""
         row = self._rows[shape.alike]
         whole_s, once_s = self.priced(row)
         least_s = whole_micro_batches_s(
@@ -240,18 +240,18 @@ class ShapeFloors:
         return float(least_s[0] + once_s) * (1.0 + self.slowest(shape.replicas * shape.alike.width))
 
     def _priced(self, row: int) -> tuple[Floats, float]:
-        """[G] Seconds of the whole model for one micro-batch on a cell, of stages that are priced, and what comes once per step."""
+        """[G] Seconds of the whole model for one micro-batch on a cell, from priced stages, and seconds of what comes once per step."""
         alike, there = self.space.alike[row], self._cells[row] > 0
         tables = self._tables(alike, layout_of(alike, 1))
         whole_s = tables.least_whole_s(there)
         used = np.flatnonzero(np.isfinite(whole_s)).tolist()
-        # What recomputes more hides more.
+        # More recompute hides more.
         return whole_s, min(
             (of[group].line.once for of in (tables.light, tables.groups) for group in used), default=0.0
         )
 
     def fastest_first(self, alike: Alike) -> tuple[int, ...]:
-        """The groups by what a layer takes on them."""
+        """The groups in the order of their time for a layer."""
         return tuple(np.argsort(self.columns.work.layer_s[self._rows[alike]], kind="stable").tolist())
 
     # -- what placements cost -----------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class ShapeFloors:
     def tables(self, shape: Shape, layout: Parallelism | None = None) -> LayoutTables:
         """What the cells of a shape cost.
 
-        ``layout``: one of its schedules, where it stands for several. Without, the tables are of what ranks have.
+        ``layout``: the shape in one schedule, where it stands for several. Without it, the tables are by rank, not by stage.
         """
         ranks = shape.schedule == SEVERAL and layout is None
         return self._tables(shape.alike, layout or shape.layout(), ranks=ranks)
@@ -288,10 +288,10 @@ def work_s(
     way: Floats,
     ahead: Sequence[tuple[Floats | float, Floats | float]],
 ) -> Floats:
-    """[n, S] Seconds that ``total`` micro-batches take at least in so many replicas of so many stages, [S]; ``whole_s``, ``cells``: [n, G].
+    """[n, S] Seconds that ``total`` micro-batches take at least with ``replicas`` of ``pipeline`` stages, [S]; ``whole_s``, ``cells``: [n, G].
 
-    ``way``: [n] the share of a micro-batch's time in which it is nowhere else; ``ahead``: of each bound that knows of this way, by how many
-    micro-batches a replica is ahead, and before it the share of the others' time that counts: what broadcasts to [n, S].
+    ``way``: [n] the share of a micro-batch's time that passes one stage after another; ``ahead``: for each bound that uses this way, the share
+    of the other micro-batches' time that counts, and by how many micro-batches a replica is ahead: each broadcasts to [n, S].
     """
     order = np.argsort(whole_s, axis=1, kind="stable")
     seconds, there = (np.take_along_axis(of, order, axis=1) for of in (whole_s, cells))
@@ -310,9 +310,9 @@ def work_s(
 
 
 def whole_micro_batches_s(whole_s: Floats, cells: Ints, total: Ints, replicas: Ints) -> Floats:
-    """[n] Seconds that ``total`` micro-batches take at least on so many cells, each with a whole number of them, and one at least.
+    """[n] Seconds that ``total`` micro-batches take at least on ``replicas`` cells, each with a whole number of them, at least one.
 
-    ``whole_s``: [n, G] seconds of one on a cell; infinite where it has not the memory.
+    ``whole_s``: [n, G] seconds of one micro-batch on a cell; infinite where its memory is too small.
     """
     order = np.argsort(whole_s, axis=1, kind="stable")
     seconds, there = (

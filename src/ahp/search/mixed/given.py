@@ -1,4 +1,4 @@
-"""What the user gives of the stages and the replicas of a mixed cluster, refused where it does not go together or with the model."""
+"""The stages and replicas that the user gives for a mixed cluster, refused where they do not match each other or the model."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ KEPT = (
     *OF_STAGES, "data_parallel_replicate_degree", "pipeline_parallel_degree", "virtual_stages_per_rank", "micro_batches_per_replica",
     "activation_checkpoint",
 )  # fmt: skip
-"""Keys that have to go together, whatever the degrees of a cell."""
+"""Keys that have to match each other, whatever the degrees of a cell."""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """What of a placement the user has given."""
+    """The parts of a placement that the user has given."""
 
     layers: tuple[int, ...] | None = None
     rows: tuple[tuple[int, ...], ...] | None = None
-    """The numbers of the groups of each replica's ranks."""
+    """The group index of each rank, by replica."""
     micro_batches: tuple[int, ...] | None = None
     recomputed: tuple[tuple[int, ...], ...] | None = None
-    """Of each replica's stages."""
+    """Layers that each stage recomputes, by replica."""
 
     def fewest_layers(self, num_stages: int) -> list[int]:
-        """[S] Layers that each stage needs: one, and those that it recomputes."""
+        """[S] The fewest layers of each stage: one, or as many as it recomputes."""
         return [max(1, *of) for of in zip(*self.recomputed, strict=True)] if self.recomputed else [1] * num_stages
 
 
@@ -62,7 +62,7 @@ class Given:
         if layout.given_layers is None:
             self._check_recomputed(layout.recomputed_layers_per_stage or ())
             layout = layout.model_copy(update={"recomputed_layers_per_stage": None})
-        depth = self._keys.get("pipeline_parallel_degree", 1)  # where it is free ranks may have several stages
+        depth = self._keys.get("pipeline_parallel_degree", 1)  # with free depth a rank can have several stages
         shape = Parallelism(data_parallel_replicate_degree=self.num_replicas or 1, pipeline_parallel_degree=depth)
         broken = rules.stages(asked.graph, asked.job, layout, asked.engine)
         broken = broken or mixed_rules.devices(asked.cluster, shape)
@@ -89,7 +89,7 @@ class Given:
 
     @property
     def virtual(self) -> int | None:
-        """Stages of each rank."""
+        """Stages per rank."""
         return self._keys.get("virtual_stages_per_rank")
 
     @property
@@ -99,12 +99,12 @@ class Given:
 
     @cached_property
     def recomputed(self) -> bool:
-        """Whether the user says how many layers are recomputed."""
+        """Whether the user gives the number of recomputed layers."""
         stages = self._keys.get("stages", ())
         return "recomputed_layers_per_stage" in self._keys or any(s.recomputed_layers is not None for s in stages)
 
     def goes_round(self, pipe: ScheduleChoice, pipeline: int) -> bool:
-        """Whether there are as many stages as given, and all of a rank on one group."""
+        """Whether a schedule has as many stages as given, with all stages of a rank on one group."""
         if self.num_stages not in (None, pipeline * pipe.virtual):
             return False
         groups = [stage.groups(self.num_replicas or 1) for stage in self._layout.stages or ()]
@@ -112,14 +112,14 @@ class Given:
         return all(of == groups[rank] for of, rank in zip(groups, ranks, strict=True))
 
     def has_room(self, pipeline: int, replicas: int, cells: Sequence[int]) -> bool:
-        """Whether the groups have the cells, [G], that the stages are to lie on."""
+        """Whether the groups have enough ``cells`` [G] for the given stages."""
         return all(
             sum(row.count(group) for row in self._rows(pipeline, replicas) or ()) <= count
             for group, count in enumerate(cells)
         )
 
     def _rows(self, pipeline: int, replicas: int) -> tuple[tuple[int, ...], ...] | None:
-        """The numbers of the groups of each replica's ranks."""
+        """The group index of each rank, by replica."""
         if (stages := self._layout.stages) is None:
             return None
         numbers_of = {group.name: number for number, group in enumerate(self._asked.cluster.groups)}
@@ -127,7 +127,7 @@ class Given:
         return tuple(zip(*columns, strict=True))
 
     def fixed(self, pipeline: int, replicas: int) -> Fixed:
-        """What of the placement is given, with so many ranks and replicas."""
+        """The given parts of a placement with this many ranks and replicas."""
         layout, rows = self._layout, self._rows(pipeline, replicas)
         each = layout.recomputed_layers_per_stage
         numbers = None if each is None else (each,) * replicas
@@ -137,12 +137,12 @@ class Given:
 
 
 def _stages(keys: Mapping[str, Any]) -> int | None:
-    """The number of stages, where the user says something of each."""
+    """The number of stages, where the user gives a key with an entry for each."""
     return next((len(keys[key]) for key in OF_STAGES if key in keys), None)
 
 
 def _replicas(keys: Mapping[str, Any]) -> int | None:
-    """The number of replicas, where the user says it, or something of each."""
+    """The number of replicas, where the user gives it or something with an entry for each."""
     each: list[tuple[str, Any]] = [("micro_batches_per_replica", keys.get("micro_batches_per_replica"))]
     for stage in keys.get("stages", ()):
         each += [("stages.group", stage.group), ("stages.recomputed_layers", stage.recomputed_layers)]
@@ -156,7 +156,7 @@ def _replicas(keys: Mapping[str, Any]) -> int | None:
 
 
 def degrees(keys: Mapping[str, Any]) -> dict[str, int]:
-    """The ranks, the stages of each and the replicas that follow from what is given, else one. Raises BadInput where replicas do not agree."""
+    """The replicas, ranks and stages per rank that follow from the given keys, else one. Raises BadInput where replicas do not agree."""
     stages = _stages(keys)
     virtual, pipeline = keys.get("virtual_stages_per_rank"), keys.get("pipeline_parallel_degree")
     found = {"data_parallel_replicate_degree": max(_replicas(keys) or 1, 1)}

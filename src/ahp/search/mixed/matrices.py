@@ -1,10 +1,9 @@
-"""Which group of a mixed cluster every cell of a layout lies on: replicas by the groups along their pipeline.
+"""The group of a mixed cluster on which each cell of a layout lies: replicas by the groups along their pipeline.
 
-Replicas with the same groups in the same stages are of one kind, and replicas change places freely, so a matrix of cells is
-how many replicas there are of each kind. Where there are few matrices all are looked at; else those of four families:
-every replica alike, with the groups one behind the other along the pipeline; every replica within one group; groups in
-parts, of which each makes pipelines of its own; and the cells of an order of groups filled in, stage by stage or replica by
-replica, with no regard to where a group ends.
+Replicas with the same groups in the same stages are of one kind, and replicas can be exchanged freely, so a matrix of cells is
+the number of replicas of each kind. Where there are few matrices, all are looked at; otherwise those of four families: all replicas
+alike, with one group after another along the pipeline; every replica within one group; groups in parts, each with pipelines of its
+own; and the cells of the groups in some order filled in, stage by stage or replica by replica, regardless of where a group ends.
 """
 
 from __future__ import annotations
@@ -14,26 +13,26 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations, product
 
 Kind = tuple[int, ...]
-"""The number of the group of each stage, in pipeline order."""
+"""The index of the group of each stage, in pipeline order."""
 
 Matrix = tuple[tuple[Kind, int], ...]
-"""Kinds of replicas, in rising order, with how many replicas there are of each."""
+"""Kinds of replicas in rising order, each with its number of replicas."""
 
 Cells = Sequence[int]
 """Cells that each group has."""
 
 
 def matrix_of(rows: Sequence[Kind]) -> Matrix:
-    """The matrix with these replicas, in whatever order."""
+    """The matrix of these replicas, in any order."""
     return tuple(sorted(Counter(rows).items()))
 
 
 MANY_KINDS = 10_000
-"""Of more kinds of replicas than this the matrices are not counted: deep pipelines have millions of kinds."""
+"""With more kinds of replicas than this, matrices are not counted: deep pipelines have millions of kinds."""
 
 
 def num_matrices(cells: Cells, pipeline: int, replicas: int, most: int) -> int:
-    """Matrices of so many stages and replicas, counted up to ``most``; ``most`` where there are very many kinds."""
+    """The number of matrices, counted up to ``most``; ``most`` where there are more than ``MANY_KINDS`` kinds."""
     if sum(count > 0 for count in cells) ** pipeline > MANY_KINDS:
         return most
     found = 0
@@ -44,7 +43,7 @@ def num_matrices(cells: Cells, pipeline: int, replicas: int, most: int) -> int:
 
 
 def matrices(cells: Cells, pipeline: int, replicas: int) -> Iterator[Matrix]:
-    """Every matrix that the groups have the cells for."""
+    """Every matrix for which the groups have enough cells."""
     groups = [group for group, count in enumerate(cells) if count]
     kinds = [
         (kind, [(group, kind.count(group)) for group in sorted(set(kind))]) for kind in product(groups, repeat=pipeline)
@@ -66,7 +65,7 @@ def matrices(cells: Cells, pipeline: int, replicas: int) -> Iterator[Matrix]:
 
 
 def families(cells: Cells, pipeline: int, replicas: int, fastest_first: Sequence[int]) -> list[Matrix]:
-    """Matrices of the four families, without repeats; of a group that is not needed whole the slowest gives up cells first."""
+    """Matrices of the four families, without repeats. Where not all cells are needed, those of the slowest groups are left out first."""
     found: dict[Matrix, None] = {}
     groups = [group for group in fastest_first if cells[group]]
     for count in range(1, len(groups) + 1):
@@ -78,7 +77,7 @@ def families(cells: Cells, pipeline: int, replicas: int, fastest_first: Sequence
 
 
 def _partitions(groups: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Every way to put groups into parts, and in each part into an order."""
+    """Every way to put groups into parts, and to order each part."""
     if not groups:
         yield ()
         return
@@ -114,7 +113,7 @@ def _of_parts(
 
 
 def _kept(part: Sequence[int], cells: Cells, needed: int, fastest_first: Sequence[int]) -> dict[int, int]:
-    """Cells of each group of a part when ``needed`` are taken, of the fastest groups first."""
+    """Cells used of each group when ``needed`` are taken from a part, the fastest groups first."""
     used = {}
     for group in sorted(part, key=fastest_first.index):
         used[group] = min(cells[group], needed)
@@ -127,13 +126,13 @@ def _in_order(part: Sequence[int], used: dict[int, int]) -> list[int]:
 
 
 def _by_columns(part: Sequence[int], used: dict[int, int], pipeline: int, replicas: int) -> list[Kind]:
-    """The cells put in stage by stage; a stage on two groups has replicas on either."""
+    """Replicas from cells filled in stage by stage; a stage can lie on two groups."""
     order = _in_order(part, used)
     return [tuple(order[replica::replicas]) for replica in range(replicas)] if order else []
 
 
 def _by_rows(part: Sequence[int], used: dict[int, int], pipeline: int, replicas: int) -> list[Kind]:
-    """The cells put in replica by replica; a replica on two groups has stages on either."""
+    """Replicas from cells filled in one replica after another; a replica can lie on two groups."""
     order = _in_order(part, used)
     return [tuple(order[replica * pipeline : (replica + 1) * pipeline]) for replica in range(replicas)]
 
@@ -141,7 +140,7 @@ def _by_rows(part: Sequence[int], used: dict[int, int], pipeline: int, replicas:
 def _whole_columns(
     part: Sequence[int], cells: Cells, pipeline: int, replicas: int, fastest_first: Sequence[int]
 ) -> Kind | None:
-    """One kind for all replicas: every stage on one group; None where the groups have not the cells for it."""
+    """One kind for all replicas, with every stage on one group; None where the groups have too few cells for it."""
     if not replicas:
         return None
     columns, needed = {}, pipeline

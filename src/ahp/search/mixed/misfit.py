@@ -1,4 +1,4 @@
-"""When nothing fits on any group nor over several: the nearest miss, and what would make it fit, each checked by a search."""
+"""When nothing fits, on one group or over several: the nearest miss, and what would make it fit, each checked by a search."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ahp.search.problem import Problem
 from ahp.search.reasons import needed_bytes
 
 FEW = Budget(shapes=10, forecasts=200, near=0, every=False)
-"""To see whether something fits."""
+"""A small search that finds whether something fits."""
 
 MORE_NODES = (2, 4, 8, 16)
-"""Times as many that are tried."""
+"""Factors by which a group's nodes are multiplied."""
 
 
 def nothing_fits_anywhere(
@@ -67,7 +67,7 @@ def _nearest_miss(asked: Problem, over: MixedOutcome) -> str:
 
 
 def that_fits(changed: Problem, asked: Problem | None = None) -> str | None:
-    """A layout that fits, in words; None where a brief look finds none. ``asked``: what was changed, of which nothing fits."""
+    """A layout that fits, in words; None where a brief search finds none. ``asked``: the problem before the change, in which nothing fits."""
     known: tuple[NodeGroup, ...] = ()
     if asked is not None and (changed.job, changed.constraints) == (asked.job, asked.constraints):
         known = asked.cluster.groups
@@ -91,9 +91,9 @@ def that_fits(changed: Problem, asked: Problem | None = None) -> str | None:
 
 
 def _more_nodes(asked: Problem, fits: Callable[[Problem], object]) -> Iterator[tuple[str, Problem]]:
-    """More nodes in one of the groups, where it is known what connects them: of each the fewest that help, or the most that are tried.
+    """More nodes in one of the groups, where the link between its nodes is known: the fewest that help, or the most that are tried.
 
-    ``fits``: whether something fits. The most are asked about first: where even they do not help, fewer are not tried.
+    ``fits``: returns None where nothing fits. The most nodes are tried first: where even they do not help, fewer are not tried.
     """
     found: list[tuple[int, str, Problem]] = []
     for group in asked.cluster.groups:

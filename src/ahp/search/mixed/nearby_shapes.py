@@ -1,7 +1,7 @@
-"""Shapes near a given one: a factor of two moved from one degree to another, or one choice made otherwise.
+"""Shapes near a given one: a factor of two moved from one degree to another, or one choice changed.
 
-The promise by which shapes come up knows no memory, so that of deep pipelines hundreds promise more than any keeps. What is near
-a fast shape mostly fits as it does.
+The promise that orders shapes ignores memory, so hundreds of deep pipelines promise more than any of them keeps. Shapes near
+a fast one mostly fit as it does.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ OF_SHAPE = ("pipeline", "replicas")
 
 
 class NearbyShapes:
-    """Of one space."""
+    """The nearby shapes of one space."""
 
     def __init__(self, space: MixedSpace) -> None:
         self._space, self._legal = space, set(space.alike)
 
     def of(self, shape: Shape) -> Iterator[Shape]:
-        """Legal shapes that differ in one move, each once; in the same order whenever asked."""
+        """Legal shapes that differ in one move, each once, and always in the same order."""
         for found in dict.fromkeys(self._moved(shape)):
             if found != shape and self.legal(found):
                 yield found
 
     def legal(self, shape: Shape) -> bool:
-        """Whether the space has it."""
+        """Whether the space has this shape."""
         return shape.alike in self._legal and self._in_grid(shape)
 
     def _in_grid(self, shape: Shape) -> bool:
@@ -63,13 +63,13 @@ class NearbyShapes:
         yield from (self._with(shape, {"schedule": name}) for name in names)
 
     def _stages(self, alike: Alike) -> list[int]:
-        """ZeRO stages, of those that the engine runs alike the first."""
+        """ZeRO stages; only the lowest of those that the engine runs the same way."""
         if alike.shard * alike.context == 1:
             return []
         return [stage for stage in (1, 2, 3) if not self._space.is_twin(alike._replace(zero=stage))]
 
     def _with(self, shape: Shape, changed: dict[str, Any]) -> Shape:
-        """The shape with other degrees, and with what goes with them."""
+        """The shape with changed values, and with the values that depend on them."""
         keys = {
             **shape.alike._asdict(),
             "pipeline": shape.pipeline,

@@ -1,8 +1,8 @@
-"""Searching a cluster of several groups of devices: layouts over some of them or all, and each group alone.
+"""Search of a cluster of several groups of devices: layouts over some or all groups, and each group alone.
 
-Over several groups the devices are placed cell by cell (``mixed.find``), with one stage per pipeline rank. Each group alone is
-searched as the plain cluster that it is, in the whole space of plain clusters; so no plan here loses to the best of one
-group.
+Layouts over several groups are placed cell by cell (``mixed.find``), with one or several stages per pipeline rank. Each group alone
+is searched as a plain cluster, in the whole space of plain clusters, so the fastest plan here is never slower than the best of
+one group.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from ahp.words import percent, seconds
 Plain = Callable[[Problem], Ranking]
 
 ROUNDING = 1e-9
-"""Share by which sums in another order may differ."""
+"""The largest relative difference between sums added in another order."""
 
 BRIEFLY = Budget(shapes=15, forecasts=4, exact=400, near=40, several=1)
-"""[Empirical] A tenth of what a search looks at: for questions about changes of a cluster whose best layout is known, of which a plan's explanation
-asks six. The best layout is mostly the same or near it."""
+"""[Empirical] A tenth of a full search, for questions about changes to a cluster whose best layout is known; the explanation of a plan asks
+six. The best layout is mostly the same one or near it."""
 
 
 @dataclass(frozen=True)
 class MixedCertificate(Certificate):
-    """Rows are shapes: degrees, stages and replicas over several groups, each with every placement; and the rows of each
+    """Rows are shapes over several groups (degrees, stages and replicas, each with every placement), and the rows of each
     group alone."""
 
     num_groups: int = 2
     shapes: int = 0
-    """Of the rows, those over several groups."""
+    """How many rows are shapes over several groups."""
     placed: int = 0
     """Shapes whose placements were looked at."""
     unlike: int = 0
-    """Layouts that were priced with stages of unlike width: none of the rows, and without a bound."""
+    """Layouts with stages of different width that were priced; they are not among the rows and have no bound."""
 
     @property
     def gap(self) -> float:
-        """By what share of the best a better layout may be faster, at most."""
+        """The most by which another layout can be faster, as a share of the best time."""
         if self.lowest_bound_left_s is None or self.proven:
             return 0.0
         return 1.0 - self.lowest_bound_left_s / self.best_s
@@ -75,7 +75,7 @@ class MixedCertificate(Certificate):
         )
 
     def _left_out(self) -> list[tuple[int, str]]:
-        """Shapes have placements too, so that what is left does not add up with these."""
+        """Without the count of rows left, which does not add up here because shapes have placements too."""
         return super()._left_out()[:-1]
 
     def _proven(self) -> str:
@@ -97,7 +97,7 @@ class Alone:
     problem: Problem
     ranking: Ranking | None
     refusal: str = ""
-    """Why it has no plan."""
+    """Why the group has no plan."""
 
 
 def mixed_ranking(
@@ -109,10 +109,10 @@ def mixed_ranking(
     *,
     remedies: bool = True,
 ) -> Ranking:
-    """Rank layouts over several groups, and those of each group alone: fastest first, but for the simplest of those that take at most the
-    share ``tied`` longer.
+    """Rank layouts over several groups and of each group alone: fastest first, except that the simplest layout within the share ``tied`` of
+    the fastest leads.
 
-    ``plain`` searches a plain cluster; ``remedies``: whether to say what would make it fit, where nothing does. Raises as ``ahp.search``.
+    ``plain`` searches a plain cluster; ``remedies``: whether the error names what would make something fit. Raises like ``ahp.search``.
     """
     start = perf_counter()
     alone = _each_alone(asked, plain)
@@ -141,19 +141,19 @@ def mixed_ranking(
 
 @dataclass(frozen=True)
 class _Found:
-    """What was found over several groups and on each alone."""
+    """What was found over several groups and on each group alone."""
 
     asked: Problem
     plans: list[tuple[Plan, Problem]]
-    """Fastest first, each with the problem that it is of."""
+    """Plans, fastest first, each with its problem."""
     spread: list[Pair]
-    """Those over several groups, fastest first."""
+    """Layouts over several groups, fastest first."""
     alone: list[Alone]
     not_spread: tuple[str, ...]
-    """Why there are none of these."""
+    """Why there are no layouts over several groups."""
 
     def ranking(self, keep: int, tied: float, today: Current | None, certificate: Certificate) -> Ranking:
-        """The simplest of those that are tied with the fastest first, each with its reason."""
+        """The ranking: first the simplest of those tied with the fastest, each plan with its reason."""
         ordered = simplest_first([(plan.parallelism, plan.priced) for plan, _ in self.plans], tied)
         at = next(at for at, (plan, _) in enumerate(self.plans) if plan.parallelism is ordered.ranked[0][0])
         best, used = self.plans[at]
@@ -180,7 +180,7 @@ class _Found:
         return Ranking(plans, certificate, (), lost[keep - 1 :], notes, told, faster=faster, more=more)
 
     def _why(self, best: Plan, used: Problem) -> Iterator[str]:
-        """Decision by decision, without the headline."""
+        """The reasons for the best plan, decision by decision, without the headline."""
         pair = best.parallelism, best.priced
         if used.cluster.is_mixed:
             floors = dict.fromkeys((name for name, _ in reasons.CHOICES), float("inf"))
@@ -203,8 +203,8 @@ class _Found:
 def fastest_of_groups(asked: Problem, ceiling_s: float, like: Parallelism | None = None) -> Fastest | None:
     """The layout with the shortest step over several groups or on one alone, without a ranking; None where none is legal.
 
-    ``ceiling_s``: layouts that take as long are not wanted; ``like``: one that is nearly the best. Then only what is near it is looked at, and
-    ``BRIEFLY``, and what no layout goes below is of that alone; all where nothing of it fits.
+    ``ceiling_s``: only layouts that take less are wanted. ``like``: a nearly best layout; then only layouts near it are searched, ``BRIEFLY``,
+    and the bound holds for these alone. All are searched if none of them fits and ``ceiling_s`` is infinite.
     """
     if like is not None:
         found = _fastest_near(asked, ceiling_s, like)
@@ -218,14 +218,14 @@ def fastest_of_groups(asked: Problem, ceiling_s: float, like: Parallelism | None
 
 
 def _fastest_near(asked: Problem, ceiling_s: float, like: Parallelism) -> Fastest | None:
-    """The same of what is near a layout, and of groups alone."""
+    """The same among layouts near ``like``, and those of each group alone."""
     over, _ = _over_groups(asked, [shape_of(like)], ceiling_s, 1, BRIEFLY, near=like)
     best_s = min([ceiling_s, *(pair[1].step_time_s for pair in ([] if over is None else over.fitting))])
     return _best_of(asked, over, _alone_below(asked, best_s), ceiling_s)
 
 
 def _alone_below(asked: Problem, ceiling_s: float) -> list[Fastest]:
-    """The best of each group alone, where it is faster; none for a cluster whose placements are given."""
+    """The best of each group alone below ``ceiling_s``; none for a cluster whose placements are given."""
     if any(key in asked.constraints.given for key in OF_PLACEMENTS):
         return []
     return [one for used in _groups(asked) if (one := fastest_on_one_group(used, ceiling_s)) is not None]
@@ -243,7 +243,7 @@ def _best_of(asked: Problem, over: MixedOutcome | None, alone: list[Fastest], ce
 
 
 def _groups(asked: Problem) -> list[Problem]:
-    """Each group alone, as the cluster that its pricer knows: what is priced there, the search over several groups need not price."""
+    """The problem on each group alone, as the cluster that its pricer knows: the search over several groups reuses what is priced there."""
     shared = asked.mixed_pricer.groups
     return [asked.on(shared[group.name].cluster) for group in asked.cluster.groups]
 
@@ -265,7 +265,7 @@ def _each_alone(asked: Problem, plain: Plain) -> list[Alone]:
 def _over_groups(
     asked: Problem, seeds: list[Shape], best_s: float, keep: int, budget: Budget, near: Parallelism | None = None
 ) -> tuple[MixedOutcome | None, BadInput | NotExpressible | None]:
-    """Layouts over several groups; or the reason why there are none. ``best_s``: what was found elsewhere, and is to be faster."""
+    """Layouts over several groups, or the reason why there are none. ``best_s``: the time found elsewhere, which they have to beat."""
     if (only := given_widths(asked)) is not None:
         return _priced_alone(asked, only)
     spaces = spaces_of(asked, near)
@@ -278,7 +278,7 @@ def _over_groups(
 
 
 def _priced_alone(asked: Problem, layout: Parallelism) -> tuple[MixedOutcome | None, BadInput | NotExpressible | None]:
-    """Of a layout that is given whole."""
+    """The outcome of the one layout that the user gives in full, or the reason why it has none."""
     try:
         found = asked.priced(layout)
     except (BadInput, NotExpressible) as refusal:
@@ -290,14 +290,14 @@ def _priced_alone(asked: Problem, layout: Parallelism) -> tuple[MixedOutcome | N
 
 
 def _merged(asked: Problem, spread: list[Pair], alone: list[Alone]) -> list[tuple[Plan, Problem]]:
-    """Plans over several groups and of each alone, fastest first, each with its problem."""
+    """Plans over several groups and of each group alone, fastest first, each with its problem."""
     found = [(explain.plan(asked, pair, ()), asked) for pair in spread if not _told_by_its_group(asked, pair, alone)]
     found += [(plan, one.problem) for one in alone if one.ranking is not None for plan in one.ranking.plans]
     return sorted(found, key=lambda pair: pair[0].priced.step_time_s)
 
 
 def _told_by_its_group(asked: Problem, pair: Pair, alone: list[Alone]) -> bool:
-    """Whether a layout lies on one group, whose own search has one of as many devices that is no slower."""
+    """Whether a layout lies on one group whose own search found one with as many devices that is no slower."""
     taken = place(asked.cluster, pair[0]).used
     for one in alone:
         best = None if one.ranking is None else one.ranking.fastest

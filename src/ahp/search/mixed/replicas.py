@@ -1,18 +1,18 @@
-"""What all replicas of a pipeline do in a time, by how many cells of each group each of them has: a linear program.
+"""What all replicas of a pipeline do in a given time, from the cells of each group that each replica has: a linear program.
 
-A replica with k_g cells of group g has all layers, in whole numbers, so that its longest stage takes at least the X in which these cells
-have room for them (``forecast.stage_room``). In T seconds it does at most m(k, T) micro-batches, by the formulas of ``mixed.capacity``.
-Of a shape, x_k replicas are of mix k:
+A replica with k_g cells of group g holds all layers, in whole numbers, so its longest stage takes at least the time X in which these cells
+have room for all layers (``forecast.stage_room``). In T seconds it does at most m(k, T) micro-batches, by the formulas of ``mixed.capacity``.
+If x_k replicas of a shape have mix k, together they do at most
 
     most = max sum of x_k m(k, T),   sum of x_k k_g <= cells of group g,   sum of x_k = replicas
 
-Where that is less than there is to do the shape takes more than T. Replicas share one cut, which is left out. In the way W of the
-first micro-batch stages of g have at most k_g X / a_g layers, at a_g seconds each and w_g of the way, and whatever is beyond takes w,
-the most of its groups:
+If the shape has more micro-batches than that, it takes more than T. Replicas share one cut, which this bound leaves out. In the way W of
+the first micro-batch, stages on g have at most k_g X / a_g layers, at a_g seconds each and w_g of the way. All other layers take w, the
+most of any group in the replica:
 
     W >= w L - sum over groups of (w - w_g) k_g X / a_g
 
-which falls with X by at most S = the sum over X, so that m(k, T) is that at the least X, or S + c.
+Each second of X lowers this by at most S, the sum divided by X, so m(k, T) is at most its value at the least X, or S + c.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from ahp.arrays import Floats, Ints, Mask
 from ahp.forecast.stage_room import ROUNDING, Positions, StageRoom
 
 MOST_MIXES = 4000
-"""Past so many ways to mix the groups in one replica nothing is said."""
+"""With more ways than this to mix the groups in one replica, no bound is computed."""
 
 TIMES = 1.025 ** np.arange(40)
-"""Times of the longest stage that are told apart, over the least that it may take: finest there, where the best replicas are. Beside those in
-which a group has one layer more."""
+"""Times tried for the longest stage, over the least that it can take: finest there, where the best replicas are. Further times are those at
+which a group has room for one layer more."""
 
 WHOLE_LAYERS = 12
-"""Of each group so many of these."""
+"""How many of these further times are tried for each group."""
 
 PIVOTS = 40
-"""Of the simplex method, at most; each gives a bound."""
+"""The most pivots of the simplex method; each gives a bound."""
 
 CLOSE = 1.004
-"""Times of shapes are looked for, first at the limit, then half way to it, until they are known but for this factor."""
+"""The bisection for a shape's time starts at the limit and goes on until the time is known within this factor."""
 
 SMALL = 1e-9
-"""What is taken for nothing."""
+"""Values up to this count as zero."""
 
 FOREVER = 1e6
-"""Seconds in which stages have whatever memory holds."""
+"""Seconds in which stages have room for all that memory holds."""
 
 NEVER = -1e7
-"""What a replica is worth that cannot be."""
+"""What an impossible replica is worth."""
 
 AT_ONCE = 3_000_000
-"""Figures of a table that is made at once."""
+"""The most numbers in a table that is computed at once."""
 
 
 @lru_cache(maxsize=256)
 def mixes(p: int, most: tuple[int, ...]) -> Ints | None:
-    """[K, G] Ways to take p cells, at most so many of each group; None where these are too many."""
+    """[K, G] Ways to take p cells, at most ``most`` of each group; None where there are too many ways, or none."""
     if math.prod(min(p, count) + 1 for count in most[1:]) > 100 * MOST_MIXES:
         return None
     found = [
@@ -72,9 +72,9 @@ def mixes(p: int, most: tuple[int, ...]) -> Ints | None:
 def longest_s(
     room: StageRoom, stages: Positions, mix: Ints, num_layers: int, fewest: int, head_s: Floats, *, alike: bool
 ) -> Floats:
-    """[n, K] Seconds of the longest stage of replicas of some mixes, at least; infinite where they do not hold the layers.
+    """[n, K] Seconds of the longest stage in replicas of each mix, at least; infinite where they do not hold the layers.
 
-    ``fewest``: layers of each stage, at least; ``head_s``: [n, G, P] seconds of a stage that are not its layers'.
+    ``fewest``: layers of each stage, at least; ``head_s``: [n, G, P] seconds of a stage besides its layers.
     """
     least_s = room.least_s(num_layers, stages.number)
     found, there = np.full((len(least_s), len(mix)), np.inf), np.flatnonzero(np.isfinite(least_s))
@@ -94,7 +94,7 @@ def longest_s(
 
 @dataclass(frozen=True)
 class _Stages:
-    """What stages of a replica have room for."""
+    """The room for layers in the stages of a replica."""
 
     room: StageRoom
     at: Positions
@@ -103,18 +103,18 @@ class _Stages:
     alike: bool
 
     def where(self, some: Ints) -> _Stages:
-        """Of some layouts."""
+        """The same for the selected layouts."""
         return replace(self, room=self.room.mapped(lambda of: of[some]), head_s=self.head_s[some])
 
     def longest_s(self, mix: Ints, num_layers: int, least_s: Floats) -> Floats:
-        """[n, K]"""
+        """[n, K] Seconds of the longest stage for each mix, at least."""
         layer_s, n = self.room.layer_s.min(axis=2), len(least_s)
         whole = np.ceil(least_s[:, None] / layer_s)[..., None] + np.arange(WHOLE_LAYERS)
         times = [least_s[:, None] * TIMES, (whole * layer_s[..., None]).reshape(n, -1)]
         grid = np.sort(np.concatenate(times, axis=1), axis=1)
         held, number = self._held(grid), np.arange(n)[:, None]
         low, high = (np.full((n, len(mix)), of) for of in (0, grid.shape[1]))
-        for _ in range(int(grid.shape[1]).bit_length()):  # the first of the grid just before which all layers have room
+        for _ in range(int(grid.shape[1]).bit_length()):  # the first grid time before which all layers have room
             middle = (low + high) // 2
             layers = _of_mixes(held, mix, np.minimum(middle, grid.shape[1] - 1))
             enough = (layers >= num_layers * (1 - ROUNDING)) | (middle >= high)
@@ -122,11 +122,11 @@ class _Stages:
         return grid[number, np.maximum(low - 1, 0)]
 
     def layers(self, grid: Floats, mix: Ints, at: Ints) -> Floats:
-        """[n, K] That replicas of some mixes have room for just before a time of the grid [n, Q], ``at`` [n, K or 1]."""
+        """[n, K] Layers that replicas of each mix have room for just before the time with index ``at`` [n, K or 1] in the grid [n, Q]."""
         return _of_mixes(self._held(grid), mix, at)
 
     def _held(self, grid: Floats) -> Floats:
-        """[n, Q, G, p + 1] Layers of so many stages on cells of a group, of those with the most room, just before each time."""
+        """[n, Q, G, p + 1] Layers that the 0 to p roomiest stages have room for on cells of a group, just before each time."""
         times = grid * (1 - ROUNDING)
         seconds = np.maximum(times[..., None, None] - self.head_s[:, None], 0.0)
         layers = StageRoom(*(of[:, None] for of in vars(self.room).values())).layers(seconds)
@@ -140,7 +140,7 @@ class _Stages:
 
 
 def _of_mixes(held: Floats, mix: Ints, at: Ints) -> Floats:
-    """[n, K] Layers of the cells of each mix, at one of the times [n, K or 1]."""
+    """[n, K] Layers that the cells of each mix have room for, at the time with index ``at`` [n, K or 1]."""
     n, _, groups, most = held.shape
     flat = held.reshape(n, -1)
     first = at * (groups * most)
@@ -149,16 +149,16 @@ def _of_mixes(held: Floats, mix: Ints, at: Ints) -> Floats:
 
 
 def most(gain: Floats, mix: Ints, cells: Ints, replicas: Ints, enough: Floats) -> Floats:
-    """[n] What the best replicas come to together, at most, or something below ``enough`` where that is known.
+    """[n] An upper bound on what all replicas can be worth together, made closer only until it is below ``enough``.
 
-    The simplex method for all at once, [n]. Any prices of cells give a bound: what cells cost, and for each replica what it is worth beyond
-    its own, at most.
+    Runs the simplex method on all [n] programs at once. Any prices of cells give a bound: the price of all cells, plus for each replica the
+    most that any mix is worth beyond the price of its cells.
 
     Args:
         gain: [n, K] what a replica of each mix is worth.
-        mix: [K, G] cells of each group in it.
-        cells: [n, G] that there are; replicas: [n] how many there are to be.
-        enough: [n] below that a bound is close enough.
+        mix: [K, G] cells of each group in a mix.
+        cells: [n, G] available cells; replicas: [n] how many replicas to make.
+        enough: [n] a bound below this is close enough.
     """
     n, groups = cells.shape
     columns = np.concatenate([mix, np.ones((len(mix), 1), dtype=np.int64)], axis=1).astype(float)
@@ -184,14 +184,14 @@ def most(gain: Floats, mix: Ints, cells: Ints, replicas: Ints, enough: Floats) -
 
 
 class _Bases(NamedTuple):
-    """What each of [n] programs takes: C = groups + 1 columns, of mixes, of cells that stay free, or of replicas that are left out."""
+    """Bases of [n] programs: C = groups + 1 columns each, for mixes, for cells that stay free, or for replicas that are left out."""
 
     inverse: Floats
     """[n, C, C]"""
     taken: Floats
-    """[n, C] How many are taken of each."""
+    """[n, C] How many of each column are taken."""
     worth: Floats
-    """[n, C] Of one of each."""
+    """[n, C] What one of each column is worth."""
 
     @classmethod
     def without_any(cls, cells: Ints, replicas: Ints) -> _Bases:
@@ -203,15 +203,15 @@ class _Bases(NamedTuple):
 
     @property
     def prices(self) -> Floats:
-        """[n, C] Of a cell of each group and of a replica."""
+        """[n, C] Prices of a cell of each group, and of a replica."""
         return (self.worth[:, None] @ self.inverse)[:, 0]
 
     def where(self, some: Ints) -> _Bases:
-        """Those."""
+        """The selected programs."""
         return _Bases(self.inverse[some], self.taken[some], self.worth[some])
 
     def after(self, entering: Floats, worth: Floats) -> _Bases:
-        """With as much as there can be of a column [n, C] that is worth so much, [n], in place of what it uses up."""
+        """The bases with as much as possible of an ``entering`` column [n, C] with this worth [n], in place of the column that it uses up."""
         along, number = (self.inverse @ entering[..., None])[..., 0], np.arange(len(worth))
         ratio = np.where(along > SMALL, self.taken / np.where(along > SMALL, along, 1.0), np.inf)
         out = ratio.argmin(axis=1)
@@ -225,37 +225,37 @@ class _Bases(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """What [u] layouts do beside the longest stage of a replica."""
+    """What bounds replicas of [u] layouts besides their longest stage."""
 
     way_s: Floats
-    """[u, G] Seconds of a layer in the way of a micro-batch."""
+    """[u, G] Seconds that a layer adds to the way of a micro-batch."""
     layer_s: Floats
-    """[u, G] Of both passes of it, at least."""
+    """[u, G] Seconds of both passes of a layer, at least."""
     passes: Floats
-    """[u] Micro-batches by which a replica is ahead, with the first one; infinite where no way is known."""
+    """[u] Micro-batches by which a replica is ahead, counting the first one; infinite where no way is known."""
     inside: Floats
-    """[u] Of a stage's time, what is done neither before its first gradient nor after its last one, at least."""
+    """[u] The share of a stage's time spent neither before its first gradient nor after its last one, at least."""
 
 
 class Crews(NamedTuple):
-    """Replicas of [u] layouts by their mix, [u, K] each or [u, 1]."""
+    """Replicas of [u] layouts by their mix, each [u, K] or [u, 1]."""
 
     longest_s: Floats
     """Seconds of the longest stage."""
     light_s: Floats
-    """The same of those with fewer micro-batches than ``heavy``; infinite where there are none."""
+    """The same for replicas with fewer micro-batches than ``heavy``; infinite where there are none."""
     heavy: Floats
     way_s: Floats
-    """Seconds of the first micro-batch with that longest stage, at least; it falls by ``fall`` seconds with each second more of it."""
+    """Seconds of the first micro-batch with that longest stage, at least; each second more of the stage lowers this by ``fall`` seconds."""
     fall: Floats
     least_way_s: Floats
-    """Whatever the longest stage."""
+    """The same for any longest stage."""
     passes: Floats
     inside: Floats
 
     @classmethod
     def of(cls, longest_s: Floats, light_s: Floats, heavy: int, ahead: Ahead, mix: Ints, num_layers: int) -> Crews:
-        """From what there is by mix and by layout."""
+        """Crews from figures by mix and by layout."""
         there, way = mix > 0, ahead.way_s[:, None]
         most_way = np.where(there, way, 0.0).max(axis=2)
         fall = ((most_way[..., None] - way) * mix / ahead.layer_s[:, None]).sum(axis=2)
@@ -265,10 +265,10 @@ class Crews(NamedTuple):
         return cls(longest_s, light_s, each, way_s, fall, least_way_s, ahead.passes[:, None], ahead.inside[:, None])
 
     def micro_batches(self, seconds: Floats) -> Floats:
-        """[u, K] What a replica of each mix does in so many seconds, [u]."""
+        """[u, K] The most micro-batches that a replica of each mix does in ``seconds`` [u]; ``NEVER`` where it does none."""
         found = self._whole(seconds[:, None], self.longest_s, self.way_s)
         if np.isfinite(self.light_s).any():
-            # Their longest stage may be shorter, so that their way is longer: only the least way holds for both.
+            # Their longest stage may be shorter and their way longer: only the least way holds for both.
             light = self._whole(seconds[:, None], self.light_s, self.least_way_s)
             found = np.maximum(found, np.minimum(light, self.heavy - 1.0))
         return found
@@ -285,46 +285,46 @@ class Crews(NamedTuple):
 
 
 class Crewed(NamedTuple):
-    """Shapes [n] with as many stages."""
+    """Shapes [n] with the same number of stages."""
 
     mix: Ints
     """[K, G]"""
     crews: Crews
     which: Ints
-    """[n] Of these."""
+    """[n] Index of each shape's layout in ``crews``."""
     cells: Ints
     """[n, G]"""
     replicas: Ints
     total: Ints
-    """Micro-batches of all of them."""
+    """Micro-batches of all replicas."""
 
     def where(self, some: Ints) -> Crewed:
-        """Those."""
+        """The selected shapes."""
         return self._replace(**{key: getattr(self, key)[some] for key in ("which", "cells", "replicas", "total")})
 
     @classmethod
     def all(cls, each: Sequence[Crewed]) -> Crewed:
-        """Of several, one behind the other."""
+        """The shapes of each, one after another."""
         crews = Crews(*map(np.concatenate, zip(*(of.crews for of in each), strict=True)))
         firsts = np.cumsum([0, *(len(of.crews.heavy) for of in each)])
         which = np.concatenate([of.which + first for of, first in zip(each, firsts, strict=False)])
         return cls(each[0].mix, crews, which, *map(np.concatenate, zip(*(of[3:] for of in each), strict=True)))
 
     def hold(self) -> Mask:
-        """[n] Whether so many replicas with all layers can be made of the cells, in whatever time."""
+        """[n] Whether the cells can form all replicas, each with all layers, however long they take."""
         there = np.isfinite(np.minimum(self.crews.longest_s, self.crews.light_s))[self.which]
         gain: Floats = np.where(there, 0.0, NEVER)
-        none_left_out: Floats = np.full(len(self.which), -1.0)  # a part of a replica would be worth far less
+        none_left_out: Floats = np.full(len(self.which), -1.0)  # a replica left out in part is worth far less
         return most(gain, self.mix, self.cells, self.replicas, none_left_out) >= none_left_out
 
     def lack(self, seconds: Floats) -> Mask:
-        """[n] Whether they do not do all micro-batches in so many seconds."""
+        """[n] Whether the replicas cannot do all micro-batches in ``seconds``."""
         gain = Crews(*(of[self.which] for of in self.crews)).micro_batches(seconds)
         total = self.total.astype(np.float64)
         return most(gain, self.mix, self.cells, self.replicas, total) < total * (1 - ROUNDING)
 
     def floors_s(self, floor_s: Floats, limit_s: Floats) -> Floats:
-        """[n] Seconds that they take at least, from what is known and as far as that may be below a limit."""
+        """[n] Seconds that the shapes take at least, from the known ``floor_s`` up to ``limit_s``; infinite where their cells do not suffice."""
         low, high = np.where(self.hold(), floor_s, np.inf), limit_s.copy()
         left, seconds = np.flatnonzero(np.isfinite(low)), high
         while len(left):

@@ -1,12 +1,12 @@
-"""Placements of a shape with several stages on each rank, under each schedule that has them.
+"""Placements of a shape with several stages per rank, under each schedule that has them.
 
-Where they are few, every cut into stages under every schedule is looked at, in the order of a bound. Else layers and micro-batches are
-balanced as with one stage on each rank, and each rank's layers go to its stages as evenly as can be.
+Where they are few, every cut into stages under every schedule is looked at, in the order of a bound. Otherwise layers and micro-batches
+are balanced as with one stage per rank, and each rank's layers go to its stages as evenly as possible.
 
-A rank is busy for all its stages, m times. It does not begin before the first micro-batch has come through the ranks before it,
-and what it does last is a backward pass that goes on through these, unless weight gradients are what comes last:
+A rank is busy for all its stages, m times. It cannot begin before the first micro-batch has come through the ranks before it,
+and it ends with a backward pass that goes on through these ranks, unless weight gradients come last:
 
-    sum of F of the first stages of the ranks before + m t + (sum of their backward passes, where those are whole)
+    sum of F of the first stages of the ranks before + m t + (sum of their backward passes, where those are not split)
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ LOOKED_AT = (
     ScheduleChoice("InterleavedZeroBubble", 2),
     ScheduleChoice("ZBVZeroBubble", 2),
 )
-"""Of many schedules those that are looked at where placements are many: with the least memory, and with the least bubble."""
+"""The schedules that are tried where placements and schedules are many: those with the least memory and those with the least bubble."""
 
 CHOICES = 64
-"""Ways to say how many layers a rank's stages recompute, and then those of all ranks together, up to which all are looked at."""
+"""The most choices of recomputed layers that are all looked at: for the stages of one rank, and then for all ranks together."""
 
 
 @dataclass(frozen=True)
 class SeveralTask(Task):
-    """One such shape. ``tables`` are of all that a rank has."""
+    """One such shape; its ``tables`` are by rank, for all stages that a rank has."""
 
     one: Task
-    """The same with one stage on each rank, whose layers and micro-batches are in balance."""
+    """The same shape with one stage per rank, whose layers and micro-batches are balanced."""
     pipes: tuple[ScheduleChoice, ...]
     of_pipe: Callable[[ScheduleChoice], LayoutTables]
-    """By stage."""
+    """The tables of a schedule, by stage."""
     legal: Callable[[ScheduleChoice, Ints], Mask]
-    """Whether a replica may have so many micro-batches."""
+    """Whether a replica can have each number of micro-batches under a schedule."""
 
     @property
     def _depths(self) -> list[tuple[ScheduleChoice | None, int]]:
@@ -66,14 +66,14 @@ class SeveralTask(Task):
         return Ends(self._least_s(pipe, costs, micro_batches), costs.fits.all(axis=-1) & legal, costs.recomputed)
 
     def _costs(self, pipe: ScheduleChoice, kinds: Ints, cut: Ints | Sequence[int], micro_batches: Ints) -> RankCosts:
-        """From the group of each rank."""
+        """Costs, from the group of each rank."""
         return self.of_pipe(pipe).of_ranks(kinds, cut, micro_batches)
 
     def _ranks(self, pipe: ScheduleChoice) -> Ints:
         return np.array(stage_ranks(pipe.schedule, self.shape.pipeline, pipe.virtual))
 
     def _least_s(self, pipe: ScheduleChoice, costs: RankCosts, micro_batches: Ints) -> Floats:
-        """[...] Seconds of a replica."""
+        """[...] Seconds of a replica, at least."""
         first = (costs.forward if get(pipe.schedule).splits_backward else costs.light)[..., : self.shape.pipeline]
         before = np.cumsum(first, axis=-1) - first
         return (before + micro_batches[..., None] * costs.busy).max(axis=-1)
@@ -87,9 +87,9 @@ class SeveralTask(Task):
         return ([self._with_fewest(price, placement)], False) if found is None else (found, True)
 
     def _smallest(self, placement: Placement) -> list[Placement] | None:
-        """With numbers of which none can be less, since time never rises as one falls; None where these are too many to look at.
+        """The placement with each minimal choice of recomputed layers, as fewer never take longer; None where there are too many to look at.
 
-        What a cell keeps depends on the numbers of its own stages alone.
+        What a cell keeps depends only on the numbers of its own stages.
         """
         assert placement.pipe is not None, "several schedules"
         ranks = self._ranks(placement.pipe)
@@ -106,7 +106,7 @@ class SeveralTask(Task):
         try:
             fits = self.cells_fit(placement.of(self.shape, self.names))
         except (BadInput, NotExpressible):
-            return [placement]  # pricing it says why
+            return [placement]  # pricing it gives the reason
         rows: dict[Row, list[Row]] = {}
         for replica, row in enumerate(placement.rows):
             if row not in rows:
@@ -125,7 +125,7 @@ class SeveralTask(Task):
         for number in range(max(map(len, ways))):
             some = [of_rank[min(number, len(of_rank) - 1)] for of_rank in ways]
             left = [
-                number < len(of_rank) and not any(_under(less, one) for less in smallest)
+                number < len(of_rank) and not any(_no_more(less, one) for less in smallest)
                 for of_rank, one, smallest in zip(ways, some, found, strict=True)
             ]
             if not any(left):
@@ -138,7 +138,7 @@ class SeveralTask(Task):
     def _fewest(
         self, placement: Placement, at_least: tuple[int, ...], fits: Callable[[Sequence[int]], Sequence[bool]]
     ) -> tuple[int, ...]:
-        """Those of each rank in the first of its stages, of which the most micro-batches wait."""
+        """The fewest of each rank, put into its first stages, where the most micro-batches wait."""
         assert placement.pipe is not None, "several schedules"
         ranks, layers = self._ranks(placement.pipe), np.array(placement.layers)
         most = [layers[ranks == rank].tolist() for rank in range(self.shape.pipeline)]
@@ -152,7 +152,7 @@ class SeveralTask(Task):
     # -- where placements are many ----------------------------------------------------------------------------------
 
     def promising(self) -> list[Placement]:
-        """The most promising with one stage on each rank, under each schedule that is looked at."""
+        """The most promising placement with one stage per rank that any schedule can take, under each schedule that is tried."""
         found: list[Placement] = []
         for placement in self.one.promising():
             if found := list(self._spread(placement)):
@@ -160,12 +160,12 @@ class SeveralTask(Task):
         return sorted(found, key=lambda placement: placement.at_least_s)
 
     def of_families(self) -> Iterator[Placement]:
-        """The members of the families, under each schedule that is looked at."""
+        """The members of the families, under each schedule that is tried."""
         for placement in self.one.of_families():
             yield from self._spread(placement)
 
     def first_that_fits(self, price: Price, found: list[Placement]) -> Solved:
-        """Price all: which schedule is the fastest that fits is not said by its bound."""
+        """Price every placement that can still win: the one with the lowest bound need not be the fastest that fits."""
         solved = Solved()
         for placement in found:
             if solved.best is None or placement.at_least_s < solved.best[1].step_time_s:
@@ -173,7 +173,7 @@ class SeveralTask(Task):
         return solved
 
     def _spread(self, placement: Placement) -> Iterator[Placement]:
-        """The layers of each rank over its stages."""
+        """The placement under each schedule, with the layers of each rank spread over its stages."""
         few, m = len(self.pipes) <= len(LOOKED_AT), np.array([row.micro_batches for row in placement.rows])
         for pipe in self.pipes:
             goes_round = min(placement.layers) >= pipe.virtual or self.fixed.layers is not None
@@ -181,7 +181,7 @@ class SeveralTask(Task):
                 yield from self._under(pipe, placement)
 
     def _under(self, pipe: ScheduleChoice, placement: Placement) -> Iterator[Placement]:
-        """The placement under one of the schedules, where its memory may do."""
+        """The placement under one schedule, where its memory may suffice."""
         ranks, v = self._ranks(pipe), pipe.virtual
         parts = [[n // v + (part < n % v) for part in range(v)] for n in placement.layers]
         cut = self.fixed.layers or _by_stage(parts, ranks)
@@ -199,13 +199,13 @@ class SeveralTask(Task):
 
 
 def _by_stage(of_ranks: Sequence[Sequence[int]], ranks: Ints) -> tuple[int, ...]:
-    """In pipeline order, from what each rank has in the order of its stages."""
+    """Values in pipeline order, from the values of each rank in the order of its stages."""
     left = [iter(of_rank) for of_rank in of_ranks]
     return tuple(next(left[rank]) for rank in ranks.tolist())
 
 
 def _filled(number: int, most: Sequence[int]) -> list[int]:
-    """So many, as many as there may be from the first on."""
+    """``number`` shared out so that each place, from the first on, gets as much as it can have."""
     found = []
     for limit in most:
         found.append(min(number, limit))
@@ -213,5 +213,5 @@ def _filled(number: int, most: Sequence[int]) -> list[int]:
     return found
 
 
-def _under(less: Sequence[int], more: Sequence[int]) -> bool:
+def _no_more(less: Sequence[int], more: Sequence[int]) -> bool:
     return all(a <= b for a, b in zip(less, more, strict=True))

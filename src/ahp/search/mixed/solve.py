@@ -1,4 +1,4 @@
-"""Placements of one shape: every one where they are few, in the order of a bound; else the best of the families."""
+"""Placements of one shape: all of them, in the order of a bound, where they are few; else the best of the families."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from ahp.search.mixed.tables import LayoutTables
 from ahp.search.stages import cuts
 
 ALL_PLACEMENTS = 20_000
-"""So many matrices x cuts x ways to share the micro-batches are all looked at."""
+"""Up to this many matrices x cuts x ways to share the micro-batches, all placements are looked at."""
 
 ROWS = 20_000
-"""Replicas that are looked at together."""
+"""Replicas whose bounds are computed together."""
 
 ORDERS = 24
-"""Orders of a layout's replicas that are priced at most, where all placements are: they differ only in which lie on a node."""
+"""The most orders of a layout's replicas that are priced where all placements are; they differ only in which replicas share a node."""
 
 PRICED = 3
-"""Members of the families that are priced for one shape at most, until one fits."""
+"""The most members of the families that are priced for one shape, until one fits."""
 
 EXACT = 300
-"""The same where all placements are looked at; past it the best of the shape is not proven."""
+"""The most forecasts of a shape whose placements are all looked at; beyond it the best is not proven."""
 
 
 Price = Callable[[Parallelism], Forecast]
 CellsFit = Callable[[Parallelism], Callable[[int, Sequence[int]], Sequence[bool]]]
-"""Of a layout, whether the cells of a replica fit that recompute so many layers."""
+"""Maps a layout to a function of a replica and the layers that each stage recomputes: whether each cell fits."""
 
 
 class Row(NamedTuple):
@@ -54,17 +54,17 @@ class Row(NamedTuple):
     kind: Kind
     micro_batches: int
     recomputed: tuple[int, ...] | None = None
-    """Layers that its stages recompute; None = all, where any are."""
+    """Layers that each stage recomputes; None = all, where the layout recomputes any."""
 
 
 class Ends(NamedTuple):
-    """Of replicas, [...]."""
+    """Bounds of replicas, [...]."""
 
     least_s: Floats
-    """When it is done, at least."""
+    """When the replica is done, at least."""
     fits: Mask
     recomputed: Ints
-    """[..., S] Layers of each stage, at least."""
+    """[..., S] Layers that each stage recomputes, at least."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Placement:
     """The schedule, where the shape stands for several."""
 
     def of(self, shape: Shape, names: tuple[str, ...]) -> Parallelism:
-        """The layout."""
+        """The layout of ``shape`` with this placement."""
         pipe = self.pipe or ScheduleChoice(shape.schedule, 1)
         ranks = stage_ranks(pipe.schedule, shape.pipeline, pipe.virtual)
         columns = zip(*([row.kind[rank] for rank in ranks] for row in self.rows), strict=True)
@@ -107,34 +107,34 @@ def _one_if_alike(values: tuple[Any, ...]) -> Any:
 
 @dataclass
 class Solved:
-    """What is known of a shape's placements."""
+    """What is known about a shape's placements."""
 
     best: tuple[Parallelism, Forecast] | None = None
-    """The fastest that fits, of those priced."""
+    """The fastest priced layout that fits."""
     misfit: tuple[Parallelism, Forecast] | None = None
-    """Of those priced that do not fit the one with the lowest bound."""
+    """The priced layout with the lowest bound that does not fit."""
     forecasts: int = 0
     proven: bool = False
-    """Whether no other placement is below the time that was to be beaten."""
+    """Whether every placement that was not priced takes at least as long as the time to beat or the best found."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One shape to be placed."""
+    """One shape to place."""
 
     shape: Shape
     tables: LayoutTables
     cells: tuple[int, ...]
-    """Of each group."""
+    """Cells of each group."""
     names: tuple[str, ...]
-    """Of the groups."""
+    """Names of the groups."""
     total: int
     """Micro-batches of all replicas."""
     allowed: NDArray[np.bool_]
-    """[M + 1] Numbers that a replica may have."""
+    """[M + 1] Whether a replica can have m micro-batches."""
     fastest_first: tuple[int, ...]
     slowest_share: float
-    """What the forecast adds to the pipelines' time for the slowest rank."""
+    """Share of the pipelines' time that the forecast adds for the slowest rank."""
     fixed: Fixed
     cells_fit: CellsFit
 
@@ -157,19 +157,19 @@ class Task:
         return solved
 
     def _lightest(self, price: Price, placement: Placement) -> tuple[list[Placement], bool]:
-        """With the numbers of recomputed layers of which some may be the fastest, and whether these are all."""
+        """The placement with each choice of recomputed layers that may be the fastest, and whether these are all such choices."""
         return [self._with_fewest(price, placement)], True
 
     def _with_fewest(self, price: Price, placement: Placement) -> Placement:
-        """With as few layers recomputed as the forecast's memory asks for, where that is open."""
+        """The placement with the fewest layers recomputed that fit by the forecast's memory, where the search chooses them."""
         if not self._is_open:
             return placement
         try:
-            if price(self._layout(placement)).fits:  # mostly no more than the bound asks for
+            if price(self._layout(placement)).fits:  # mostly the bound's numbers are enough
                 return placement
             fits = self.cells_fit(placement.of(self.shape, self.names))
         except (BadInput, NotExpressible):
-            return placement  # pricing it says why
+            return placement  # pricing it gives the reason
         known: dict[Row, tuple[int, ...]] = {}
         for replica, row in enumerate(placement.rows):
             if row not in known and row.recomputed is not None:
@@ -179,12 +179,12 @@ class Task:
     def _fewest(
         self, placement: Placement, at_least: tuple[int, ...], fits: Callable[[Sequence[int]], Sequence[bool]]
     ) -> tuple[int, ...]:
-        """Layers that the stages of one replica recompute; ``fits``: of each cell, from a number for each stage."""
+        """Layers that each stage of one replica recomputes; ``fits``: whether each cell fits with these numbers."""
         return fewest(fits, at_least, placement.layers)
 
     @property
     def _is_open(self) -> bool:
-        """Whether it is for the search to say how many layers are recomputed."""
+        """Whether the search chooses how many layers are recomputed."""
         return self.tables.has_choice and self.fixed.recomputed is None
 
     def _layout(self, placement: Placement) -> Parallelism:
@@ -216,7 +216,7 @@ class Task:
             solved.best = layout, forecast
 
     def few(self) -> bool:
-        """Whether all placements are looked at."""
+        """Whether placements are few enough to look at all."""
         shape, layers = self.shape, self._num_layers
         depths = [num_stages for _, num_stages in self._depths]
         ways = sum(comb(max(layers - 1, 0), n - 1) for n in depths) if self.fixed.layers is None else len(depths)
@@ -228,7 +228,7 @@ class Task:
 
     @property
     def _depths(self) -> list[tuple[ScheduleChoice | None, int]]:
-        """Each schedule, where there are several, with its number of stages."""
+        """The schedules, each with its number of stages; the schedule is None where the shape has only one."""
         return [(None, self.shape.pipeline)]
 
     @property
@@ -248,7 +248,7 @@ class Task:
         return families(self.cells, shape.pipeline, shape.replicas, self.fastest_first)
 
     def all(self, below_s: float = float("inf")) -> Iterator[Placement]:
-        """Every placement whose bound is below a time, with it, but for the order of the replicas."""
+        """Every placement whose bound is below ``below_s``, each in one order of its replicas."""
         shares = list(self._shares()) if self.allowed.any() else []
         replicas = [[kind for kind, count in matrix for _ in range(count)] for matrix in self._matrices(all_=True)]
         ways = [
@@ -280,15 +280,15 @@ class Task:
                     yield self._placement(rows, some[at], float(bounds_s[way, at]), pipe)
 
     def _tables_of(self, pipe: ScheduleChoice | None) -> LayoutTables:
-        """By stage."""
+        """The tables of a schedule, by stage."""
         return self.tables
 
     def _ends(self, pipe: ScheduleChoice | None, kinds: Ints, cut: Ints, micro_batches: Ints) -> Ends:
-        """Of replicas, [...], from [..., p] kinds, [..., S] cuts, and micro-batches."""
+        """Bounds of replicas, [...], from kinds [..., p], cuts [..., S] and micro-batches [...]."""
         assert pipe is None, "one schedule has no choice"
         costs = self.tables.stages(kinds, cut, micro_batches)
         least_s = ends_s(costs.whole, costs.forward, micro_batches, splits=self._splits)
-        least_s = least_s + self.tables.last_s[kinds[..., 0], cut[..., 0]]  # the way of the last gradient ends there
+        least_s = least_s + self.tables.last_s[kinds[..., 0], cut[..., 0]]  # the last gradient ends at the first stage
         return Ends(least_s, np.logical_and.reduce(costs.fits, axis=-1), costs.recomputed)
 
     def _recomputed(self, at_least: list[int]) -> tuple[int, ...] | None:
@@ -303,7 +303,7 @@ class Task:
         return Placement(tuple(rows), cut, bound_s * (1.0 + self.slowest_share), pipe)
 
     def _repeats(self, pairs: list[tuple[Kind, int]]) -> bool:
-        """Whether the same share stands elsewhere with replicas of one kind in another order."""
+        """Whether another share differs only in the order of replicas of one kind."""
         if self.fixed.micro_batches is not None or self.fixed.recomputed is not None:
             return False
         return any(a[0] == b[0] and a[1] < b[1] for a, b in pairwise(pairs))
@@ -350,7 +350,7 @@ class Task:
 
 
 def distinct_orders(rows: Sequence[Row]) -> Iterator[tuple[Row, ...]]:
-    """Each order of some replicas once, however many are alike; at first those that are alike stand together."""
+    """Each distinct order of some replicas once, however many are equal; in the first order, equal ones stand together."""
     kinds = list(dict.fromkeys(rows))
     order = sorted(map(kinds.index, rows))
     while True:
@@ -364,7 +364,7 @@ def distinct_orders(rows: Sequence[Row]) -> Iterator[tuple[Row, ...]]:
 
 
 def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Ways to write ``total`` as a sum of ``parts`` numbers from 0 on."""
+    """Ways to write ``total`` as a sum of ``parts`` numbers >= 0."""
     if parts == 1:
         yield (total,)
         return

@@ -1,4 +1,4 @@
-"""The layouts of a mixed cluster, but for which cell lies where: what all cells have alike, stages, replicas, schedule."""
+"""The shapes of a mixed cluster: layouts without a placement of their cells (what all cells have in common, stages, replicas, schedule)."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from ahp.search.space import Rule
 from ahp.stage_place import in_words
 
 SEVERAL = "several"
-"""Stands for all schedules with several stages on each rank, which are floored and queued as one."""
+"""Stands for all schedules with several stages per rank, which share one floor and one entry in the queue."""
 
 
 def one_per_rank() -> list[str]:
-    """The schedules with one stage on each rank; those that hold the most come last."""
+    """The schedules with one stage per rank; those that hold the most come last."""
     found = [schedule for schedule in SCHEDULES.values() if schedule.fewest_virtual == 1]
     return [schedule.name for schedule in sorted(found, key=lambda s: (s.all_forwards_first, s.splits_backward))]
 
 
 def all_forwards_first(schedule: str) -> bool:
-    """Whether ranks of this schedule, or of ``SEVERAL``, do all forwards first."""
+    """Whether ranks do all forward passes first under this schedule; False for ``SEVERAL``."""
     return schedule != SEVERAL and schedule_of(schedule).all_forwards_first
 
 
 def splits_backward(schedule: str) -> bool:
-    """Whether this schedule splits the backward; of ``SEVERAL`` some do and some do not."""
+    """Whether this schedule splits the backward pass; False for ``SEVERAL``, where only some schedules do."""
     return schedule != SEVERAL and schedule_of(schedule).splits_backward
 
 
@@ -53,17 +53,17 @@ PLACED = frozenset({
     "context_parallel_degree", "context_parallel_method", "expert_parallel_degree", "micro_batch_size", "activation_checkpoint", "stages",
     "micro_batches_per_replica", "recomputed_layers_per_stage", "virtual_stages_per_rank",
 })  # fmt: skip
-"""Keys that a layout over several groups may have."""
+"""Keys that a layout over several groups can have."""
 
 
 SIZES = frozenset({
     "tensor_parallel_degree", "context_parallel_degree", "data_parallel_shard_degree", "expert_parallel_degree", "micro_batch_size",
 })  # fmt: skip
-"""Keys whose values are sizes."""
+"""Keys whose values are sizes, which ``NEAR`` compares."""
 
 NEAR = 4
-"""A size is near another that is up to so many times as large or as small. [Empirical] On twelve mixed clusters a brief search of the whole space found
-nothing faster, with a node less and with 10 % more of each piece of hardware."""
+"""Two sizes are near each other if neither is more than this many times the other. [Empirical] On twelve mixed clusters, with a node less
+and with 10 % more of each piece of hardware, a brief search of the whole space found nothing faster."""
 
 
 class Alike(NamedTuple):
@@ -82,27 +82,27 @@ class Alike(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Devices of a cell."""
+        """Devices per cell."""
         return self.shard * self.context * self.tensor
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A layout but for which group each cell lies on, and for the layers and micro-batches that follow from it."""
+    """A layout without the group of each cell, and without the layers and micro-batches that follow from the groups."""
 
     alike: Alike
     pipeline: int
     replicas: int
     schedule: str
-    """Or ``SEVERAL``."""
+    """The name of a schedule, or ``SEVERAL``."""
 
     def layout(self) -> Parallelism:
-        """Its degrees."""
+        """The degrees of this shape."""
         return layout_of(self.alike, self.pipeline, self.replicas, self.schedule)
 
 
 def layout_of(alike: Alike, pipeline: int, replicas: int = 1, schedule: str = PLAIN) -> Parallelism:
-    """Degrees without a placement; of ``SEVERAL`` stages on a rank the fewest, in the plainest schedule."""
+    """Degrees without a placement. ``SEVERAL`` becomes the plainest schedule that has several stages per rank, with the fewest: two."""
     pipe = ScheduleChoice("Interleaved1F1B", 2) if schedule == SEVERAL else ScheduleChoice(schedule, 1)
     return Parallelism(
         data_parallel_replicate_degree=replicas,
@@ -122,7 +122,7 @@ def layout_of(alike: Alike, pipeline: int, replicas: int = 1, schedule: str = PL
 
 
 def shape_of(layout: Parallelism) -> Shape:
-    """The shape of a layout, of whatever placement."""
+    """The shape of a layout, whatever its placement."""
     alike = Alike(
         layout.tensor_parallel_degree,
         layout.enable_sequence_parallel,
@@ -144,29 +144,29 @@ def shape_of(layout: Parallelism) -> Shape:
 
 @dataclass(frozen=True)
 class Grid:
-    """The stages and replicas that cells which are alike can make, [N] each."""
+    """The pairs of stages and replicas that cells of one width can make, [N] each."""
 
     pipeline: Ints
     replicas: Ints
 
 
 class _Sizes(NamedTuple):
-    """Micro-batches of cells that are as wide."""
+    """Micro-batch sizes for cells of one width."""
 
     micro_batches: list[int]
-    """Sequences of those that are legal."""
+    """The legal sizes, in sequences."""
     shapes: dict[tuple[str, str] | None, tuple[int, int]]
-    """Without a pipeline and with one, by the rule that they break, or None."""
+    """Numbers of shapes (without a pipeline, with one), keyed by the rule that they break, or None."""
 
 
 class MixedSpace:
-    """The legal shapes of a problem, and a count of the others by the rule that they break."""
+    """The legal shapes of a problem, and how many other shapes break each rule."""
 
     def __init__(
         self, asked: Problem, near: Parallelism | None = None, groups: Sequence[NodeGroup] | None = None
     ) -> None:
-        """``near``: leaves out what has a degree or a micro-batch more than ``NEAR`` times as large or as small; ``groups``: those on which
-        cells may lie, instead of all. Raises BadInput where what the user gives of stages and replicas does not go together."""
+        """``near``: leaves out shapes with a size more than ``NEAR`` times as large or as small as in this layout; ``groups``: the groups on
+        which cells can lie, instead of all. Raises BadInput where given stages and replicas do not match each other, the model or the cluster."""
         self.asked, self.given, self.placed, self._near = asked, asked.constraints.given, Given(asked), near
         self._groups = asked.cluster.groups if groups is None else groups
         self.rules: dict[str, Rule] = {}
@@ -174,7 +174,7 @@ class MixedSpace:
         """Shapes, legal or not."""
         self.legal = 0
         self.twins = 0
-        """Pipelines that the engine runs as those of a lower ZeRO stage; none of the shapes."""
+        """Pipelines that the engine runs like those of a lower ZeRO stage; not counted in ``size``."""
         self.grid = cache(self._grid)
         self._count = cache(self._counted)
         self._rules = cache(self._ruled)
@@ -188,15 +188,15 @@ class MixedSpace:
         self.alike = list(self._all_alike())
 
     def cells(self, width: int) -> tuple[int, ...]:
-        """Cells of each group."""
+        """Cells of each group; 0 where the group is not part of this space."""
         return tuple(cells_of(group, width) if group in self._groups else 0 for group in self.asked.cluster.groups)
 
     def micro_batches(self, alike: Alike) -> int:
-        """Of all replicas together."""
+        """Micro-batches of all replicas together."""
         return self.asked.job.global_batch_size // (alike.shard * alike.micro_batch)
 
     def _allowed(self, pipeline: int, schedule: str, total: int) -> NDArray[np.bool_]:
-        """[M + 1] Whether a replica may have so many micro-batches."""
+        """[M + 1] Whether a replica can have m micro-batches, for each m up to ``total``."""
         numbers = np.arange(total + 1)
         if schedule == SEVERAL:
             return np.logical_or.reduce([self.legal_pipe(pipe, pipeline, numbers) for pipe in self.pipes(pipeline)])
@@ -205,7 +205,7 @@ class MixedSpace:
         return self.legal_pipe(ScheduleChoice(schedule, 1), pipeline, numbers)
 
     def _all_schedules(self, pipeline: int) -> tuple[str, ...]:
-        """Those that the engine has; without a pipeline there is nothing to order."""
+        """The schedules that the engine has; just one without a pipeline, where there is nothing to order."""
         name = self.given.get("pipeline_parallel_schedule")
         if pipeline == 1:
             return (name or PLAIN,)
@@ -215,7 +215,7 @@ class MixedSpace:
         return (*((SEVERAL,) if any(map(self.pipes, ranks)) else ()), *found)
 
     def _pipes(self, pipeline: int) -> tuple[ScheduleChoice, ...]:
-        """Schedules with several stages on each of so many ranks."""
+        """The schedules with several stages on each of ``pipeline`` ranks."""
         name, most = self.given.get("pipeline_parallel_schedule"), self.asked.graph.num_layers // max(pipeline, 1)
         depths = (
             range(2, min(most, DEEPEST_UNEVEN_VIRTUAL) + 1) if self.placed.virtual is None else [self.placed.virtual]
@@ -244,12 +244,12 @@ class MixedSpace:
         )
 
     def legal_pipe(self, pipe: ScheduleChoice, pipeline: int, micro_batches: Ints) -> Mask:
-        """Whether so many ranks can run so many micro-batches so, of each number."""
+        """Whether ``pipeline`` ranks can run each number of micro-batches under this schedule."""
         schedule = schedule_of(pipe.schedule)
         return schedule.runs(pipeline, pipe.virtual, micro_batches, in_torch=self.asked.torch_orders)
 
     def _grid(self, width: int, total: int) -> Grid:
-        """Every number of stages and replicas that the cells, the layers and the micro-batches allow."""
+        """Every pair of stages and replicas that the cells, the layers and the micro-batches allow."""
         there = self.cells(width)
         cells = sum(there)
         most = min(cells, max(self.asked.graph.num_layers, 1))
@@ -263,7 +263,7 @@ class MixedSpace:
         return Grid(found[:, 0], found[:, 1])
 
     def runs(self, grid: Grid, schedule: str, *, pipelined: bool) -> Mask:
-        """[N] Whether so many stages are there under a schedule, whatever the micro-batches."""
+        """[N] Whether a schedule can have the stages of each pair in the grid, whatever the micro-batches."""
         there = (grid.pipeline > 1) == pipelined
         if schedule == SEVERAL:
             return there & self._has_pipes(int(grid.pipeline.max(initial=0)))[grid.pipeline]
@@ -273,11 +273,11 @@ class MixedSpace:
         return there if num_stages is None else there & (grid.pipeline == num_stages)
 
     def _with_pipes(self, most: int) -> Mask:
-        """[P + 1] Whether so many ranks can have several stages each."""
+        """[P + 1] Whether p ranks can have several stages each, for each p up to ``most``."""
         return np.array([p > 1 and bool(self.pipes(p)) for p in range(most + 1)])
 
     def has_choice(self, alike: Alike) -> bool:
-        """Whether stages may recompute fewer than all of their layers."""
+        """Whether stages can recompute fewer than all of their layers."""
         return alike.recompute != "none" and (self.placed.recomputed or "activation_checkpoint" not in self.given)
 
     def _all_alike(self) -> Iterator[Alike]:
@@ -314,8 +314,7 @@ class MixedSpace:
                     yield from (alike._replace(micro_batch=m) for m in sizes.micro_batches for alike in legal)
 
     def _sizes(self, width: int, shard: int) -> _Sizes:
-        """Of all micro-batches of so many sequences that cells may have: the legal ones, and how many shapes there are by what forbids the
-        others."""
+        """The legal micro-batch sizes for cells of this width, and how many shapes are legal or break each rule."""
         batch, shares, legal = self.asked.job.global_batch_size, self.placed.shares, list[int]()
         shapes = dict[tuple[str, str] | None, tuple[int, int]]()
         for micro_batch in self._values("micro_batch_size", divisors(batch)):
@@ -336,7 +335,7 @@ class MixedSpace:
         return _Sizes(legal, shapes)
 
     def _all_methods(self, context: int) -> list[ContextMethod | None]:
-        """How so many ranks may share a sequence."""
+        """The methods by which ``context`` ranks can share a sequence."""
         if context == 1:
             return [None]
         return self._values("context_parallel_method", self.asked.context_methods(context))
@@ -350,14 +349,14 @@ class MixedSpace:
         return [size for size in free if there <= NEAR * size and size <= NEAR * there]
 
     def _not_placed(self) -> str | None:
-        """A given key that layouts over several groups do not have, in words."""
+        """Why a given key rules out layouts over several groups, in words; None where none does."""
         for key, value in self.given.items():
             if key not in PLACED and value is not None:
                 return f"{key} = {value!r}: layouts over several groups of devices do not have it (valid: null)"
         return None
 
     def _legal(self, alike: Alike, sizes: _Sizes) -> bool:
-        """Whether degrees are legal, whatever the size of the micro-batch; counts all shapes that have them."""
+        """Whether degrees are legal, whatever the micro-batch size; counts all shapes that have these degrees."""
         is_twin, broken = self.is_twin(alike), self._broken(alike)
         for of_sizes, (alone, piped) in sizes.shapes.items():
             self.twins += piped * is_twin
@@ -370,7 +369,7 @@ class MixedSpace:
         return broken is None
 
     def _broken(self, alike: Alike) -> tuple[str, str] | None:
-        """The first rule that it breaks, with what this says."""
+        """The first rule that these degrees break, as (name, message)."""
         for name, says in self._rules(alike._replace(recompute="none")):
             if says is not None:
                 return name, says
@@ -378,7 +377,7 @@ class MixedSpace:
         return None if refused is None else ("engine", refused)
 
     def _ruled(self, alike: Alike) -> tuple[tuple[str, str | None], ...]:
-        """Rules of the degrees, each with what it says against them."""
+        """The rules for these degrees, as (name, message); the message is None where the rule holds."""
         graph, job, engine, layout = self.asked.graph, self.asked.job, self.asked.engine, layout_of(alike, 1)
         return (
             ("not placed", self._not_placed()),
@@ -389,7 +388,7 @@ class MixedSpace:
         )
 
     def _of_tensor_ranks(self, tensor: int, sequence: bool) -> tuple[tuple[str, str | None], ...]:
-        """Rules of ranks that share products, whatever else they share."""
+        """The rules for ranks that share products, whatever else they share."""
         graph, job, engine = self.asked.graph, self.asked.job, self.asked.engine
         layout = Parallelism(tensor_parallel_degree=tensor, enable_sequence_parallel=sequence)
         return (
@@ -401,14 +400,14 @@ class MixedSpace:
         )
 
     def _counted(self, width: int, total: int) -> tuple[int, int]:
-        """Shapes of cells so wide without a pipeline, and with one."""
+        """Numbers of shapes with cells of this width: (without a pipeline, with one)."""
         grid = self.grid(width, total)
         alone = int(self.runs(grid, self.schedules(1)[0], pipelined=False).sum())
         piped = sum(int(self.runs(grid, schedule, pipelined=True).sum()) for schedule in self.schedules(2))
         return alone, piped
 
     def is_twin(self, alike: Alike) -> bool:
-        """Whether the engine runs pipelines of a ZeRO stage as those of a lower one that is free to be taken."""
+        """Whether the engine runs pipelines of this ZeRO stage like those of a lower one; False where the user gives the stage."""
         return self._twins(alike._replace(micro_batch=1, recompute="none"))
 
     def _twin(self, alike: Alike) -> bool:
@@ -441,20 +440,20 @@ class MixedSpace:
 
 
 def _zero_stages(shard: int, context: int) -> list[int]:
-    """Ranks that share a sequence hold the same weights, and may share their states as those that share the batch do."""
+    """The ZeRO stages of a cell. Context ranks hold the same weights, so they can shard their states as data-parallel ranks do."""
     return [1, 2, 3] if shard > 1 else [0, 1, 2, 3] if context > 1 else [0]
 
 
 def spaces_of(asked: Problem, near: Parallelism | None = None) -> list[MixedSpace]:
-    """A space for each part of the cluster whose groups may take part in one layout; none for a group that nothing joins with another, which is
-    searched alone, unless placements are given. Raises BadInput as they do."""
+    """One space for each set of groups that can take part in one layout. A group without a link to another one has none, because it is searched
+    alone, unless placements are given. Raises BadInput as ``MixedSpace`` does."""
     placed = any(key in asked.constraints.given for key in OF_PLACEMENTS)
     parts = (groups for groups in mixed_rules.together(asked.cluster) if placed or len(groups) > 1)
     return [MixedSpace(asked, near, groups) for groups in parts]
 
 
 def no_shape(spaces: Sequence[MixedSpace]) -> BadInput:
-    """The refusal of a problem without a legal shape."""
+    """The error for a problem without a legal shape."""
     space = max(spaces, key=lambda one: one.size)
     worst = max((rule for rule in space.rules.values() if rule.broken), key=lambda rule: rule.broken, default=None)
     given = ", ".join(f"{key} = {in_words(value)}" for key, value in space.given.items())

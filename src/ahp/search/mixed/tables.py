@@ -1,8 +1,8 @@
-"""What the stages of one layout cost on each group: seconds, with as few layers recomputed as the device's memory asks for.
+"""What the stages of one layout cost on each group, in seconds, with as few layers recomputed as the device's memory allows.
 
-Where stages may recompute fewer than all of their layers, a stage of n layers recomputes r of them, the fewest with which
-the lower bound of its need fits. It takes at least what it takes with none, and at least what it takes with all n less n - r times
-the most that one layer more can add. Where passes neither wait for the host nor for weights both are the same: a line.
+Where stages can recompute fewer than all of their layers, a stage of n layers recomputes r of them, the fewest with which
+the lower bound of its memory need fits. It takes at least its time with none recomputed, and at least its time with all n minus
+n - r times the most that one more layer can add. Where passes wait neither for the host nor for weights, both are equal: a line.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from ahp.schedule.bounds import in_flight
 from ahp.schedule.registry import get, of_ranks
 
 ROUNDING = 1e-9
-"""Of a layer, by which the fewest may come out above a whole number."""
+"""The part of a layer by which rounding can put the fewest above a whole number."""
 
 
 class StageCosts(NamedTuple):
-    """Of stages, each of any shape."""
+    """Costs of stages, in arrays of any shape."""
 
     whole: Floats
     """Seconds of both passes for one micro-batch, at least."""
     forward: Floats
     recomputed: Ints
-    """Layers that are recomputed, at least; all where not even that fits, and where stages have no choice none is counted."""
+    """Layers that are recomputed, at least; all where even that does not fit, and 0 where stages have no choice."""
     fits: Mask
-    """Whether the lower bound of the need does, so recomputed."""
+    """Whether the lower bound of the memory need fits with these layers recomputed."""
 
 
 class RankCosts(NamedTuple):
-    """Of replicas with several stages on each of p ranks."""
+    """Costs of replicas with several stages on each of p ranks."""
 
     busy: Floats
     """[..., p] Seconds in which a rank computes one micro-batch, at least."""
@@ -47,23 +47,23 @@ class RankCosts(NamedTuple):
     """[..., S] Seconds of both passes of a stage with nothing recomputed, at least."""
     forward: Floats
     recomputed: Ints
-    """[..., S] Layers; of each rank no fewer in all, and first in the stage of which it keeps the most micro-batches."""
+    """[..., S] Layers recomputed: at least this many in all on each rank, counted first in its stage that keeps the most micro-batches."""
     fits: Mask
-    """[..., p] Whether the lower bound of a rank's need does, so recomputed."""
+    """[..., p] Whether the lower bound of a rank's memory need fits with these layers recomputed."""
 
 
 class LayoutTables:
-    """G groups, S stages, L layers."""
+    """Costs of the stages of one layout. Dims: G groups, S stages, L layers."""
 
     def __init__(
         self, columns: CellColumns, row: int, groups: Sequence[GroupCells], layout: Parallelism,
         light: Sequence[GroupCells] = (), *, layers: Sequence[int], ranks: bool = False,
     ) -> None:  # fmt: skip
-        """``row``: the layout's in the columns; ``light``: the same cells with nothing recomputed, where stages may recompute fewer than
-        all of their layers; ``layers``: the kind of each.
+        """``row``: the layout's row in the columns; ``light``: the same cells with nothing recomputed, where stages can recompute fewer than all
+        of their layers; ``layers``: the kind of each layer.
 
-        ``ranks``: of a layout with several stages on a rank, whether a "stage" here is all that a rank has; which of them are the ends
-        is not known then.
+        ``ranks``: for a layout with several stages per rank, whether a "stage" here is all that a rank has; it is then not known which
+        ranks have the first and the last stage.
         """
         self._columns, self._row, self._layout, self._ranks = columns, row, layout, ranks
         self.groups, self.light, self.has_choice = groups, light or groups, bool(light)
@@ -75,7 +75,7 @@ class LayoutTables:
         )
         share = columns.share[row]
         self._work = np.concatenate([[0.0], np.cumsum(share[list(layers)])])
-        """[L + 1] Of the first layers."""
+        """[L + 1] Work of the first layers."""
         self._least_work = float(share.min())
         self._dropped = columns.held.dropped[row] * share.max()
         """[G] Bytes of a micro-batch that recomputing one layer saves, at most."""
@@ -85,12 +85,12 @@ class LayoutTables:
 
     @cached_property
     def layer_s(self) -> Floats:
-        """[G] Seconds of both passes of the mean layer with none recomputed, and of the stage with the least beside it."""
+        """[G] Seconds of both passes of the mean layer with none recomputed, plus the least that a stage takes besides its layers."""
         return self._seconds[1, :, -1] / self.num_layers + self._beside_s[1][:, self._places].min(axis=1)
 
     def least_whole_s(self, there: Mask) -> Floats:
-        """[G] Seconds of the whole model for one micro-batch on a cell, with as few layers recomputed as memory asks for; infinite where
-        there is none or it has not the memory."""
+        """[G] Seconds of the whole model for one micro-batch on a cell, with as few layers recomputed as memory allows; infinite where there
+        is no cell or it has too little memory."""
         n, found = self.num_layers, np.full(len(self.groups), np.inf)
         rooms = [self._rooms(np.array([m]), (0, slice(None), 0)) for m in (1, 2)]
         holds = np.logical_or.reduce([room.hold(self._work[-1]) for room in rooms]) & there
@@ -103,14 +103,14 @@ class LayoutTables:
         return found
 
     def stages(self, kinds: Ints, layers: Ints | Sequence[int], micro_batches: Ints) -> StageCosts:
-        """[..., S] Of replicas with these groups along their stages, [..., S], with these layers in them, [..., S], and so many
-        micro-batches, [...]."""
+        """[..., S] Costs of the stages of replicas with these groups [..., S] and layers [..., S] along their stages, and this many
+        micro-batches [...]."""
         work, seconds, room = self._layers_of(kinds, np.asarray(layers), micro_batches)
         return self._costs(kinds, self._places, np.asarray(layers), work, seconds, room)
 
     def of_ranks(self, kinds: Ints, layers: Ints | Sequence[int], micro_batches: Ints) -> RankCosts:
-        """The same of replicas with these groups along their ranks, [..., p], of which each has several stages. What a rank keeps is summed
-        over its stages; of what else they hold only the most of one is counted."""
+        """The same for replicas with several stages per rank, with these groups [..., p] along their ranks. What a rank keeps is summed over
+        its stages; of what else they hold, only the largest part of one stage counts."""
         layout, n = self._layout, np.asarray(layers)
         at = get(layout.pipeline_parallel_schedule).placement
         own = at.rank_stages(layout.pipeline_parallel_degree, layout.virtual_stages_per_rank)
@@ -139,7 +139,7 @@ class LayoutTables:
         return RankCosts(busy, light_s, forward, recomputed, fits)
 
     def _layers_of(self, kinds: Ints, n: Ints, micro_batches: Ints) -> tuple[Floats, Floats, StageRoom]:
-        """[..., S] The work of so many layers of stages, their seconds as ``_costs`` takes them, and the room that there is for them."""
+        """[..., S] The work of ``n`` layers in each stage, their seconds as ``_costs`` takes them, and the room for them."""
         last = np.cumsum(n, axis=-1)
         first = last - n
         seconds = self._seconds[:, kinds, last] - self._seconds[:, kinds, first]
@@ -148,11 +148,11 @@ class LayoutTables:
         return self._work[last] - self._work[first], seconds, self._rooms(numbers, at)
 
     def most_in_stages(self, micro_batches: Ints) -> Ints:
-        """[S] Layers of each stage that any group can hold with one of so many micro-batches, at most."""
+        """[S] The most layers of each stage that any group can hold with any of these numbers of micro-batches."""
         return self._most_of(micro_batches).max(axis=(0, 1))
 
     def _by_layers(self, micro_batches: int) -> StageCosts:
-        """[G, S, L] By number of layers from 1 on; where layers differ of the mean one. Infinite seconds where it does not fit."""
+        """[G, S, L] Costs by number of layers, from 1 on, of the mean layer where layers differ. Infinite seconds where a stage does not fit."""
         n = np.arange(1, self.num_layers + 1)
         group = np.arange(len(self.groups))[:, None, None]
         seconds = self._seconds[:, :, -1, None, None] / self.num_layers * n
@@ -162,7 +162,7 @@ class LayoutTables:
         return found._replace(whole=np.where(found.fits, found.whole, np.inf))
 
     def _costs(self, group: Ints, place: Ints, n: Ints, work: Floats, seconds: Floats, room: StageRoom) -> StageCosts:
-        """``seconds``: of the layers, forward, both passes, both with all layers recomputed."""
+        """``seconds``: of the layers, for the forward pass, both passes, and both passes with all layers recomputed."""
         forward, light_s, every_s = self._with_ends(group, place, seconds)
         fits = room.hold(work)
         if not self.has_choice:
@@ -172,22 +172,22 @@ class LayoutTables:
         return StageCosts(np.where(least > 0, at_least_s, light_s), forward, least, fits)
 
     def _with_ends(self, group: Ints, place: Ints, seconds: Floats) -> list[Floats]:
-        """With what stages take beside their layers."""
+        """The seconds including what stages take besides their layers."""
         return [of + beside[group, place] for of, beside in zip(seconds, self._beside_s, strict=True)]
 
     @staticmethod
     def _fewest(saved_bytes: Floats, dropped: Floats, n: Ints | int) -> Ints:
-        """Layers that must be recomputed for that, of n."""
+        """Layers that must be recomputed to save these bytes, at most n."""
         return np.clip(np.ceil(saved_bytes / np.maximum(dropped, 1.0) - ROUNDING), 0, n).astype(np.int64)
 
     def _rooms(self, micro_batches: Ints, at: Any = ()) -> StageRoom:
-        """[M, G, S] Of each stage on each group, in replicas with so many micro-batches; ``at``: those that this says of them."""
+        """[M, G, S] Room of each stage on each group, in replicas with these micro-batches; ``at``: an index that selects some of it."""
         each = np.stack([self._room(m) for m in micro_batches.tolist()], axis=1)
         layer_s, again_s, free, held, *others = each[(slice(None), *at)]
         return StageRoom(layer_s, again_s, free, held.astype(np.int64), *others)
 
     def _room_with(self, micro_batches: int) -> Floats:
-        """[F, G, S] The fields of one ``StageRoom``, with so many."""
+        """[F, G, S] The fields of one ``StageRoom``, for one number of micro-batches."""
         at = Positions(self._held(micro_batches), self._places, np.ones(self.num_stages, dtype=np.int64))
         room = StageRoom.of(self._columns, np.array([self._row]), at, micro_batches)
         return np.array([field[0] for field in vars(room.mapped(lambda of: of)).values()])
@@ -203,21 +203,21 @@ class LayoutTables:
 
     @cached_property
     def _seconds(self) -> Floats:
-        """[3, G, L + 1] Of the first layers: forward and both passes with none recomputed, both with all recomputed."""
+        """[3, G, L + 1] Seconds of the first layers: forward pass and both passes with none recomputed, both passes with all recomputed."""
         pairs = zip(self.light, self.groups, strict=True)
         each = np.array([[*light.line.layers, every.line.layers[1]] for light, every in pairs]).swapaxes(0, 1)
         return np.concatenate([np.zeros((*each.shape[:2], 1)), np.cumsum(each, axis=2)], axis=2)
 
     @cached_property
     def _beside_s(self) -> Floats:
-        """[3, G, P] The same of a stage beside its layers."""
+        """[3, G, P] The same for what a stage does besides its layers."""
         pairs = zip(self.light, self.groups, strict=True)
         return np.array([[*light.line.beside, every.line.beside[1]] for light, every in pairs]).swapaxes(0, 1)
 
     @cached_property
     def last_s(self) -> Floats:
-        """[G, L + 1] Seconds that a first stage with so many layers takes after its last micro-batch, at least: what recomputes more hides
-        more."""
+        """[G, L + 1] Seconds that a first stage with l layers takes after its last micro-batch, at least: the less of both, because more
+        recompute hides more."""
         return np.array(
             [np.minimum(light.last_s, every.last_s) for light, every in zip(self.light, self.groups, strict=True)]
         )
@@ -227,11 +227,11 @@ class LayoutTables:
         return np.array([of.again_s for of in self.groups])
 
     def _most_layers(self, micro_batches: int) -> Ints:
-        """[G, S] Layers that a device of the group can hold in a stage, at most, recomputed or not; below 0 where not even none."""
+        """[G, S] Layers that a device of the group can hold in a stage, at most, recomputed or not."""
         return self._most_of(np.array([micro_batches]))[0]
 
     def _most_of(self, micro_batches: Ints) -> Ints:
-        """[M, G, S]"""
+        """[M, G, S] The same for each number of micro-batches."""
         most = self._rooms(micro_batches).most
         return np.minimum(np.floor(most / self._least_work + ROUNDING), self.num_layers).astype(np.int64)
 
@@ -239,11 +239,11 @@ class LayoutTables:
 def columns_hold(
     tables: LayoutTables, cells: Sequence[int], shape: tuple[int, int], micro_batches: tuple[int, int]
 ) -> bool:
-    """Whether the cells that there are of each group can hold the model in one shape of (stages, replicas).
+    """Whether the available cells of each group can hold the model in one shape of (stages, replicas).
 
-    ``micro_batches``: the fewest that a replica may have, and how many one of them has at least. Of the columns only so many lie
-    wholly on the groups with the most room as these have cells; any other has a cell on one of the rest, which holds no more than
-    the best of these with the fewest micro-batches. Every column has a cell of the replica with the most.
+    ``micro_batches``: the fewest that a replica can have, and the number that at least one replica has. Only as many columns lie
+    wholly on the groups with the most room as these have cells for. Every other column has a cell on one of the other groups, and
+    holds no more than the best of those with the fewest micro-batches. Every column has a cell of the replica with the most.
     """
     stages, replicas = shape
     groups = [group for group, count in enumerate(cells) if count]
@@ -257,6 +257,6 @@ def columns_hold(
         gain = np.sort(np.maximum(layers[strong].max(axis=0) - limit, 0))[::-1] if strong else np.zeros(0, int)
         if weak < len(groups) and whole_columns >= stages:
             continue
-        if limit.clip(min=0).sum() + gain[:whole_columns].sum() < tables.num_layers:
+        if limit.sum() + gain[:whole_columns].sum() < tables.num_layers:
             return False
     return True

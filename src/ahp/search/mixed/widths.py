@@ -1,8 +1,8 @@
-"""Layouts whose stages are of unlike width, beside those whose cells are all alike.
+"""Layouts with stages of different width, in addition to those whose cells are all alike.
 
-Within a group of devices the stages have one width, and groups have different ones. No bound is known for them: those are priced that
-promise the most by what a layer takes on each group at each width, and the fastest are improved layer by layer. So the certificate
-says nothing of them.
+Stages have one width within a group of devices, and different widths on different groups. No bound is known for these layouts: the most
+promising ones, by the time of a layer on each group at each width, are priced, and the fastest are improved layer by layer. So the
+certificate does not cover them.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ GIVEN = (
     "tensor_parallel_degree", "data_parallel_shard_degree", "stages", "layers_per_stage", "recomputed_layers_per_stage",
     "micro_batches_per_replica", "mesh_order", "pipeline_parallel_order",
 )  # fmt: skip
-"""Keys that say how wide stages are, or what lies where: where the user has given one, all stages are of one width."""
+"""Keys that set how wide stages are, or where they lie. Where the user gives one, no other widths are tried."""
 ONE = ("expert_parallel_degree", "virtual_stages_per_rank")
-"""Keys that are 1 with stages of unlike width: where the user has given more, all are of one width."""
+"""Keys that must be 1 with stages of different width. Where the user gives more, no such layout is tried."""
 MOST_STAGES = 4
-"""Of a group, in each replica: more narrow ones wait longer than fewer wide ones."""
+"""The most stages of a group in each replica: many narrow stages wait longer than a few wide ones."""
 MOST_WAYS = 3
-"""To share sequences, with that of ranks that share none: those of the fastest layouts with cells alike."""
+"""The most ways to share sequences that are tried: not sharing them, and the ways of the fastest layouts with cells alike."""
 PRICED, FITTING, IMPROVED, MOVES = 64, 12, 4, 12
-"""Layouts that are priced for their promise, until so many fit; of these the fastest that are improved, by so many layers at most."""
+"""The most promising layouts that are priced, how many must fit to stop, how many of the fastest are improved, and the most layers moved."""
 
 
 @dataclass(frozen=True)
@@ -53,42 +53,41 @@ class Side:
     stages: int
     width: Width
     layer_s: float
-    """Forward and backward of one layer and one micro-batch of a replica."""
+    """Seconds of the forward and backward pass of one layer for one micro-batch of a replica."""
 
 
 class Common(NamedTuple):
-    """What all stages have alike."""
+    """What all stages have in common."""
 
     whole: int
-    """Sequences of a replica's micro-batch."""
+    """Sequences in a replica's micro-batch."""
     replicas: int
     context: int = 1
     method: ContextMethod | None = None
 
 
 class Promise(NamedTuple):
-    """What makes a layout, before its layers are cut."""
+    """A layout before its layers are cut into stages, with the time that it promises."""
 
     pipeline_s: float
-    """Of its layers alone, were they shared out evenly."""
+    """Seconds of the pipeline from its layers alone, as if all stages took equally long."""
     sides: tuple[Side, ...]
     common: Common
 
 
 @dataclass
 class UnlikeWidths:
-    """What was found."""
+    """The layouts found with stages of different width."""
 
     fitting: list[Pair] = field(default_factory=list)
-    """Fastest first."""
+    """Layouts that fit, fastest first."""
     forecasts: int = 0
 
 
 def unlike_widths(asked: Problem, ranked: Sequence[Pair], best_s: float = math.inf) -> UnlikeWidths:
-    """Look near what layouts with cells alike (``ranked``, fastest first) have in common: sequences at a time, replicas, ranks that share
-    a sequence.
+    """Search near the sequences per micro-batch, replicas and context ranks of layouts with cells alike (``ranked``, fastest first).
 
-    ``best_s``: what takes longer by its layers alone is not priced.
+    ``best_s``: a layout whose layers alone take as long or longer is not priced.
     """
     found = UnlikeWidths()
     given = asked.constraints.given
@@ -112,8 +111,8 @@ def unlike_widths(asked: Problem, ranked: Sequence[Pair], best_s: float = math.i
 
 
 def given_widths(asked: Problem) -> Parallelism | None:
-    """The layout that the user has given with the widths of its stages, which is then the only one: what it does not say is as it is by
-    default. None where no width is given. Raises BadInput where it is no layout."""
+    """The layout that the user gives together with the widths of its stages, which is then the only one; missing keys have their defaults.
+    None where no width is given. Raises BadInput where it is not a valid layout."""
     given = asked.constraints.given
     if not any(stage.own_width for stage in given.get("stages", ())):
         return None
@@ -130,7 +129,7 @@ class _Finder:
         self.sides = cache(self._sides)
 
     def promising(self, ranked: Sequence[Pair]) -> Iterator[Promise]:
-        """Every number of stages of every group, at the fastest widths, in every order of the groups."""
+        """Every number of stages on every group, at the fastest widths, in every order of the groups."""
         given = self.asked.constraints.given
         for common in self._commons([layout for layout, _ in ranked[:10]]):
             micro_batches, rest = divmod(self.asked.job.global_batch_size, common.whole * common.replicas)
@@ -148,13 +147,13 @@ class _Finder:
                     yield Promise(pipeline_s, order, common)
 
     def _used(self, common: Common) -> Iterator[list[Side]]:
-        """The stages of some groups that may take part in one layout."""
+        """Every choice of stages on groups that can take part in one layout."""
         for groups in mixed_rules.together(self.asked.cluster):
             for sides in product(*(self.sides(group.name, common) for group in groups)):
                 yield [side for side in sides if side is not None]
 
     def _commons(self, near: Sequence[Parallelism]) -> Iterator[Common]:
-        """What stages may have alike: what the user has given, what layouts ``near`` have, and little of each."""
+        """What all stages can have in common: the user's values, else those of the layouts ``near`` and small ones."""
         given = self.asked.constraints.given
         sizes = {layout.micro_batch_size * layout.data_parallel_shard_degree for layout in near} | {1, 2}
         replicas = {layout.data_parallel_replicate_degree for layout in near} | {1, 2}
@@ -166,7 +165,7 @@ class _Finder:
         return (Common(whole, count, degree, method) for whole, count, (degree, method) in every)
 
     def _ways(self, near: Sequence[Parallelism]) -> list[tuple[int, ContextMethod | None]]:
-        """Numbers of ranks that share a sequence, each with how."""
+        """Context-parallel degrees, each with its method."""
         constraints = self.asked.constraints
         degree, method = constraints.context_parallel_degree, constraints.context_parallel_method
         ways: list[tuple[int, ContextMethod | None]] = [] if method else [(1, None)]
@@ -179,7 +178,7 @@ class _Finder:
         return ways if method else [(degree, way) for way in self.asked.context_methods(degree)]
 
     def _sides(self, name: str, common: Common) -> list[Side | None]:
-        """Of each number of stages the fastest widths that go on a group's devices; None: it has no stage."""
+        """The two fastest widths with room on a group's devices, for each number of stages; None = the group has no stage."""
         group = next(group for group in self.asked.cluster.groups if group.name == name)
         found: list[Side | None] = [None]
         for stages in range(1, MOST_STAGES + 1):
@@ -222,7 +221,7 @@ class _Finder:
         return sum(cost.seconds[:2]) / layers
 
     def layout(self, promise: Promise) -> Parallelism:
-        """Layers by the speed of their stages."""
+        """The layout of a promise, with layers in proportion to the speed of its stages."""
         _, sides, common = promise
         places = [side for side in sides for _ in range(side.stages)]
         rates = [1 / side.layer_s for side in places]
@@ -250,7 +249,7 @@ class _Finder:
         )
 
     def priced(self, layout: Parallelism) -> list[Priced]:
-        """The layout where it can run and fits, with as few layers recomputed as fit, of the lightest kind that does."""
+        """The layout if it can run and fits, with the lightest kind of recompute that fits and as few layers recomputed as possible."""
         given = self.asked.constraints.given.get("activation_checkpoint")
         found = []
         for kind in ("selective", "full") if given is None else (given,):
@@ -270,8 +269,8 @@ class _Finder:
         return [one for one in found if one.forecast.fits and self.asked.constraints.admits(one.parallelism)]
 
     def _lightest(self, layout: Parallelism) -> Parallelism | None:
-        """With the fewest layers recomputed with which each cell fits, None where one does not with all; those of one stage are alike in all
-        replicas."""
+        """The layout with the fewest layers recomputed for every cell to fit; None where one does not fit with all of them. The cells of a
+        stage are alike in all replicas."""
         stages = layout.stages or ()
         if layout.activation_checkpoint == "none":
             return layout
@@ -286,7 +285,7 @@ class _Finder:
         return said_plainly(layout.model_copy(update={"stages": tuple(places)}))
 
     def improved(self, best: Priced) -> Priced:
-        """With layers moved from the slowest stage to another one, while that helps; then in the other schedules."""
+        """The layout with layers moved from the slowest stage to another one while that helps, then in the other schedules."""
         best, key = self._moved_while_faster(best), "pipeline_parallel_schedule"
         if key in self.asked.constraints.given:
             return best
@@ -318,13 +317,13 @@ class _Finder:
         return self._searched_again(layout.model_copy(update={"stages": tuple(stages)}))
 
     def _searched_again(self, layout: Parallelism) -> Parallelism:
-        """With nothing said of what is recomputed."""
+        """The layout without its numbers of recomputed layers, which are then searched again."""
         stages = tuple(stage.model_copy(update={"recomputed_layers": None}) for stage in layout.stages or ())
         return layout.model_copy(update={"stages": stages})
 
 
 def _shared(total: int, rates: Sequence[float]) -> list[int]:
-    """``total`` by the rates, one at least for each: who is behind what is due the most gets the next."""
+    """``total`` divided by the rates, at least one for each stage: the next goes to the stage that is then done first."""
     found = [1] * len(rates)
     for _ in range(total - len(rates)):
         at = min(range(len(rates)), key=lambda stage: (found[stage] + 1) / rates[stage])

@@ -1,4 +1,4 @@
-"""Tensors that share memory which the graph writes into: every rank keeps them whole, so that each write is seen."""
+"""Memory that tensors share and the graph writes into: every rank keeps these tensors whole, so that it sees each write."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ahp.search.slicing.placement import args_of, tensor_inputs
 
 
 def written(nodes: list[Node]) -> set[Node]:
-    """Nodes whose memory some operator writes into, and those that read it before the last write.
+    """Nodes whose memory some operator writes into, and nodes that read such memory before the last write.
 
-    A reader after the last write sees what stands there for good, and may work on a part of it.
+    A reader after the last write sees the final contents, and may work on a part of them.
     """
     memory = _memory_of(nodes)
     last_write: dict[Node, int] = {}
@@ -29,7 +29,7 @@ def written(nodes: list[Node]) -> set[Node]:
 
 
 def _memory_of(nodes: list[Node]) -> dict[Node, Node]:
-    """For each node the one that made the memory it lies in; what may be a view counts as one."""
+    """The node that made the memory in which each node lies; what may be a view counts as one."""
     memory: dict[Node, Node] = {}
     for node in nodes:
         sources = tensor_inputs(node) if node.op == "call_function" else []

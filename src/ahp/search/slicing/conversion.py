@@ -1,4 +1,4 @@
-"""From one placement to another: which collectives that takes, forward and backward, and what a rank sends in them."""
+"""Conversions from one placement to another: their collectives, forward and backward, and what a rank sends in them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PRODUCTS = {torch.ops.aten.linear.default, torch.ops.aten.addmm.default, torch.o
 PASSES: dict[Kind, tuple[int, int]] = {
     "sum": (2, 0),  # all-reduce; every rank holds the whole gradient already
     "sum_gradient": (0, 2),  # nothing; all-reduce
-    "gather": (1, 0),  # all-gather; the own part of a gradient that is whole on every rank
+    "gather": (1, 0),  # all-gather; each rank takes its part of a gradient that is whole on every rank
     "gather_and_sum_gradient": (1, 1),  # all-gather; reduce-scatter
     "sum_and_cut": (1, 1),  # reduce-scatter; all-gather
-    "cut": (0, 1),  # the own part; all-gather
+    "cut": (0, 1),  # each rank takes its part; all-gather
 }
 """Passes over the whole tensor around a ring of the ranks, forward and backward."""
 
@@ -35,18 +35,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Permission:
-    """Which conversions a slicing may use beside sums over ranks."""
+    """Which conversions a slicing may use besides sums over ranks."""
 
     gathers_weights: bool = False
-    """What a column split of a weight gives may be made whole again, and a whole tensor be cut for a row split."""
+    """The result of a column-split weight may be made whole again, and a whole tensor may be cut for a row split."""
     gathers_tokens: bool = False
-    """Parts of the tokens may be made whole, and whole tensors and sums be cut into them."""
+    """Parts of the tokens may be made whole, and whole tensors and sums may be cut into such parts."""
 
 
 def steps(have: Placement, wanted: Placement, *, needs_sum: bool) -> tuple[Step, ...] | None:
-    """What brings a tensor from ``have`` to ``wanted``; None where there is no way.
+    """The steps that bring a tensor from ``have`` to ``wanted``; None where there is no way.
 
-    ``needs_sum``: it is whole and is read by work that the ranks share, so their gradients have to be added up.
+    ``needs_sum``: the tensor is whole and is read by work that the ranks share, so their gradients have to be added up.
     """
     gradient = (Step("sum_gradient"),) if needs_sum else ()
     if have == wanted:
@@ -58,7 +58,7 @@ def steps(have: Placement, wanted: Placement, *, needs_sum: bool) -> tuple[Step,
     if isinstance(have, Split):
         if isinstance(wanted, Replicated):
             return (Step("gather_and_sum_gradient" if needs_sum else "gather", have),)
-        # between columns and tokens: what an all-to-all would do, by collectives that are there already
+        # between columns and tokens: the effect of an all-to-all, by the collectives that exist already
         if isinstance(wanted, Split) and wanted.tokens != have.tokens:
             return (Step("gather", have), Step("cut", wanted))
         return None

@@ -1,4 +1,4 @@
-"""How a model is split over its tensor-parallel ranks, for people: the modules by kind of split, and what that costs."""
+"""How a model is split over its tensor-parallel ranks, in words: the modules by kind of split, and what that costs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEANING = {
 
 
 def plan_slicing(plan: Plan) -> ModelSlicing:
-    """The slicing that a plan's tensor-parallel degree comes to, at its own micro-batch and sequence length.
+    """The slicing for a plan's tensor-parallel degree, at the plan's own micro-batch and sequence length.
 
     Raises BadInput when the model's blocks cannot be sliced.
     """
@@ -38,7 +38,7 @@ def plan_slicing(plan: Plan) -> ModelSlicing:
     from ahp.search.slicing.model import slice_outline
 
     p, job = plan.parallelism, plan.job
-    dtype = torch.float32 if job.precision == "fp32" else torch.bfloat16  # what crosses between ranks has 4 bytes or 2
+    dtype = torch.float32 if job.precision == "fp32" else torch.bfloat16  # values sent between ranks have 4 bytes or 2
     module = with_adapters(build_model(plan.model), job.lora)
     found = outline(
         module,
@@ -68,7 +68,7 @@ def told(sliced: ModelSlicing) -> list[str]:
 
 
 def _cost(slicing: Slicing, degree: int) -> str:
-    """What a rank computes, holds and sends, beside one device that does all."""
+    """What a rank computes, holds and sends, compared with one device that does all."""
     flops, elements, moved, _ = slicing.cost
     all_flops, all_elements = slicing.undivided
     return (

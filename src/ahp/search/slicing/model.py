@@ -1,4 +1,4 @@
-"""The slicing of a whole model: the solution of each kind of block, the embedding and the head by vocabulary."""
+"""The slicing of a whole model: the solution for each kind of block, and the embedding and the head split by vocabulary."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def slice_model(model: Any, degree: int, *, enable_sequence_parallel: bool = Fal
 
 
 def slice_outline(found: Outline, degree: int, *, enable_sequence_parallel: bool = False) -> ModelSlicing:
-    """The same for a model whose outline is known."""
+    """``slice_model`` for a model whose outline is known."""
     solutions = []
     if found.own_backward is not None:
         rule = (
@@ -92,7 +92,7 @@ def _valid_degrees(captured: Capture, degree: int) -> list[int]:
 
 
 def _hidden_of(captured: Capture, found: Outline) -> int:
-    """The number of the activation that holds the hidden states; the block's first argument comes first."""
+    """The number of the activation that holds the hidden states: the first of their shape with a gradient, in the order of arguments."""
     for number, (node, trainable) in enumerate(zip(captured.activation_nodes(), captured.trainable, strict=True)):
         if trainable and shape_of(node) == found.hidden.shape:
             return number
@@ -103,7 +103,7 @@ def _hidden_of(captured: Capture, found: Outline) -> int:
 
 
 def _vocabulary(found: Outline, degree: int) -> tuple[str, ...]:
-    """Split the vocabulary when the logits come straight from a linear head and the degree divides its rows."""
+    """The embedding and the head, if the logits come straight from a linear head and the degree divides the vocabulary; else none."""
     if found.head is None or found.token_embedding is None or found.logits.shape[-1] % degree:
         return ()
     return (found.token_embedding, found.head)

@@ -46,7 +46,7 @@ def find_packings(nodes: Iterable[Node]) -> dict[int, frozenset[tuple[int, ...]]
 
 
 def dim_groups(source: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Smallest groups of dims of equal product that a view maps onto each other; dims of size 1 are left out."""
+    """The smallest groups of dims with equal products that a view maps onto each other; dims of size 1 are left out."""
     left = [d for d, size in enumerate(source) if size != 1]
     right = [d for d, size in enumerate(shape) if size != 1]
     groups: list[tuple[list[int], list[int]]] = []
@@ -75,7 +75,7 @@ def _unpacked(node: Node) -> Iterable[tuple[int, tuple[int, ...]]]:
 
 
 def _tiles(ranges: set[tuple[int, int]], size: int) -> tuple[int, ...]:
-    """The lengths of ranges that cover a dim without a gap; none when they overlap or leave something out."""
+    """The lengths of ranges that cover a dim without a gap; empty when they overlap or leave something out."""
     at, lengths = 0, []
     for start, end in sorted(ranges - {(0, size)}):
         if start != at:
@@ -96,7 +96,7 @@ def cut_sizes(node: Node) -> tuple[int, ...]:
 
 
 def slice_range(node: Node) -> tuple[int, int, int]:
-    """Dim, first and last-but-one index of slice(x, dim, start, end), without negative or open ends."""
+    """Dim, first index and end (exclusive) of slice(x, dim, start, end), without negative or open ends."""
     dim = argument(node, 1, "dim", 0) % len(shape_of(args_of(node)[0]))
     size = shape_of(args_of(node)[0])[dim]
     start, end = argument(node, 2, "start"), argument(node, 3, "end")

@@ -1,4 +1,4 @@
-"""Where the parts of a tensor lie on the tensor-parallel axis, and how the rules of operators speak of it."""
+"""Where the parts of a tensor lie on the tensor-parallel axis, and the terms in which operators' rules describe this."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Split:
     """The split began at the tokens of the block's input (m, or the batch), not at the columns or rows of a weight."""
 
     def at(self, dim: int, segments: tuple[int, ...] | None = None) -> Split:
-        """The same split where an operator puts it."""
+        """The same split at the dim where an operator puts it."""
         return replace(self, dim=dim, segments=self.segments if segments is None else segments)
 
 
@@ -45,7 +45,7 @@ R, P = Replicated(), Partial()
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One way to run an operator: what each tensor input must be, and what comes out (each output alike)."""
+    """One way to run an operator: the placement that each tensor input must have, and the one that every output gets."""
 
     inputs: tuple[Placement, ...]
     output: Placement
@@ -65,15 +65,15 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The dims of a block's input [batch, sequence, hidden] that may be split in place of a weight's."""
+    """The dims of a block's input [batch, sequence, hidden] that may be split instead of a weight's."""
 
     batch: int
     sequence: int
     dims: tuple[int, ...]
-    """Of 0 (the batch) and 1 (the sequence, m)."""
+    """Which may be split: 0 (the batch), 1 (the sequence, m)."""
 
     def splits(self, dim: int, size: int) -> Iterator[Split]:
-        """How a tensor's ``dim`` may hold parts of the tokens: as batch or sequence, or both merged with dims behind."""
+        """Splits of a tensor's ``dim`` into parts of the tokens: as batch or sequence, or as both merged with later dims."""
         if 0 in self.dims and size % self.batch == 0:
             yield Split(dim, (size,), tokens=True)
         if 1 in self.dims and size == self.sequence:
@@ -84,7 +84,7 @@ class Tokens:
             yield Split(dim, (size // self.batch,) * self.batch, tokens=True)
 
     def may_start(self, split: Split, shape: tuple[int, ...]) -> bool:
-        """Whether a whole tensor of this shape may be cut so: its dim is the batch or the sequence as it stands."""
+        """Whether a whole tensor of this shape may be cut like this: its dim is exactly the batch, the sequence or both merged."""
         if not split.tokens or split.dim > 1:
             return False
         size = shape[split.dim]
@@ -99,11 +99,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Context:
-    """What the rules need to know beside the node."""
+    """What the rules need to know besides the node."""
 
     degree: int
     packings: dict[int, frozenset[tuple[int, ...]]] = field(default_factory=dict)
-    """For a size, the segment lists that some operator of the graph cuts it into."""
+    """The segment lists into which some operator of the graph cuts a dim, keyed by its size."""
     tokens: Tokens | None = None
     """None = tokens are never split."""
 
@@ -115,7 +115,7 @@ class Context:
         yield from self.token_splits(dim, size)
 
     def token_splits(self, dim: int, size: int) -> Iterator[Split]:
-        """Those that hold parts of the tokens."""
+        """The splits of a dim that hold parts of the tokens."""
         for split in self.tokens.splits(dim, size) if self.tokens is not None else ():
             if self.divides(split.segments):
                 yield split
@@ -125,7 +125,7 @@ class Context:
 
 
 def args_of(node: Node) -> tuple[Any, ...]:
-    """The positional arguments of a call; what each may be, the operator's rule knows."""
+    """The positional arguments of a call; the operator's rule knows what each can be."""
     return node.args
 
 
@@ -135,7 +135,7 @@ def kwargs_of(node: Node) -> dict[str, Any]:
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument of a call, however it was given."""
+    """An argument of a call, given by position or by name."""
     return args_of(node)[position] if len(args_of(node)) > position else kwargs_of(node).get(name, default)
 
 

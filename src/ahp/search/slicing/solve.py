@@ -1,22 +1,22 @@
 """Step 4: how each tensor of a block is split over the tensor-parallel axis, by dynamic programming over its graph.
 
 The nodes of the traced forward pass are taken in order. A state is what is known about the tensors that are still to
-be read: where they lie, and which conversions of them were already paid for. Costs are compared in this order:
-arithmetic per rank, weights per rank, bytes moved forward and backward, elements that are written per rank. So the
-degree is used wherever it can be, and among the ways to use it the one that moves the least wins.
+be read: where they lie, and which conversions of them are already paid for. Costs are compared in this order:
+arithmetic per rank, weights per rank, bytes moved forward and backward, elements written per rank. So the degree is
+used wherever possible, and among the ways to use it, the one that moves the fewest bytes wins.
 
-A product whose result is made whole at once saves its own arithmetic alone and moves bytes for it. As in the splits
-that people write by hand (routers and the narrow projections of latent attention stay whole), that is the last
-resort: it is taken only in a block of which nothing can be split otherwise, and so are splits of batch and m.
+A product whose result is made whole right away saves only its own arithmetic, and moves bytes for it. As in splits
+written by hand (routers and the narrow projections of latent attention stay whole), this is the last resort, like
+splits of batch and m: it is used only in a block where nothing can be split otherwise.
 
-With sequence parallelism the weights lie as they do without. The block's input and output are split along the sequence,
-and a second pass finds where else tokens are: then bytes come first, arithmetic and elements written after them.
+With sequence parallelism the weights lie as they do without it. The block's input and output are split along the
+sequence, and a second pass finds where else tokens are split; it compares bytes first, then arithmetic and elements.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -43,9 +43,6 @@ from ahp.search.slicing.placement import (
 from ahp.search.slicing.strategies import is_grouped, strategies
 from ahp.search.slicing.words import words
 
-if TYPE_CHECKING:
-    pass
-
 Cost = tuple[int, int, int, int]
 """Per rank: FLOPs of matrix products and attention, elements of its weight matrices, bytes that it sends, elements that
 the other operators write."""
@@ -56,7 +53,7 @@ parallelism, blocks with latent attention reach this limit."""
 
 WORK_FIRST = (0, 1, 2, 3)
 BYTES_FIRST = (2, 0, 1, 3)
-"""In which order two costs are compared."""
+"""The order in which the parts of two costs are compared."""
 
 SPARING = Permission()
 LAST_RESORT = Permission(gathers_weights=True, gathers_tokens=True)
@@ -73,9 +70,9 @@ class Slicing:
     """For every weight of a matrix product, and every other one that meets split tokens, how its module is split."""
     cost: Cost
     undivided: tuple[int, int]
-    """FLOPs and elements of weight matrices of one device that does all."""
+    """FLOPs and elements of weight matrices of one device that does all the work."""
     permission: Permission
-    """What it was found under; the same block at another size is solved under it too."""
+    """The permission it was found under; the same block at another size is solved under it too."""
 
 
 @dataclass(frozen=True)
@@ -89,25 +86,25 @@ class _State:
 
 @dataclass(frozen=True)
 class Problem:
-    """A block to slice: its graph, and what the solution must keep to."""
+    """A block to slice: its graph, and the conditions that the solution must meet."""
 
     capture: Capture
     context: Context
     permission: Permission
     weights: dict[Node, str]
     pinned: dict[Node, Placement]
-    """Weights whose place is given."""
+    """Weights whose placement is given."""
     boundary: dict[Node, Placement]
-    """Where the activations lie that the block is given."""
+    """Placements of the block's input activations and constants."""
     outputs: tuple[Placement, ...]
-    """Where what it returns must lie."""
+    """Placements that the block's outputs must have."""
     with_gradient: set[Node]
     whole: set[Node]
-    """Calls that work in memory which is written into: they run alike on every rank."""
+    """Calls that use memory which the graph writes into: they run whole on every rank."""
     order: tuple[int, ...]
 
     def rank(self, state: _State) -> tuple[int, ...]:
-        """What makes one state better than another."""
+        """The sort key of a state, the best state first."""
         return tuple(state.cost[i] for i in self.order)
 
     def options(self, node: Node) -> list[Strategy]:
@@ -130,9 +127,9 @@ def solve(
     """The cheapest placement of a block over ``degree`` ranks; its input is whole on every rank, and so is its output.
 
     ``pinned`` fixes the placement of weights (names as in ``capture.names``). ``hidden``: the number of the activation
-    that holds the hidden states [batch, sequence, hidden]; given, they and what is returned of their shape are split
-    along the sequence. ``permission``: what conversions may be used; None = as few as leave something split. ``returns``: where
-    the output must lie instead, for a given permission and without ``hidden``. Raises BadInput when it or ``pinned`` cannot be met.
+    that holds the hidden states [batch, sequence, hidden]; if given, they and the outputs of their shape are split along
+    the sequence. ``permission``: the conversions that may be used; None = as few as leave something split. ``returns``: the placement of
+    the output instead, for a given permission and without ``hidden``. Raises BadInput when it or ``pinned`` cannot be met.
     """
     if hidden is not None:
         whole = solve(capture, degree, pinned, permission=permission)
@@ -155,7 +152,7 @@ def problem(
     hidden: int | None,
     permission: Permission,
 ) -> Problem:
-    """The arguments of ``solve`` made ready."""
+    """The problem that the arguments of ``solve`` describe."""
     nodes = capture.nodes
     weights = {node: name for name, node in capture.weight_nodes().items()}
     inputs = capture.activation_nodes()
@@ -188,7 +185,7 @@ def problem(
 
 
 def _token_shape(capture: Capture, hidden: int | None) -> tuple[int, ...] | None:
-    """Shape of the hidden states: of the activation said to be them, else of the first that is [batch, sequence, ...]."""
+    """Shape of the hidden states: of activation ``hidden``, else of the first floating-point one that is [batch, sequence, ...]."""
     inputs = capture.activation_nodes()
     candidates = [inputs[hidden]] if hidden is not None else [i for i in inputs if i.meta["val"].is_floating_point()]
     return next((shape_of(i) for i in candidates if len(shape_of(i)) >= 3), None)
@@ -222,7 +219,7 @@ def _solve(task: Problem) -> Slicing:
 
 
 def viable_options(task: Problem) -> dict[Node, list[Strategy]]:
-    """The ways to run each call whose output every one of its readers can work with: else states that lead nowhere, and
+    """The ways to run each call whose output all its readers can work with: otherwise states that lead nowhere, but
     cost less so far, would crowd out the others."""
     found: dict[Node, list[Strategy]] = {}
     accepted: dict[Node, list[set[Placement]]] = {}
@@ -257,7 +254,7 @@ def _step(state: _State, node: Node, option: Strategy, task: Problem) -> _State 
             if not _may_lie(source, wanted, task):
                 return None
             live = {**live, source: wanted}
-            if len(shape_of(source)) > 1:  # biases and norms weigh nothing beside what their place makes others move
+            if len(shape_of(source)) > 1:  # biases and norms weigh nothing next to what their place makes others move
                 elements += numel_of(source) // (degree if isinstance(wanted, Split) else 1)
         has_gradient = source in task.with_gradient
         way = steps(live[source], wanted, needs_sum=wanted == R and has_gradient and option.reads_whole_in_parts)
@@ -323,7 +320,7 @@ def _unroll(state: _State, task: Problem) -> Slicing:
 
 
 def flops_of(node: Node) -> int:
-    """Multiply-adds times two of the products whose arithmetic the degree divides."""
+    """Twice the multiply-adds of the products whose arithmetic the degree divides."""
     aten = torch.ops.aten
     if node.target is aten.linear.default:
         return 2 * numel_of(node) * shape_of(args_of(node)[1])[1]

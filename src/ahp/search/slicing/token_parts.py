@@ -1,8 +1,8 @@
-"""Whether a graph computes each token by itself, but for attention: then ranks can hold parts of each sequence.
+"""Whether a graph computes each token separately, except in attention: then ranks can hold parts of each sequence.
 
-Every operator must be able to work on tokens apart by the rules that slicing goes by (``ahp.search.slicing.strategies``), one token
-on each of as many ranks as there are; attention alone reads all of them. Routers put the tokens of all sequences in one row and
-sort them to their experts: what happens to such a row is not looked at, because across sequences nothing may mix.
+By the rules of slicing (``ahp.search.slicing.strategies``), every operator must be able to work on separate tokens, one on each of
+as many ranks as tokens; only attention reads all of them. Routers put the tokens of all sequences in one row and sort them to their
+experts. What happens to such a row is not checked, because nothing may mix across sequences.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
 
 BATCH = 2
-"""Sequences to trace with: of one alone, a row of all tokens would look like a sequence."""
+"""Sequences to trace with: with only one, a row of all tokens would look like a sequence."""
 
 UNIFORM = {
     aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format,
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
 }  # fmt: skip
-"""Tensors of one value: a part of one is as the whole."""
+"""Operators that make tensors of one value, of which any part is like the whole."""
 
 
 class Special(Enum):
-    """What is neither whole nor in parts by token."""
+    """Places of tensors that are neither whole nor in parts by token."""
 
     ROW = "holds the tokens of all sequences in a row, or was made of such"
     MADE = "was made of the sequence's length, so of a part it would be something else"
@@ -55,10 +55,10 @@ Place = Placement | Special
 
 @dataclass(frozen=True)
 class Attention:
-    """What its calls in a graph are like."""
+    """The attention calls of a graph."""
 
     heads: tuple[int, ...]
-    """Of the queries, for each call."""
+    """Query heads of each call."""
     drops: bool
     trainable_mask: bool
 
@@ -68,14 +68,14 @@ class TokenParts:
     """How one kind of block is run on a part of the tokens."""
 
     dims: dict[int, int | None]
-    """Of each tensor that it may be given, by the number of that leaf of its arguments, the dim that holds tokens; None where it
-    is whole: masks, and what has no tokens."""
+    """The dim that holds tokens, of each tensor in the block's arguments, keyed by the number of that leaf; None where the tensor is
+    whole: masks, and tensors without tokens."""
     attention: Attention
 
 
 def traced_length(shapes: set[int], most: int) -> int:
-    """A length near ``most`` that no size of the model is, or half of one: then a dim that long holds tokens. A prime, because
-    sizes that are computed are products."""
+    """A length near ``most`` that is no size of the model, nor half of one: then a dim of this length holds tokens. A prime, because
+    computed sizes are products."""
     for length in range(most, 2, -1):
         if all(length % d for d in range(2, int(length**0.5) + 1)) and not {length, BATCH * length} & shapes:
             return length
@@ -85,7 +85,7 @@ def traced_length(shapes: set[int], most: int) -> int:
 def token_parts(capture: Capture | BadInput, length: int) -> TokenParts:
     """How a block, traced with ``BATCH`` sequences of ``length`` tokens, is run on a part of them.
 
-    Raises BadInput when it mixes tokens in another way than attention, or makes something of their places.
+    Raises BadInput when it mixes tokens other than by attention, or computes something from their positions.
     """
     if isinstance(capture, BadInput):
         raise capture
@@ -104,13 +104,13 @@ def token_parts(capture: Capture | BadInput, length: int) -> TokenParts:
 
 
 def _token_dim(shape: tuple[int, ...], length: int) -> int | None:
-    """A tensor with one dim of the sequence's length is of tokens; with two it is a mask."""
+    """The dim of a tensor that holds tokens, the only one of the sequence's length; None for masks, which have two."""
     dims = [dim for dim, size in enumerate(shape) if size == length]
     return dims[0] if len(dims) == 1 else None
 
 
 def check_tokens_apart(capture: Capture, dims: tuple[int | None, ...], length: int) -> None:
-    """Raises BadInput, which names the operator, when a graph mixes tokens. ``dims``: of each activation, as in ``TokenParts``."""
+    """Raise BadInput, which names the operator, when a graph mixes tokens. ``dims``: of each activation, as in ``TokenParts``."""
     context = Context(length, tokens=Tokens(BATCH, length, (1,)))
     placed: dict[Node, Place] = {node: R for node in capture.nodes if node.op in ("placeholder", "get_attr")}
     for node, dim in zip(capture.activation_nodes(), dims, strict=True):
@@ -146,18 +146,18 @@ def _placed(node: Node, inputs: list[Place], context: Context) -> Place | None:
 
 
 def _made(node: Node, length: int) -> Place:
-    """What is made of whole tensors, or of nothing."""
+    """The place of what is made of whole tensors, or of nothing."""
     shape = shape_of(node)
     if BATCH * length in shape:
         return ROW
-    if length not in shape or any(length in shape_of(i) for i in tensor_inputs(node)):  # the latter: of a mask
+    if length not in shape or any(length in shape_of(i) for i in tensor_inputs(node)):  # the latter: made of a mask
         return R
     dim = _token_dim(shape, length)
     return Split(dim, (length,), tokens=True) if dim is not None and node.target in UNIFORM else MADE
 
 
 def _attended(inputs: list[Place], length: int) -> Place | None:
-    """Attention of queries to keys and values of the same tokens; the mask is whole, or of single keys."""
+    """The place after attention of queries to keys and values of the same tokens, with a mask that is whole or split by keys; else None."""
     tokens = Split(2, (length,), tokens=True)
     masks = (R, Split(3, (length,), tokens=True))
     return tokens if inputs[:3] == [tokens] * 3 and all(place in masks for place in inputs[3:]) else None

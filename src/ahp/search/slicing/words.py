@@ -30,7 +30,7 @@ def words(chosen: dict[Node, Strategy], placed: dict[Node, Placement], weights: 
 
 
 def _origins(calls: list[Node], weights: dict[Node, str]) -> dict[Node, Node]:
-    """The weight that a node is, or is a form of (a transpose, another type, one more than it)."""
+    """The weight that each node is, or is a form of (a transpose, another dtype, the weight plus one)."""
     origins = {node: node for node in weights}
     for node in calls:
         sources = {origins.get(source) for source in tensor_inputs(node)}
@@ -68,6 +68,6 @@ def _of_tokens(placement: Placement) -> str | None:
 
 
 def module_of(weight: str) -> str:
-    """The module a weight belongs to, by which people know it; a bare parameter goes by its own name."""
+    """The module that a weight belongs to, by which people know it; a bare parameter goes by its own name."""
     path, _, leaf = weight.rpartition(".")
     return path if leaf in ("weight", "bias") else weight

@@ -1,7 +1,7 @@
 """Which placements each operator can work with.
 
 For Y = XA the choices are: split n (the columns of A: Y is split), k (the rows of A and the columns of X: Y is a
-partial sum), m or the batch (the tokens of X: Y is split alike), or nothing. Every other operator passes splits on, or
+partial sum), m or the batch (the tokens of X: Y is split like X), or nothing. Every other operator passes splits on, or
 needs the whole tensor.
 """
 
@@ -22,14 +22,14 @@ aten = torch.ops.aten
 
 
 def strategies(node: Node, context: Context) -> list[Strategy]:
-    """Every way to run a call node; the first one is always: everything whole on every rank."""
+    """Every way to run a call node; the first keeps everything whole on every rank, except for ``ahp::experts``."""
     inputs = tensor_inputs(node)
     found = [Strategy((R,) * len(inputs), R)]
     if not inputs or not is_tensor(node):
         return found
     rule = _RULES.get(_name(node.target) or node.target)
     if rule is products.experts:
-        return list(products.experts(node, context))  # as the weights lie, and no other way
+        return list(products.experts(node, context))  # only as the weights lie
     if rule is None and isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
         rule = elements.pointwise
     if rule is not None:
@@ -43,7 +43,7 @@ def is_grouped(node: Node) -> bool:
 
 
 def _name(target: Any) -> str:
-    """Operators of other libraries go by name: they may not be loaded."""
+    """The name of an operator of another library, which may not be loaded; empty for all others."""
     return str(target) if isinstance(target, torch._ops.OpOverload) and target.namespace != "aten" else ""
 
 

@@ -53,7 +53,7 @@ def same(node: Node, context: Context) -> Iterator[Strategy]:
 
 
 def every_dim(node: Node, context: Context) -> Iterator[Strategy]:
-    """One tensor in, the same shape out, element by element; not linear. Dropout is of these: each rank drops elements
+    """One tensor in, the same shape out, element by element; not linear. This includes dropout: each rank drops elements
     of its own part, by its own random numbers."""
     for dim, size in enumerate(shape_of(node)):
         for split in context.splits(dim, size):
@@ -69,7 +69,7 @@ def normalisation(node: Node, context: Context) -> Iterator[Strategy]:
 
 
 def reduction(node: Node, context: Context) -> Iterator[Strategy]:
-    """mean, sum, amax, ... (x, dims, keepdim): a sum or mean over the split dim is partial, others need it whole."""
+    """mean, sum, amax, ... (x, dims, keepdim): a sum or mean over the split dim is partial, other reductions need it whole."""
     shape = shape_of(args_of(node)[0])
     dims = argument(node, 1, "dim")
     reduced = {d % len(shape) for d in ([dims] if isinstance(dims, int) else dims or range(len(shape)))}

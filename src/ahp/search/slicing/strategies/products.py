@@ -1,4 +1,4 @@
-"""The products: for Y = XA the splits of the batch, of m, n and k, and attention by heads."""
+"""Matrix products: for Y = XA the splits of the batch, of m, n and k; and attention by heads."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def matmul(node: Node, context: Context) -> Iterator[Strategy]:
 
 
 def grouped(node: Node, context: Context) -> Iterator[Strategy]:
-    """grouped product(x [rows, k], weight [experts, k, n], offsets): n and k of every expert alike.
+    """grouped product(x [rows, k], weight [experts, k, n], offsets): n and k, the same for every expert.
 
-    By experts is another axis (expert parallelism): a rank would need the rows of its experts alone.
+    A split by experts is another axis (expert parallelism), where a rank needs only the rows of its experts.
     """
     x, weight = shape_of(args_of(node)[0]), shape_of(args_of(node)[1])
     if len(x) != 2 or len(weight) != 3 or len(tensor_inputs(node)) != 3:
@@ -103,7 +103,7 @@ def attention(node: Node, context: Context) -> Iterator[Strategy]:
         return
     q, k, v = shapes[:3]
     if q[1] % context.degree == 0 and context.degree % k[1] == 0 and k[1] == v[1] < context.degree:
-        # fewer key heads than ranks: each takes the one that its query heads share, from keys and values that are whole
+        # fewer key heads than ranks: each takes the one that its query heads share, from whole keys and values
         split = Split(1, (q[1],))
         yield Strategy((split, R, R, *(_of_mask(split, mask, q) for mask in shapes[3:])), split)
     if not any(s[1] % context.degree for s in (q, k, v)):
@@ -121,5 +121,5 @@ def _of_mask(split: Split, mask: tuple[int, ...], q: tuple[int, ...]) -> Placeme
 
 
 def experts(node: Node, context: Context) -> Iterator[Strategy]:
-    """ahp::experts(tokens, chosen, weights, path, is_summand): what other ranks compute too is no matter of this axis."""
+    """ahp::experts(tokens, chosen, weights, path, is_summand): whole inputs, and a summand out if ``is_summand``, on this axis."""
     yield Strategy((R, R, R), P if args_of(node)[4] else R)

@@ -85,7 +85,7 @@ def squeeze(node: Node, context: Context) -> Iterator[Strategy]:
 
 
 def expand(node: Node, context: Context) -> Iterator[Strategy]:
-    """expand(x, sizes): where a dim grows from 1, each rank may make its part alone."""
+    """expand(x, sizes): where a dim grows from 1, each rank can make its own part alone."""
     shape, out = shape_of(args_of(node)[0]), shape_of(node)
     more = len(out) - len(shape)
     for dim, size in enumerate(out):
@@ -112,7 +112,7 @@ def slicing(node: Node, context: Context) -> Iterator[Strategy]:
 
 
 def _whole_segments(segments: tuple[int, ...], start: int, end: int) -> tuple[int, ...]:
-    """The segments that make up [start, end); none when it cuts one."""
+    """The segments that make up [start, end); empty when it cuts one."""
     first, taken = 0, []
     for segment in segments:
         if start <= first and first + segment <= end:
@@ -122,7 +122,7 @@ def _whole_segments(segments: tuple[int, ...], start: int, end: int) -> tuple[in
 
 
 def select(node: Node, context: Context) -> Iterator[Strategy]:
-    """select(x, dim, index): one of a dim; splits of the others pass."""
+    """select(x, dim, index): one index of a dim; splits of the other dims pass."""
     shape = shape_of(args_of(node)[0])
     along = argument(node, 1, "dim", 0) % len(shape)
     for dim, size in enumerate(shape):
@@ -132,7 +132,7 @@ def select(node: Node, context: Context) -> Iterator[Strategy]:
 
 
 def cut(node: Node, context: Context) -> Iterator[Strategy]:
-    """split, chunk: a packed dim falls into its segments (``getitem`` says which); splits of the other dims pass."""
+    """split, chunk: a packed dim falls into its segments (``getitem`` picks one); splits of the other dims pass."""
     shape = shape_of(args_of(node)[0])
     along, sizes = cut_dim(node), cut_sizes(node)
     for dim, size in enumerate(shape):
@@ -158,9 +158,9 @@ def getitem(node: Node, context: Context) -> Iterator[Strategy]:
 
 
 def concatenation(node: Node, context: Context) -> Iterator[Strategy]:
-    """cat(tensors, dim): splits of the other dims pass; along it each tensor is one segment of what comes out."""
+    """cat(tensors, dim): splits of the other dims pass; along ``dim`` each tensor is one segment of the result."""
     inputs, out = tensor_inputs(node), shape_of(node)
-    if any(len(shape_of(i)) != len(out) for i in inputs):  # an empty list joined in
+    if any(len(shape_of(i)) != len(out) for i in inputs):  # an empty tensor is joined in
         return
     along = argument(node, 1, "dim", 0) % len(out)
     for dim, size in enumerate(out):
@@ -173,7 +173,7 @@ def concatenation(node: Node, context: Context) -> Iterator[Strategy]:
 
 
 def stack(node: Node, context: Context) -> Iterator[Strategy]:
-    """stack(tensors, dim): a new dim; splits of the old ones pass."""
+    """stack(tensors, dim): adds a new dim; splits of the old dims pass."""
     inputs, out = tensor_inputs(node), shape_of(node)
     at = argument(node, 1, "dim", 0) % len(out)
     for dim, size in enumerate(shape_of(inputs[0])):
@@ -183,7 +183,7 @@ def stack(node: Node, context: Context) -> Iterator[Strategy]:
 
 
 def repeat_interleave(node: Node, context: Context) -> Iterator[Strategy]:
-    """repeat_interleave(x, repeats, dim): each element several times in a row, so each part too."""
+    """repeat_interleave(x, repeats, dim): repeats each element several times in a row, and so each part."""
     shape, out = shape_of(args_of(node)[0]), shape_of(node)
     if len(shape) != len(out):
         return
@@ -194,7 +194,7 @@ def repeat_interleave(node: Node, context: Context) -> Iterator[Strategy]:
 
 
 def index(node: Node, context: Context) -> Iterator[Strategy]:
-    """x[i] or x[:, i] with one tensor of indices: the dims that are not looked up pass, and summands are looked up alike."""
+    """x[i] or x[:, i] with one tensor of indices: splits of the other dims pass, and summands stay summands."""
     indices = args_of(node)[1]
     looked_up = [d for d, i in enumerate(indices) if i is not None]
     if len(looked_up) != 1:
@@ -209,7 +209,7 @@ def index(node: Node, context: Context) -> Iterator[Strategy]:
 
 
 def repeat(node: Node, context: Context) -> Iterator[Strategy]:
-    """repeat(x, times): dims that are not repeated pass."""
+    """repeat(x, times): splits of dims that are not repeated pass."""
     shape, times = shape_of(args_of(node)[0]), args_of(node)[1]
     more = len(times) - len(shape)
     for dim, size in enumerate(shape):
@@ -219,7 +219,7 @@ def repeat(node: Node, context: Context) -> Iterator[Strategy]:
 
 
 def complex_view(node: Node, context: Context) -> Iterator[Strategy]:
-    """view_as_complex, view_as_real: pairs in the last dim become numbers or the other way round; the other dims pass."""
+    """view_as_complex, view_as_real: pairs in the last dim become numbers or the reverse; splits of the other dims pass."""
     shape = shape_of(args_of(node)[0])
     for dim in range(min(len(shape), len(shape_of(node)))):
         for split in context.splits(dim, shape[dim]):
