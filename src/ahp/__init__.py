@@ -41,7 +41,7 @@ _HOMES = {
     "Job": "ahp.job",
 }
 _MODULES = {"errors": "ahp.errors", "search": "ahp.search"}
-"""``ahp.search`` is a room of the house and a verb; the module itself can be called (see its docstring)."""
+"""``ahp.search`` is a package and a verb; the module itself can be called (see its docstring)."""
 
 # A literal list, because the tools that read it do not run the module.
 __all__ = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 __version__ = "0.2.0"
 DISTRIBUTION = "adaptive-hybrid-parallelism"
-"""What pip knows the package by; ``ahp`` there is another program."""
+"""The package's name for pip, where ``ahp`` is another program."""
 
 
 def install_extra(name: str) -> str:
-    """What to do where a library is missing that an extra of the package brings."""
+    """What to do if a library is missing that an extra of the package brings."""
     return f"install the extra: pip install '{DISTRIBUTION}[{name}]'"

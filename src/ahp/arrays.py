@@ -1,4 +1,4 @@
-"""Names for arrays by what they hold (a docstring says their dims), and sums that equal theirs."""
+"""Names for arrays by what they hold (docstrings give their dims), and sums of numbers that equal sums of arrays."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ Mask = NDArray[np.bool_]
 
 
 def added(figures: Iterable[float]) -> float:
-    """Figures added up one after the other, as arrays of them are: to the same bit. From Python 3.12 on ``sum`` makes up for what it rounds off."""
+    """The sum of figures one after the other, as arrays are added: equal to the last bit. From Python 3.12 on ``sum`` compensates for rounding."""
     return reduce(add, figures, 0.0)

@@ -1,4 +1,4 @@
-"""Where what was made once is kept for other runs of the same user."""
+"""The folder that keeps what was made once for other runs of the same user."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Constraints(Record):
     """``auto`` is the same as not given: the lightest that fits is the fastest that fits."""
     recomputed_layers_per_stage: tuple[int, ...] | None = None
     mesh_order: tuple[Axis, ...] | None = None
-    """Says with it which axes have a degree above 1."""
+    """Fixes also which axes have a degree above 1."""
 
     @field_validator("activation_checkpoint", mode="after")
     @classmethod
@@ -81,12 +81,12 @@ class Constraints(Record):
 
 
 COLLECTIVE_TIMEOUT_S = 600.0
-"""A collective that has not ended after this long ends the run, with the cause in status.json. What ranks wait for longest is
-another's part of a checkpoint or of the export; ten minutes is torch's own limit for NCCL, gloo's is thirty."""
+"""A collective that has not ended after this long ends the run, with the cause in status.json. Ranks wait the longest for another
+rank's part of a checkpoint or of the export; ten minutes is torch's own limit for NCCL, gloo's is thirty."""
 
 
 def checkpoint_interval(value: Any) -> tuple[int | None, float | None]:
-    """What ``run.checkpoint_every`` says: (steps, None), (None, seconds) for a time such as 30min or 2h, (None, None) for auto. Raises BadInput."""
+    """``run.checkpoint_every`` as (steps, None), (None, seconds) for a time such as 30min or 2h, or (None, None) for auto. Raises BadInput."""
     if value == "auto":
         return None, None
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
@@ -112,14 +112,14 @@ class Profile(Record):
         return self
 
     def check(self, num_steps: int) -> None:
-        """Raises BadInput where the job ends before the last of the steps."""
+        """Raises BadInput if the job ends before the last of the steps."""
         if self.steps[1] > num_steps:
             rule = f"the job has {num_steps} steps (job.steps)"
             raise bad_input("run.profile.steps", list(self.steps), rule, [f"steps 1 to {num_steps}"])
 
 
 class Elastic(Record):
-    """How often workers that failed are started again, and down to how many."""
+    """How often failed workers are started again, and with how few the run continues."""
 
     min_workers: int = Field(default=1, ge=1)
     max_workers: int | None = Field(default=None, ge=1)
@@ -136,7 +136,7 @@ class Elastic(Record):
         return self
 
     def refuse_more(self, workers: int, told: str) -> None:
-        """Raises BadInput where there would be more than ``max_workers``; ``told``: what makes them so many."""
+        """Raises BadInput if there would be more than ``max_workers``; ``told``: what asks for that many."""
         if self.max_workers is not None and workers > self.max_workers:
             rule = f"{told} make{'s' * (not told.endswith('s'))} {number_of(workers, 'worker')}"
             raise bad_input("run.elastic.max_workers", self.max_workers, rule, [f"{workers} or more", "fewer workers"])
@@ -190,7 +190,7 @@ class Config(Record):
     @model_validator(mode="before")
     @classmethod
     def _model_of_the_weights(cls, data: Any) -> Any:
-        """Given weights bring their own config.json, where no model is named."""
+        """If no model is named, given weights bring their own config.json."""
         if isinstance(data, dict) and isinstance(data.get("init_from"), str) and "model" not in data:
             return {**data, "model": data["init_from"]}
         return data
@@ -325,9 +325,7 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | N
     except BadInput:
         if path is None or not overrides:
             raise
-        validated(
-            Config, read_yaml(path), str(path)
-        )  # where the file is right by itself, what was given beside it is not
+        validated(Config, read_yaml(path), str(path))  # if the file is right by itself, the overrides are wrong
         return validated(Config, data, "command line")
 
 

@@ -1,4 +1,4 @@
-"""Degrees divide sizes: what divides a number."""
+"""The divisors of a number, because degrees divide sizes."""
 
 from __future__ import annotations
 

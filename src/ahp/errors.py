@@ -12,7 +12,7 @@ class AhpError(Exception):
 
     exit_code = 1
     may_pass = False
-    """Whether a machine or a network may be the cause, so that workers that are started again need not meet it."""
+    """Whether a machine or a network may be the cause, so that workers that are started again may not meet it."""
 
 
 class BadInput(AhpError, ValueError):
@@ -40,7 +40,7 @@ class NotExpressible(AhpError):
 
 
 def bad_input(key: str, value: Any, rule: str, valid: Iterable[Any] | None = None) -> BadInput:
-    """The one form of an input error: the user's own key, its value, the rule, what is valid: all of it, or the nearest of many."""
+    """The one form of an input error: the user's own key, its value, the rule, and the valid values: all, or the nearest of many."""
     text = f"{key} = {value!r}: {rule}"
     choices = list(valid) if valid is not None else []
     if choices:
@@ -50,12 +50,12 @@ def bad_input(key: str, value: Any, rule: str, valid: Iterable[Any] | None = Non
 
 
 def listed(choices: Iterable[Any]) -> str:
-    """As a user would write them: null, and not None."""
+    """The choices as a user would write them: null, not None."""
     return ", ".join("null" if choice is None else str(choice) for choice in choices)
 
 
 def nearest(value: Any, choices: list[Any], count: int = 5) -> list[Any]:
-    """The choices closest to a value: by distance for numbers, by spelling for words; the original order else."""
+    """The choices closest to a value: by distance for numbers, by spelling for words; else the first ones."""
     if len(choices) <= count:
         return choices
     if isinstance(value, (int, float)) and all(isinstance(c, (int, float)) for c in choices):

@@ -1,4 +1,4 @@
-"""What must not change whatever the plan: data, batch, sequence, precision, optimizer, seed."""
+"""What no plan may change: data, batch, sequence, precision, optimizer, seed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ BYTES_PER_ELEMENT: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 class Record(BaseModel):
-    """A frozen record that refuses keys it does not know. Who makes one in Python and breaks a rule gets BadInput; ``model_validate`` raises
-    pydantic's own error, from which ``ahp.plan.validated`` makes one BadInput about a whole file."""
+    """A frozen record that refuses unknown keys. Making one in Python against a rule raises BadInput; ``model_validate`` raises pydantic's own
+    error, from which ``ahp.plan.validated`` makes one BadInput about a whole file."""
 
-    # No command needs all records: what checks one is built when the first comes, and a first plan takes 3 % less.
+    # No command needs all records: a record's validator is built at its first use, and a first plan takes 3 % less.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     def __init__(self, **data: Any) -> None:
@@ -36,12 +36,12 @@ class Record(BaseModel):
         except ValidationError as error:
             name = type(self).__name__
             raise BadInput(f"{name}: {first_few(broken_rules(error, type(self), name))}") from None
-        read = self.__dict__  # a search makes thousands of records: only what may be a number is looked at
+        read = self.__dict__  # a search makes thousands of records: only values of another type are checked
         others = {k: v for k, v in data.items() if type(v) is not type(read.get(k)) or type(v) in (tuple, dict)}
         if others and (taken := list(taken_for_numbers(others, self))):
             raise BadInput(f"{type(self).__name__}: {first_few(taken)}")
 
-    # As pydantic marks its own: records inside records are validated without this one, which would lose the place of what is wrong.
+    # As pydantic marks its own __init__: records inside records are validated without this one, which would lose the place of an error.
     __init__.__pydantic_base_init__ = True  # pyright: ignore[reportFunctionMemberAccess]
 
     if not TYPE_CHECKING:  # so that a type checker refuses it as it does for any frozen model
@@ -70,7 +70,7 @@ Release = Annotated[str, BeforeValidator(_in_quotes)]
 
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
-"""Of a running mean, by step."""
+"""Decay of a running mean per step."""
 
 
 class Optimizer(Record):
@@ -83,7 +83,7 @@ class Optimizer(Record):
     eps: float = Field(default=1.0e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     decay_norms_and_biases: bool = True
-    """Whether parameters of one dim decay too, as they do in torch where no groups are made."""
+    """Whether parameters of one dim decay too, as they do in torch without parameter groups."""
     momentum: Decay = 0.95
     """Muon only: decay of the running mean of the gradient."""
     warmup_steps: int = Field(default=20, ge=0)
@@ -100,7 +100,7 @@ class Optimizer(Record):
 
     @property
     def share_in_8_bits(self) -> float:
-        """Of the trained parameters those whose moments are held in 8 bits, as far as ``Job.on_model`` has said."""
+        """Share of the trained parameters whose moments are held in 8 bits, as set by ``Job.on_model``, else 1; 0 for other optimizers."""
         return self._share_in_8_bits if self.name == "adamw8bit" else 0.0
 
     @model_validator(mode="after")
@@ -120,15 +120,15 @@ class Optimizer(Record):
 
 
 class Lora(Record):
-    """Adapters of low rank beside linear layers, which alone are trained: keys and rules of ``peft.LoraConfig``."""
+    """Low-rank adapters of linear layers, the only weights that are trained: keys and rules of ``peft.LoraConfig``."""
 
     r: int = Field(default=8, ge=1)
     """Rank: rows of the first matrix of an adapter, columns of the second."""
     lora_alpha: int = Field(default=8, ge=1)
-    """What an adapter adds is scaled by ``lora_alpha / r``."""
+    """The output of an adapter is scaled by ``lora_alpha / r``."""
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Last parts of the names of the layers, such as q_proj; or all linear layers but the head."""
+    """Last parts of the names of the layers, such as q_proj; or all linear layers except the head."""
     use_rslora: bool = False
     """Whether the scale is ``lora_alpha / sqrt(r)``."""
     _trained_share: float = PrivateAttr(default=1.0)
@@ -145,17 +145,17 @@ class Lora(Record):
 
 
 MOST_SEQUENCES = 1_000_000_000
-"""Of a step."""
+"""The most sequences of a step."""
 
 LEAST_SHARE = 1 / 1000
-"""Of the sequences of a mixture that one of its texts may have: they are dealt out a thousand at a time."""
+"""The least share of a mixture's sequences that one of its texts can have: they are dealt out a thousand at a time."""
 
 
 class WeightedData(Record):
     """One text of a mixture."""
 
     path: str
-    """As ``Job.data`` where that is one text."""
+    """Like ``Job.data`` for one text."""
     weight: float = Field(gt=0)
     """Its sequences among those of all texts, as a share of the sum of the weights."""
 
@@ -172,7 +172,7 @@ class Job(Record):
     document_mask: bool = False
     """Whether attention is masked between the documents of one sequence, and positions start again at each."""
     validation: Annotated[float, Field(gt=0, lt=1)] | str | None = None
-    """Text that is held out: other data, as ``data``; or a share of the documents of ``data``, the last ones (of its tokens where that is none or all)."""
+    """Text that is held out: other data, given like ``data``; or a share of the documents of ``data``, the last ones (of its tokens if that is none or all)."""
     sequence_length: int = Field(default=256, ge=2, le=1_000_000_000)
     global_batch_size: int = Field(default=16, ge=1, le=MOST_SEQUENCES)
     """Sequences per optimizer step, over all devices."""
@@ -180,7 +180,7 @@ class Job(Record):
     precision: Precision = "bf16"
     optimizer: Optimizer = Optimizer()
     lora: Lora | None = None
-    """What is trained in place of the weights, None = the weights."""
+    """Adapters that are trained instead of the weights; None = the weights are trained."""
     seed: int = Field(default=0, ge=0)
     deterministic: bool = False
     """Whether the same start gives the same digits on GPUs too, where the fastest kernels add in any order."""
@@ -229,7 +229,7 @@ class Job(Record):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What ``data`` names."""
+        """The texts that ``data`` names."""
         return (self.data,) if isinstance(self.data, str) else tuple(one.path for one in self.data)
 
     @property
@@ -242,12 +242,12 @@ class Job(Record):
 
     @property
     def trained_share(self) -> float:
-        """Of a model's parameters those that are trained, as far as ``on_model`` has said."""
+        """Share of the model's parameters that is trained, as set by ``on_model``, else 1."""
         return 1.0 if self.lora is None else self.lora._trained_share
 
     def on_model(self, trained_share: float, share_in_8_bits: float) -> Job:
-        """The same job where it is known how much of the model it trains, and how much of that has moments in 8 bits, which prices need. They are
-        no keys of the job: a plan has them not."""
+        """The same job with the share of the model that it trains, and the share of that with moments in 8 bits, both needed for pricing. These
+        are no keys of the job, so that a plan does not hold them."""
         optimizer, lora = self.optimizer.model_copy(), None if self.lora is None else self.lora.model_copy()
         optimizer._share_in_8_bits = share_in_8_bits
         if lora is not None:

@@ -31,7 +31,7 @@ ActivationCheckpoint = Literal["none", "selective", "full", "auto"]
 Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 
 AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Mesh axes in their usual order, outermost first: neighbouring ranks differ in ``tp``, because it sends the most."""
+"""Mesh axes in their usual order, outermost first: neighboring ranks differ in ``tp``, because it sends the most."""
 ContextMethod = Literal["ring", "all-to-all"]
 
 DEGREE: dict[Axis, str] = {
@@ -41,7 +41,7 @@ DEGREE: dict[Axis, str] = {
     "cp": "context_parallel_degree",
     "tp": "tensor_parallel_degree",
 }
-"""The key of each axis."""
+"""The key of ``Parallelism`` for each axis."""
 
 PLAN_SCHEMA_VERSION = 1
 
@@ -49,9 +49,9 @@ PLAN_SCHEMA_VERSION = 1
 class Parallelism(Record):
     """The degrees and choices of one layout, under torchtitan's names.
 
-    World size = replicate x shard x tensor x pipeline x context, where all stages are alike; ``stages`` may give each a width of its
-    own (``widths``). Ranks are numbered along the mesh axes, the last one
-    fastest: ``pp, dp_replicate, dp_shard, cp, tp``, or as ``mesh_order`` says; and they fill the nodes in order.
+    World size = replicate x shard x tensor x pipeline x context, if all stages are equally wide; ``stages`` can give each stage its own
+    width (``widths``). Ranks are numbered along the mesh axes, the last one fastest: ``pp, dp_replicate, dp_shard, cp, tp``, or those of
+    ``mesh_order``; and they fill the nodes in order.
     """
 
     data_parallel_replicate_degree: int = Field(default=1, ge=1)
@@ -64,32 +64,32 @@ class Parallelism(Record):
     pipeline_parallel_degree: int = Field(default=1, ge=1)
     pipeline_parallel_schedule: ScheduleName = "1F1B"
     pipeline_parallel_order: tuple[str, ...] | None = None
-    """The order that Synthesized runs, one line for each rank: ``0F0,0F1,0I0,0W0``, each stage, kind and micro-batch (``schedule.Kind``).
-    Where replicas have orders of their own, the lines of one after those of another."""
+    """The order that Synthesized runs, one line for each rank: ``0F0,0F1,0I0,0W0``, the stage, kind (``schedule.Kind``) and micro-batch of
+    each action. If replicas have orders of their own, the lines of one replica after those of another."""
     virtual_stages_per_rank: int = Field(default=1, ge=1)
     layers_per_stage: tuple[int, ...] | None = None
-    """Blocks of each stage in pipeline order, pipeline degree x virtual stages of them; None = as even as can be."""
+    """Number of blocks of each of the pipeline degree x virtual stages, in pipeline order; None = as even as possible."""
     stages: tuple[StagePlace, ...] | None = None
-    """On a mixed cluster: the group and the blocks of each stage in pipeline order, pipeline degree x virtual stages of them; those of
-    one pipeline rank lie on one group, and are of one width. None = ranks fill the groups in the cluster's order."""
+    """On a mixed cluster: the group and number of blocks of each of the pipeline degree x virtual stages, in pipeline order; stages of
+    one pipeline rank are on one group and have one width. None = ranks fill the groups in the cluster's order."""
     micro_batches_per_replica: tuple[int, ...] | None = None
-    """Micro-batches of one step for each replica, data_parallel_replicate_degree of them; None = as many for each."""
+    """Micro-batches of one step for each of the data_parallel_replicate_degree replicas; None = the same number for each."""
     context_parallel_degree: int = Field(default=1, ge=1)
     context_parallel_method: ContextMethod | None = None
     """How the ranks that share a sequence compute attention. ring: keys and values go round. all-to-all: each has some heads of
-    the whole sequence. None = chosen: by the search what is faster, by the runtime all-to-all where the heads divide."""
+    the whole sequence. None = the search chooses the faster one, and the runtime all-to-all if the heads divide."""
     expert_parallel_degree: int = Field(default=1, ge=1)
     expert_tensor_parallel_degree: int | None = Field(default=None, ge=1)
-    """Tensor-parallel ranks that divide every expert: all; or 1, each holds whole ones, and they may share them. None = as the engine does."""
+    """Tensor-parallel ranks that divide every expert: all; or 1, so that each holds whole ones, which they can share. None = the engine's default."""
     micro_batch_size: int = Field(default=1, ge=1)
     """Sequences that one replica computes at a time."""
     activation_checkpoint: ActivationCheckpoint = "none"
     recomputed_layers_per_stage: tuple[int, ...] | None = None
-    """Of each stage in pipeline order, so many blocks, the first ones, are recomputed as ``activation_checkpoint`` says; the
-    others keep their activations. None = all of every stage."""
+    """For each stage in pipeline order, how many blocks, the first ones, are recomputed as ``activation_checkpoint`` says; the
+    others keep their activations. None = all blocks of every stage."""
     mesh_order: tuple[Axis, ...] | None = None
-    """The mesh axes with a degree above 1, outermost first; the last is that of neighbouring ranks. None = their usual order,
-    which an order that is given becomes too where it is the same."""
+    """The mesh axes with a degree above 1, outermost first; neighboring ranks differ in the last. None = the usual order; a
+    given order that equals the usual one becomes None."""
 
     @model_validator(mode="before")
     @classmethod
@@ -136,7 +136,7 @@ class Parallelism(Record):
         return self
 
     def _check_pipeline_order(self) -> None:
-        """Whether it is there, and of so many lines; ``ahp.schedule.orders`` reads it."""
+        """Raises ValueError if the order is missing, not wanted, or has too few or too many lines; ``ahp.schedule.orders`` reads it."""
         lines, ranks = self.pipeline_parallel_order, self.pipeline_parallel_degree
         name = self.pipeline_parallel_schedule
         key = "pipeline_parallel_order"
@@ -234,7 +234,7 @@ class Parallelism(Record):
 
     @property
     def widths(self) -> tuple[tuple[int, int], ...]:
-        """Shard and tensor degree of each pipeline rank: of the first stage that it holds."""
+        """Shard and tensor degree of each pipeline rank, from the first stage that it holds."""
         layout = self.data_parallel_shard_degree, self.tensor_parallel_degree
         return widths_of(self.stages, layout, self.pipeline_parallel_degree)
 
@@ -245,8 +245,8 @@ class Parallelism(Record):
         return self.stages is not None and any(width != own for width in self.widths)
 
     def of_rank(self, rank: int) -> Parallelism:
-        """The layout as a pipeline rank has it: with the rank's width for all stages, and its share of a replica's micro-batch. What is
-        local to a stage needs to know no more."""
+        """The layout as one pipeline rank sees it: with the rank's width for all stages, and its share of a replica's micro-batch. Code that
+        is local to a stage needs no more."""
         if not self.has_unlike_widths:
             return self
         (shard, tensor), whole = self.widths[rank], self.micro_batch_size * self.data_parallel_shard_degree
@@ -263,7 +263,7 @@ class Parallelism(Record):
 
     @property
     def layouts_of_ranks(self) -> tuple[Parallelism, ...]:
-        """The layouts that pipeline ranks have (``of_rank``), each once: itself alone where all are alike."""
+        """The different layouts of pipeline ranks (``of_rank``), each once; only this layout if all ranks are equally wide."""
         if not self.has_unlike_widths:
             return (self,)
         first = {width: rank for rank, width in reversed([*enumerate(self.widths)])}
@@ -276,7 +276,7 @@ class Parallelism(Record):
 
     @property
     def weight_shards(self) -> int:
-        """Ranks over which ZeRO divides: those of the context axis hold the same weights and count as well."""
+        """Ranks over which ZeRO divides: ranks of the context axis hold the same weights and count too."""
         return 1 if self.zero_stage == 0 else self.data_parallel_shard_degree * self.context_parallel_degree
 
     @property
@@ -297,11 +297,11 @@ class Parallelism(Record):
 
     @property
     def given_layers(self) -> tuple[int, ...] | None:
-        """Blocks of each stage where the layout says them: layers_per_stage, or those of stages."""
+        """Number of blocks of each stage if the layout gives them, in layers_per_stage or stages; else None."""
         return self.layers_per_stage if self.stages is None else tuple(stage.layers for stage in self.stages)
 
     def recomputed_layers(self, replica: int = 0) -> tuple[int, ...] | None:
-        """Of each stage of a replica, how many blocks are recomputed; None = all, where any are."""
+        """For each stage of a replica, how many blocks are recomputed; None = all, if any are."""
         if self.stages is None:
             return self.recomputed_layers_per_stage
         if all(stage.recomputed_layers is None for stage in self.stages):
@@ -350,7 +350,7 @@ class Parallelism(Record):
         return " ".join(words)
 
     def _some_recomputed(self) -> str:
-        """``(2 2x0)``: how many layers of each stage, where not all are; ``0|3`` where replicas differ."""
+        """``(2 2x0)``: how many layers of each stage are recomputed, if not all are; ``0|3`` if replicas differ."""
         if self.recomputed_layers() is None:
             return ""
         replicas = self.data_parallel_replicate_degree if self.stages is not None else 1
@@ -364,15 +364,15 @@ class EngineChoice(Record):
     name: Literal["ahp", "torchtitan", "megatron", "deepspeed", "accelerate"] = "ahp"
     attention: Literal["flash", "math"] = "flash"
     compile: bool | None = None
-    """Whether blocks run as compiled kernels; None = not decided: a search decides it, and what prices or runs a layout without a
-    search takes False."""
+    """Whether blocks run as compiled kernels; None = not decided: a search decides it, and pricing or running a layout without a
+    search uses False."""
     loss_chunk_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of which the logits, their loss and their gradient exist at a time; None = all of a micro-batch."""
+    """Tokens whose logits, loss and gradient exist at a time; None = all of a micro-batch."""
     offload_optimizer: bool = False
     """Whether AdamW's moments are kept in host memory and come to the device for each update."""
     enable_async_tensor_parallel: bool | None = None
-    """Whether the collectives of sequence parallelism travel in pieces beside the products that read or make them; None = as the
-    engine does by itself."""
+    """Whether the collectives of sequence parallelism run in pieces overlapped with the products that read or make their data; None = the
+    engine's default."""
     version: Release | None = None
     """The release that runs: a name (megatron 26.04) or a day (2024-12); None = the newest (engines/releases.yaml)."""
 
@@ -382,7 +382,7 @@ class EngineChoice(Record):
         return {"name": data} if isinstance(data, str) else data
 
     def decided(self) -> EngineChoice:
-        """The same with eager blocks where it says nothing of them."""
+        """The same choice, with eager blocks if ``compile`` is not decided."""
         return self.model_copy(update={"compile": bool(self.compile)})
 
     def words(self, *, fused: bool = True) -> str:
@@ -400,20 +400,20 @@ class EngineChoice(Record):
 
 
 class Rejected(Record):
-    """A layout that lost, and the one reason. What it costs is None where it cannot run, or in a plan of before this was kept."""
+    """A layout that lost, and the one reason. Its costs are None if it cannot run, or in a plan from before they were kept."""
 
     parallelism: Parallelism
     reason: str
     step_time_s: float | None = None
     band_s: tuple[float, float] | None = None
-    """As ``Forecast.step_time_low_s .. step_time_high_s``."""
+    """Like ``Forecast.step_time_low_s .. step_time_high_s``."""
     memory_bytes: int | None = None
-    """Of the fullest rank."""
+    """Bytes of the fullest rank."""
     fits: bool | None = None
 
     @classmethod
     def of(cls, parallelism: Parallelism, forecast: Forecast, reason: str) -> Rejected:
-        """A layout that was priced."""
+        """From a layout that was priced."""
         return cls(
             parallelism=parallelism,
             reason=reason,
@@ -430,7 +430,7 @@ class Plan(Record):
     schema_version: int = PLAN_SCHEMA_VERSION
     model: str | dict[str, Any] = "tiny"
     init_from: str | None = None
-    """A folder of Hugging Face weights that training starts from; None = those of the job's seed."""
+    """A folder of Hugging Face weights that training starts from; None = weights from the job's seed."""
     job: Job = Job()
     cluster: dict[str, Any] | None = None
     engine: EngineChoice = EngineChoice()
@@ -441,23 +441,23 @@ class Plan(Record):
     why: tuple[str, ...] = ()
     rejected: tuple[Rejected, ...] = ()
     current: Rejected | None = None
-    """What the user ran when this was searched (``ahp plan --current``)."""
+    """The layout that the user ran at the time of the search (``ahp plan --current``)."""
     versions: dict[str, str] = Field(default_factory=dict)
 
     @property
     def priced(self) -> Forecast:
-        """The forecast of a plan of a search, which always has one."""
+        """The forecast of a plan from a search, which always has one."""
         assert self.forecast is not None, "plans of a search have one"
         return self.forecast
 
     def save(self, path: str | Path) -> None:
-        """Write plan.yaml: aside first, then renamed, so that a reader never sees half of it. Raises BadInput where it cannot be written."""
+        """Write plan.yaml under another name, then rename it, so that a reader never sees half of it. Raises BadInput if it cannot be written."""
         save(path, written_yaml(self.model_dump(mode="json")))
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read plan.yaml, or the one in a run's folder. Raises BadInput when it is missing or is not a plan."""
-        if not str(path):  # an empty word of a command line, which Path takes for the folder that it is in
+        if not str(path):  # an empty word of a command line, which Path takes for the current folder
             raise BadInput("plan = '': must be a plan.yaml, or a run's folder")
         path = Path(path)
         file = path / "plan.yaml" if path.is_dir() else path

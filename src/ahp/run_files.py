@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 State = Literal["running", "done", "failed", "interrupted", "dead"]
-"""``dead`` stands in no file: it is what a reader finds of a run that says it is running."""
+"""``dead`` is in no file: a reader concludes it about a run whose file says running."""
 HEARTBEAT_S = 10.0
-"""[Empirical] Between two writes of status.json while a run goes on: seldom enough for any shared disk."""
+"""[Empirical] Seconds between two writes of status.json while a run goes on: seldom enough for any shared disk."""
 SILENT_S = 120.0
 """[Empirical] Twelve heartbeats: a process that works for seconds without letting its threads run is not taken for dead."""
 
 LARGEST = 1e300
-"""A whole number above that is no float, and NaN is below nothing."""
+"""Values must be below this: some larger whole numbers fit no float, and NaN is below nothing."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Status:
 
 
 def read_status(file: Path) -> Status | None:
-    """What status.json says, None when there is none that can be read."""
+    """The status in status.json; None when it is missing or cannot be read."""
     found = _object(file)
     values: list[Any] = [found.get(key) for key in ("state", "step", "cause", "exit_code")]
     state, step, cause, exit_code = values
@@ -44,24 +44,24 @@ def read_status(file: Path) -> Status | None:
 
 
 def written(status: Status, saved_step: int | None) -> dict[str, Any]:
-    """The content of status.json: beside the status who writes it, and when."""
+    """The content of status.json: the status, who writes it, and when."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     who = {"pid": os.getpid(), "host": socket.gethostname(), "heartbeat": now}
     return {**asdict(status), "checkpoint": saved_step, **who}
 
 
 def read_heartbeat(file: Path) -> str | None:
-    """When status.json was last written, in ISO 8601; None where it does not say."""
+    """When status.json was last written, in ISO 8601; None if it does not say."""
     found = _object(file).get("heartbeat")
     return found if isinstance(found, str) else None
 
 
 NOTICED = ("slow_ranks", "loss_spikes")
-"""Lists of status.json: what a run's steps showed (docs/train/run-folder.md)."""
+"""Lists in status.json of what was noticed in a run's steps (docs/train/run-folder.md)."""
 
 
 def read_noticed(file: Path) -> dict[str, list[dict[str, Any]]]:
-    """What status.json says that was noticed of the steps; lists of objects, what is none is left out."""
+    """What was noticed in the steps according to status.json: lists of objects; anything else is left out."""
     found = _object(file)
     lists = {key: found[key] for key in NOTICED if isinstance(found.get(key), list)}
     return {key: [one for one in values if isinstance(one, dict)] for key, values in lists.items()}
@@ -74,7 +74,7 @@ def is_by_this_process(file: Path) -> bool:
 
 
 def judge_status(file: Path) -> Status | None:
-    """``read_status``, but ``dead`` for a run that says it is running where the process that says so has gone, or has long said nothing."""
+    """Like ``read_status``, but ``dead`` if the file says running and the process that wrote it is gone, or has long been silent."""
     status, found = read_status(file), _object(file)
     if status is None or status.state != "running":
         return status
@@ -82,7 +82,7 @@ def judge_status(file: Path) -> Status | None:
     try:
         silent_s = (datetime.now(UTC) - datetime.fromisoformat(found["heartbeat"])).total_seconds()
     except (KeyError, TypeError, ValueError):
-        return status  # of before these keys came
+        return status  # from before these keys existed
     why = None
     if host == socket.gethostname() and type(pid) is int and not _is_alive(pid):
         why = f"process {pid} on {host} has gone without a word; it was last heard of {silent_s:.0f} s ago"
@@ -92,15 +92,15 @@ def judge_status(file: Path) -> Status | None:
 
 
 def read_saved_step(file: Path) -> int | None:
-    """Step of the newest checkpoint that was ever complete, as status.json says; 0 for none, None where it cannot be read."""
+    """Step of the newest checkpoint that was ever complete, as status.json says; 0 for none, None if it cannot be read."""
     found = _object(file)
-    # Files of before this key came say where the run stopped, which is no earlier.
+    # Files from before this key existed say where the run stopped, which is no earlier.
     step = found.get("checkpoint", found.get("step"))
     return step if _is_count(step) else None
 
 
 def read_metrics(file: Path, needs: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The steps of metrics.jsonl; what is no line of a run (half of one, or damaged) is left out. ``needs``: keys that must be numbers."""
+    """The steps of metrics.jsonl; lines that no run wrote (half of one, or damaged) are left out. ``needs``: keys that must be numbers."""
     try:
         lines = file.read_bytes().splitlines()
     except OSError:
@@ -110,7 +110,7 @@ def read_metrics(file: Path, needs: Sequence[str] = ()) -> list[dict[str, Any]]:
 
 
 def read_record(line: bytes) -> dict[str, Any] | None:
-    """One line of metrics.jsonl; None for what no run has written: it has a step, and its values are finite numbers, yes or no, or null."""
+    """One line of metrics.jsonl; None if no run wrote it: a run's line has a step, and its values are finite numbers, booleans or null."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

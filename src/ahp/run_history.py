@@ -1,7 +1,7 @@
 """The starts of a run: which plan each had, how far it came, why it ended, and what failures cost. Free of torch.
 
-``starts.jsonl`` has a line when workers start and one when they have ended, and between them one where the first was wrong. Where the last is missing, whoever would have written
-it was killed.
+``starts.jsonl`` has a line when workers start and one when they have ended, and between them one if the first was wrong. If the last is
+missing, the process that would have written it was killed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SECONDS_PER_DAY = 86_400
 
 @dataclass(frozen=True)
 class Start:
-    """Workers that were started once."""
+    """One start of a run's workers."""
 
     began: str
-    """Time in ISO 8601, as ``ended``."""
+    """Time in ISO 8601, like ``ended``."""
     plan: str
     workers: int
     first_step: int
@@ -32,7 +32,7 @@ class Start:
     last_step: int | None = None
     """Steps that were done when it ended."""
     saved_step: int | None = None
-    """Steps in the newest checkpoint then: those between were lost."""
+    """Steps in the newest checkpoint at that time: the steps after it were lost."""
     why: str | None = None
     failed: bool = False
     """Neither finished nor stopped by a signal."""
@@ -41,7 +41,7 @@ class Start:
     useful_tokens: float | None = None
     """Tokens of these steps."""
     kind: str | None = None
-    """In which way it failed: the name of an exception's class, or of a signal."""
+    """How it failed: the name of an exception's class, or of a signal."""
 
     @property
     def made_steps(self) -> bool:
@@ -49,14 +49,14 @@ class Start:
 
     @property
     def seconds(self) -> float | None:
-        """From its beginning to its end, None where nobody knows."""
+        """Seconds from its beginning to its end; None if the end is not known."""
         if self.ended is None:
             return None
         return (datetime.fromisoformat(self.ended) - datetime.fromisoformat(self.began)).total_seconds()
 
     @property
     def seconds_lost(self) -> float | None:
-        """Its seconds without those of steps that were kept: the start itself, and steps that are in no checkpoint."""
+        """Its seconds minus those of steps that were kept: the start itself, and steps that are in no checkpoint."""
         if self.seconds is None or self.useful_s is None:
             return None
         return max(0.0, self.seconds - self.useful_s)
@@ -69,29 +69,29 @@ class Start:
         return max(0, self.last_step - self.saved_step)
 
     def plain(self) -> dict[str, Any]:
-        """As data for status.json."""
+        """Plain data for status.json."""
         return {**asdict(self), "steps_lost": self.steps_lost, "seconds_lost": self.seconds_lost}
 
 
 def began(file: Path, start: Start) -> None:
-    """Write down that workers start."""
+    """Record that workers start."""
     _append(file, asdict(start))
 
 
 def began_at(file: Path, step: int) -> None:
-    """Correct the last start where its workers found other steps done than whoever started them: the newest checkpoint was damaged."""
+    """Correct the last start if its workers found other steps done than the process that started them: the newest checkpoint was damaged."""
     found = starts(file)
     if found and found[-1].first_step != step:
         _append(file, {"first_step": step})
 
 
 def ended(file: Path, **found: Any) -> None:
-    """Write down how the last start ended: the other fields of ``Start``."""
+    """Record how the last start ended: the other fields of ``Start``."""
     _append(file, found)
 
 
 def starts(file: Path) -> list[Start]:
-    """What the file says, oldest first. Lines that are none are left out."""
+    """The starts in the file, oldest first. Lines that make no sense are left out."""
     found: list[Start] = []
     for line in _lines(file):
         try:
@@ -113,18 +113,18 @@ def useful(metrics: Sequence[dict[str, Any]], first_step: int, saved_step: int) 
 
 @dataclass(frozen=True)
 class Effect:
-    """What a run made of its time, failures and starts counted."""
+    """How much of its time a run used, with failures and starts included."""
 
     share: float
-    """Seconds of the steps that count, over all seconds of the starts that have ended: the effective training time ratio. What lies between two
-    starts by hand is not in it."""
+    """Seconds of the steps that were kept, divided by all seconds of the starts that have ended: the effective training time ratio. The time
+    between two starts by hand is not in it."""
     tokens_per_day: float
     tokens_per_day_without_failures: float
     """If every second had gone into such steps."""
 
 
 def effect(history: Sequence[Start]) -> Effect | None:
-    """Of the starts that have ended; None where they have made no step that was kept."""
+    """The effect of the starts that have ended; None if none of their steps was kept."""
     known = [(s.seconds, s.useful_s, s.useful_tokens) for s in history]
     ended = [(total, useful, tokens) for total, useful, tokens in known if total and useful and tokens is not None]
     idle_s = sum(total for total, useful, _ in known if total and useful == 0)
@@ -137,7 +137,7 @@ def effect(history: Sequence[Start]) -> Effect | None:
 
 
 def _append(file: Path, line: dict[str, Any]) -> None:
-    with suppress(OSError), file.open("a") as target:  # a run does not end for want of its history
+    with suppress(OSError), file.open("a") as target:  # a run must not end because its history cannot be written
         target.write(json.dumps(line) + "\n")
 
 

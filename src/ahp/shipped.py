@@ -12,7 +12,7 @@ import yaml
 
 
 def shipped(package: str, name: str) -> Any:
-    """A YAML file of a package. Read by libyaml where PyYAML has it, nine times as fast: a search of one node reads five."""
+    """A YAML file of a package. Read by libyaml if PyYAML has it, nine times as fast: a search of one node reads five."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load(resources.files(package).joinpath(name).read_text(encoding="utf-8"), Loader=loader)
 
@@ -32,5 +32,5 @@ class Constant:
 
 @cache
 def constants(package: str, name: str) -> Mapping[str, Constant]:
-    """All of a file by name, read once."""
+    """All constants of a file by name, read once."""
     return {key: Constant(**entry) for key, entry in shipped(package, name).items()}

@@ -17,29 +17,29 @@ class StagePlace(Record):
     """One pipeline stage on a mixed cluster: on which devices, and how much of the model."""
 
     group: str | tuple[str, ...]
-    """The name of a group of the cluster; or one for each replica, data_parallel_replicate_degree of them."""
+    """The name of a group of the cluster; or one name for each of the data_parallel_replicate_degree replicas."""
     layers: int = Field(ge=1)
     """Blocks of the stage, the same for every replica: else their gradients would not line up."""
     recomputed_layers: int | tuple[int, ...] | None = None
-    """So many of the blocks, the first ones, are recomputed as ``activation_checkpoint`` says; or one number for each replica.
+    """How many of the blocks, the first ones, are recomputed as ``activation_checkpoint`` says; or one number for each replica.
     None = all of them."""
     tensor_parallel_degree: int | None = Field(default=None, ge=1)
-    """Of this stage; None = that of the layout."""
+    """Degree of this stage; None = that of the layout."""
     data_parallel_shard_degree: int | None = Field(default=None, ge=1)
-    """Of this stage, which divides each micro-batch of a replica over so many ranks; None = that of the layout."""
+    """Degree of this stage: the ranks over which it divides each micro-batch of a replica; None = that of the layout."""
 
     def groups(self, num_replicas: int) -> tuple[str, ...]:
-        """The group that each replica has the stage on."""
+        """The group of the stage in each replica."""
         return (self.group,) * num_replicas if isinstance(self.group, str) else self.group
 
     def recomputed(self, num_replicas: int) -> tuple[int, ...]:
-        """The blocks that each replica recomputes, where any are."""
+        """How many blocks each replica recomputes, if any are recomputed."""
         some = self.layers if self.recomputed_layers is None else self.recomputed_layers
         return (some,) * num_replicas if isinstance(some, int) else some
 
     @property
     def own_width(self) -> str:
-        """``/dp2/tp4``: what of its width a stage says itself."""
+        """``/dp2/tp4``: the degrees that the stage itself gives."""
         named = ("dp", self.data_parallel_shard_degree), ("tp", self.tensor_parallel_degree)
         return "".join(f"/{axis}{degree}" for axis, degree in named if degree is not None)
 
@@ -60,7 +60,7 @@ Width = tuple[int, int]
 
 
 def widths_of(stages: Sequence[StagePlace] | None, layout: Width, ranks: int) -> tuple[Width, ...]:
-    """Of each pipeline rank: of the first stage that it holds. ``layout``: of stages that say nothing of it."""
+    """The width of each pipeline rank, from the first stage that it holds. ``layout``: the width of stages that give none."""
     if stages is None:
         return (layout,) * ranks
     shard, tensor = layout
@@ -78,7 +78,7 @@ def given_shards(data: Mapping[str, Any]) -> list[Any]:
 
 
 def check_places(stages: Sequence[StagePlace], ranks: int, virtual: int, replicas: int) -> None:
-    """Raises ValueError where there are not as many as the layout has, or not as many groups as replicas."""
+    """Raises ValueError if there are not as many stages as the layout has, or not as many groups as replicas."""
     groups = [stage.group if isinstance(stage.group, str) else list(stage.group) for stage in stages]
     if len(stages) != ranks * virtual:
         several = "" if virtual == 1 else f" x virtual_stages_per_rank {virtual}"
@@ -94,7 +94,7 @@ def check_places(stages: Sequence[StagePlace], ranks: int, virtual: int, replica
 
 
 def check_recomputed(stage: StagePlace, replicas: int) -> int | list[int] | None:
-    """What a stage says of the layers that it recomputes. Raises ValueError where it cannot."""
+    """The number of layers that a stage says it recomputes, or a list of them. Raises ValueError if it cannot."""
     some = stage.recomputed_layers
     if some is None:
         return None
@@ -112,7 +112,7 @@ def check_recomputed(stage: StagePlace, replicas: int) -> int | list[int] | None
 
 
 def check_shards(widths: Iterable[Width], micro_batch_size: int, layout_shards: int, zero_stage: int) -> None:
-    """Raises ValueError where the shards of a stage cannot divide a replica's micro-batch."""
+    """Raises ValueError if the shards of a stage cannot divide a replica's micro-batch."""
     whole = micro_batch_size * layout_shards
     for shards, _ in widths:
         if zero_stage == 0 and shards > 1:
@@ -128,7 +128,7 @@ def check_shards(widths: Iterable[Width], micro_batch_size: int, layout_shards: 
 
 
 def check_beside_unlike_widths(expert_degree: int, mesh_order: Sequence[str] | None, ranks: int) -> None:
-    """Raises ValueError for what goes on only where all stages are as wide as the layout."""
+    """Raises ValueError for settings that work only if all stages are as wide as the layout."""
     if expert_degree > 1:
         raise ValueError(
             f"expert_parallel_degree = {expert_degree}: with stages of unlike width the ranks that share the experts would not be as many "

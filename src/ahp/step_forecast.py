@@ -1,4 +1,4 @@
-"""What a layout is forecast to cost, as plan.yaml has it."""
+"""What a layout is forecast to cost, as stored in plan.yaml."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a user's data breaks a record's rules, in the user's words: the key, its value, the rule, what would be valid."""
+"""How a user's data breaks a record's rules, in the user's words: the key, its value, the rule, what would be valid."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MOST_SHOWN = 80
 """Characters of a value that is repeated in an error; a longer one is cut."""
 
 MOST_MEANT = 3
-"""Keys that are offered for a wrong one."""
+"""The most keys that are suggested for a wrong one."""
 MOST_TOLD = 10
-"""Violations of one file that are told; a list of a wrong type has one for each of its values."""
+"""The most violations of one file that are reported; a list of a wrong type has one for each of its values."""
 LONGEST = 600
-"""Characters of one of them: rules of records repeat a value as it is."""
+"""The most characters of one violation: rules of records repeat a value as it is."""
 
 
 WHOLE_NUMBER, NUMBER, TRUTH = "must be a whole number", "must be a number", "must be true or false"
@@ -35,11 +35,11 @@ RULES = {
     "less_than": "must be below {lt}", "less_than_equal": "must be at most {le}",
     "too_short": "must have at least {min_length}", "too_long": "must have at most {max_length}",
 }  # fmt: skip
-"""By pydantic's name of a violation the rule that it breaks; in braces what pydantic knows of it."""
+"""The rule that a violation breaks, keyed by pydantic's name for it; braces are filled with pydantic's context."""
 
 
 def broken_rules(error: ValidationError, kind: type[BaseModel], where: str) -> Iterator[str]:
-    """One line for each violation that pydantic found in data for ``kind``; ``where`` is what the data as a whole is called."""
+    """One line for each violation that pydantic found in data for ``kind``; ``where`` is the name of the data as a whole."""
     found = list(_at_the_innermost(error.errors()))
     for item, place in _of_the_form_meant([(item, _place(kind, item["loc"])) for item in found]):
         key = ".".join(place.keys) or where
@@ -62,7 +62,7 @@ def broken_rules(error: ValidationError, kind: type[BaseModel], where: str) -> I
 
 
 def _meant(key: str, names: list[str]) -> str:
-    """The keys that a wrong one stands for: by its short name, by its spelling, or some of those that there are."""
+    """The keys that a wrong one may mean: by its short name, by its spelling, or else some of the valid ones."""
     if SHORT_NAMES.get(key) in names:
         return f"did you mean: {SHORT_NAMES[key]}?"
     near = nearest(key[:MOST_SHOWN], names, MOST_MEANT)
@@ -72,9 +72,9 @@ def _meant(key: str, names: list[str]) -> str:
 
 
 def taken_for_numbers(given: Any, found: Any, key: str = "") -> Iterator[str]:
-    """What pydantic took for a number and a user did not write as one: yes is not 1, and "8" is not 8.
+    """Values that pydantic took for numbers although the user did not write numbers: yes is not 1, and "8" is not 8.
 
-    Text for a float stays allowed: who reads YAML 1.1 by other means and hands it in has 1e-3 as text.
+    Text for a float stays allowed: a program that reads YAML 1.1 by other means gets 1e-3 as text.
     """
     if type(found) is int:
         if isinstance(given, (bool, str)):
@@ -84,7 +84,7 @@ def taken_for_numbers(given: Any, found: Any, key: str = "") -> Iterator[str]:
         if isinstance(given, bool):
             yield f"{key} = {shortened(given)}: must be a number, not true or false"
     elif isinstance(found, tuple):
-        # No record has tuples in a tuple: where the types are alike nothing was taken for anything.
+        # No record has tuples in a tuple: if the types are equal, nothing was converted.
         alike = not isinstance(given, (list, tuple)) or [*map(type, given)] == [*map(type, found)]
         if not alike and len(given) == len(found):
             for i, (one, read) in enumerate(zip(given, found, strict=True)):
@@ -107,8 +107,8 @@ def first_few(words: Iterable[str]) -> str:
 
 
 def shortened(value: Any) -> str:
-    """``repr`` of a value, cut to ``MOST_SHOWN`` characters and never made longer: ten aliases in a file make a value whose ``repr`` has no
-    end."""
+    """``repr`` of a value, cut to ``MOST_SHOWN`` characters and never built much longer: ten aliases in a file make a value whose ``repr``
+    has no end."""
     text = ""
     for piece in _pieces(value):
         text += piece
@@ -155,11 +155,11 @@ class _Place:
     """Where in a user's data a rule is broken."""
 
     keys: tuple[str, ...]
-    """Without the names that pydantic puts in for the forms that a value may have, ``str`` or ``tuple[WeightedData, ...]``."""
+    """Without the names that pydantic puts in for the forms that a value can have, ``str`` or ``tuple[WeightedData, ...]``."""
     record: type[BaseModel]
-    """That has the last key, or is its value."""
+    """The record that has the last key, or is its value."""
     forms: int | None
-    """At which of pydantic's own parts such a name stands."""
+    """Index of such a name in pydantic's own path; None = there is none."""
 
 
 def _place(kind: type[BaseModel], loc: tuple[int | str, ...]) -> _Place:
@@ -177,7 +177,7 @@ def _place(kind: type[BaseModel], loc: tuple[int | str, ...]) -> _Place:
 
 
 def _records(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Those that a field may hold, in lists too."""
+    """The record types that a field can hold, including in lists."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for one in get_args(annotation):
@@ -185,13 +185,13 @@ def _records(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _at_the_innermost(found: list[ErrorDetails]) -> Iterator[ErrorDetails]:
-    """Without the complaint that a list is too short, where those of its values that are wrong are missed in it."""
+    """The violations, without "list too short" if some values of the list are wrong: pydantic does not count these."""
     places = {item["loc"][:end] for item in found for end in range(len(item["loc"]))}
     return (item for item in found if item["type"] != "too_short" or item["loc"] not in places)
 
 
 def _of_the_form_meant(found: list[tuple[ErrorDetails, _Place]]) -> Iterator[tuple[ErrorDetails, _Place]]:
-    """Without the complaint that a value has not one form, where another form's is about something inside it."""
+    """The violations, without "the value does not have this form" if those of another form are about something inside the value."""
     inside = {item["loc"][: place.forms] for item, place in found if place.forms and len(item["loc"]) > place.forms + 1}
     for item, place in found:
         at_top = place.forms is not None and len(item["loc"]) == place.forms + 1

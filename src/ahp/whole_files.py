@@ -1,4 +1,4 @@
-"""Files that a reader, or a crash, finds whole: written aside first, then renamed."""
+"""Files that a reader, or a crash, always finds whole: written under another name first, then renamed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ahp.errors import bad_input
 
 
 def save(path: str | Path, content: str | bytes) -> None:
-    """``write_aside`` where a user says, in a folder that is made where there is none. Raises BadInput where that cannot be done."""
+    """``write_aside`` to a path that a user gives; a missing folder is made. Raises BadInput if that cannot be done."""
     path = Path(path)
     if path.is_dir():
         raise bad_input("path", str(path), "is a folder; give a file in it")
@@ -22,13 +22,13 @@ def save(path: str | Path, content: str | bytes) -> None:
 
 
 def write_aside(path: Path, content: str | bytes) -> None:
-    """Replace a file in one stroke: a reader, or a crash, sees the old text or the new one. Another process that writes the same file has its
-    own beside it."""
+    """Replace a file atomically: a reader, or a crash, sees the old text or the new one. Another process that writes the same file uses its own
+    temporary file."""
     data = content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file():  # /dev/null or a pipe: a file in its place would be none
+    if path.exists() and not path.is_file():  # /dev/null or a pipe must not be replaced by a file
         path.write_bytes(data)
         return
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # a link stays a link
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with aside.open("wb") as file:

@@ -25,7 +25,7 @@ SHORT_NAMES: dict[str, str] = {
     "recompute": "activation_checkpoint",
     "order": "mesh_order",
 }
-"""Keys of a layout as people say them."""
+"""Short names of a layout's keys."""
 
 PARTS: dict[str, str] = {
     "bubble": "pipeline bubble",
@@ -40,7 +40,7 @@ PARTS: dict[str, str] = {
     "offload": "optimizer states from the host and back",
     "slowest_rank": "waiting for the slowest rank",
 }
-"""Parts of ``Forecast.step`` and ``Forecast.memory`` whose key alone does not say it."""
+"""Words for parts of ``Forecast.step`` and ``Forecast.memory`` whose key is not clear by itself."""
 
 
 def part_words(part: str) -> str:
@@ -83,7 +83,7 @@ def duration(value_s: float) -> str:
 
 
 WORTH_TELLING = 0.0005
-"""A share of less is 0.0 % in words."""
+"""A smaller share is 0.0 % in words."""
 
 
 def percent(share: float) -> str:
@@ -93,12 +93,12 @@ def percent(share: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """``2.4 times``: two figures, or all of a whole number that has more."""
+    """``2.4 times``: two digits, or all digits of a larger whole number."""
     return f"{ratio:.2g} times" if ratio < 99.5 else f"{ratio:,.0f} times"
 
 
 def slower(ratio: float) -> str:
-    """What takes ``ratio`` as long: ``12 % slower``, ``5.0 % faster``, or ``19 times as long`` where that is above 100 % slower."""
+    """A time that is ``ratio`` times as long: ``12 % slower``, ``5.0 % faster``, or ``19 times as long`` for more than 100 % slower."""
     return (
         f"{times(ratio)} as long" if ratio > 2 else f"{percent(abs(ratio - 1))} {'slower' if ratio >= 1 else 'faster'}"
     )
@@ -118,6 +118,6 @@ def count(number: float) -> str:
 
 
 def counted(words: Iterable[str]) -> str:
-    """``6 6 6 2`` as ``3x6 2``: equal neighbours once, with their number."""
+    """``6 6 6 2`` as ``3x6 2``: equal neighbors once, with their number."""
     runs = [(word, len(list(same))) for word, same in groupby(words)]
     return " ".join(f"{count}x{word}" if count > 1 else word for word, count in runs)

@@ -1,4 +1,4 @@
-"""YAML as people write it: what config.yaml, plan.yaml, cluster.yaml and values on the command line are read with; and plans and clusters written."""
+"""YAML as people write it: reads config.yaml, plan.yaml, cluster.yaml and values on the command line, and writes plans and clusters."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from yaml.constructor import ConstructorError
 from yaml.scanner import ScannerError
 
 MOST_CHARACTERS = 4_000_000
-"""Of one file: forty times a plan for a thousand devices, and some seconds of reading."""
+"""The most characters of one file: forty times a plan for a thousand devices, and some seconds of reading."""
 MOST_VALUES = 200_000
-"""That a file stands for, those behind an alias counted wherever it is used: ten aliases of ten aliases of ten ... are a few lines."""
+"""The most values in a file, counting those behind an alias at each use: ten aliases of ten aliases of ten ... are a few lines."""
 DEEPEST = 100
-"""Lists and mappings in each other; a plan has six."""
+"""The most lists and mappings in each other; a plan has six."""
 LONGEST_NUMBER = 100
-"""Characters; Python takes time that grows with the square to read one, and refuses to print one of 4,300 digits."""
+"""The most characters of a number; Python's time to read one grows with the square, and it refuses to print one of more than 4,300 digits."""
 
 
 class NotYaml(yaml.YAMLError):
@@ -24,8 +24,8 @@ class NotYaml(yaml.YAMLError):
 
 
 def parse_yaml(text: str) -> Any:
-    """YAML of words, numbers, lists and mappings, as ``yaml.safe_load`` reads it; but 1e-3 is a number, a date is text, and a key that stands
-    twice is an error.
+    """YAML of words, numbers, lists and mappings, as ``yaml.safe_load`` reads it, except that 1e-3 is a number, a date is text, and a key
+    that is given twice is an error.
 
     Raises NotYaml for everything else, and for what would be too large when it is read.
     """
@@ -44,12 +44,12 @@ def parse_yaml(text: str) -> Any:
         raise NotYaml(_one_line(error.problem or error.context or "") + place) from None
     except yaml.YAMLError as error:
         raise NotYaml(_one_line(str(error))) from None
-    except ValueError as error:  # of Python's own numbers, such as !!int abc
+    except ValueError as error:  # from Python's own numbers, such as !!int abc
         raise NotYaml(_one_line(str(error))) from None
 
 
 def written_yaml(data: Any) -> str:
-    """Plain data in the order of its keys. Written by libyaml where PyYAML has it, seven times as fast."""
+    """Plain data as YAML, in the order of its keys. Written by libyaml if PyYAML has it, seven times as fast."""
     return yaml.dump(data, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False, allow_unicode=True)
 
 
@@ -63,7 +63,7 @@ class _Loader(yaml.SafeLoader):
         return super().add_indent(column)
 
     def _refuse_deep(self, depth: int) -> None:
-        """PyYAML's time for each token grows with the depth."""
+        """Refuse deep nesting: PyYAML's time for each token grows with the depth."""
         if depth > DEEPEST:
             told = f"lists and mappings that lie more than {DEEPEST} deep in each other"
             raise ScannerError(None, None, told, self.get_mark())
@@ -93,7 +93,7 @@ class _Loader(yaml.SafeLoader):
 
 
 PLAIN = ("null", "str", "seq", "map")
-"""The types beside numbers and truth that a file may hold; dates, sets and bytes are none of anybody's keys."""
+"""The types besides numbers and booleans that a file can hold; no key takes dates, sets or bytes."""
 _Loader.yaml_constructors = {
     **{f"tag:yaml.org,2002:{name}": yaml.SafeLoader.yaml_constructors[f"tag:yaml.org,2002:{name}"] for name in PLAIN},
     "tag:yaml.org,2002:int": _Loader.construct_number,
@@ -112,11 +112,11 @@ _Loader.add_implicit_resolver(
 
 
 def _refuse_large(root: yaml.Node) -> None:
-    """Raises an error of YAML where the text stands for more values than anybody writes, for deeper ones, or for itself."""
+    """Raises a YAML error if the text stands for more values than anybody writes, for deeper ones, or for itself."""
     known: dict[int, tuple[int, int] | None] = {}
 
     def measure(node: yaml.Node) -> tuple[int, int]:
-        """How many values it stands for, and how deep they lie."""
+        """How many values a node stands for, and how deep they lie."""
         found = known.get(id(node), (0, 0))
         if found is None:
             raise ConstructorError(None, None, "an alias that stands for what it lies in", node.start_mark)

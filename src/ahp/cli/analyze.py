@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ahp.graph.operators import ModelGraph, Operator, Segment
 
 TOP = 8
-"""Kinds of operator calls that the table of the heaviest shows."""
+"""How many kinds of operator calls the table of the heaviest shows."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def run(argv: list[str]) -> int:
 
 
 def default_length(model: str) -> int:
-    """The model's own context, at most what ``ahp plan`` takes too; the job's default where the model does not say."""
+    """The model's own context, with the same upper limit as in ``ahp plan``; the job's default if the model does not state it."""
     from ahp.graph.kept import context_of
 
     context = context_of(model)
@@ -98,7 +98,7 @@ def _show(graph: ModelGraph, arguments: Arguments, *, given: bool) -> None:
 
 
 def heading(graph: ModelGraph, attention: str, *, given: bool) -> list[tuple[str, str]]:
-    """Model and what was traced, each after what it is about."""
+    """Lines about the model and what was traced, each with its title."""
     kinds = len(graph.blocks)
     layers = number_of(graph.num_layers, "layer") + (f" of {kinds} kinds" if kinds > 1 else " alike" if kinds else "")
     tied = f", {len(graph.tied)} tied" if graph.tied else ""
@@ -111,7 +111,7 @@ def heading(graph: ModelGraph, attention: str, *, given: bool) -> list[tuple[str
 
 
 def repeated(graph: ModelGraph) -> Iterator[tuple[Segment, int]]:
-    """Each part once, with how often it stands in the model."""
+    """Each part once, with how often it occurs in the model."""
     yield graph.embedding, 1
     for kind, block in enumerate(graph.blocks):
         yield block, graph.layers.count(kind)
@@ -151,7 +151,7 @@ Call = tuple["Operator", str, int, int, int]
 
 @dataclass(frozen=True)
 class Heaviest:
-    """Calls as ``heaviest`` has them, each on a line, and where it stands and what it reads on the next."""
+    """Shows the calls of ``heaviest``: each on one line, with its part, module and input shapes on the next."""
 
     calls: list[Call]
     whole: int
@@ -180,7 +180,7 @@ class Heaviest:
 
 
 def heaviest(graph: ModelGraph) -> list[Call]:
-    """Calls alike in name, phase, module and shapes, by FLOPs: one of them, its part, calls, FLOPs, bytes moved."""
+    """Calls grouped by name, phase, module and shapes, most FLOPs first: one call, its part, number of calls, FLOPs, bytes moved."""
     groups: dict[Any, Call] = {}
     for part, times in repeated(graph):
         for operator in part.operators:
@@ -192,7 +192,7 @@ def heaviest(graph: ModelGraph) -> list[Call]:
 
 
 def six_n(graph: ModelGraph) -> list[tuple[str, str]]:
-    """The rule of thumb of 6 FLOPs per parameter and token, against what was traced."""
+    """The rule of thumb of 6 FLOPs per parameter and token, compared with the traced FLOPs."""
     tokens = graph.micro_batch_size * graph.sequence_length
     attention = sum(
         times * o.flops for part, times in repeated(graph) for o in part.operators if "scaled_dot_product" in o.name

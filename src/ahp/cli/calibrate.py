@@ -1,7 +1,7 @@
-"""Correct a cluster's numbers by runs on it: the steps that they took, over what the forecast says.
+"""Correct a cluster's numbers by runs on it: the measured time of their steps, divided by the forecast.
 
-Writes the cluster with the ratio; every forecast and search on it takes that into account, with a narrower band. Of a mixed cluster, runs under
-different layouts say together how long each of its groups takes; the figures of the groups are corrected.
+Writes the cluster with the ratio; every forecast and search on it takes that into account, with a narrower band. For a mixed cluster, runs
+under different layouts show together how long each of its groups takes; the figures of the groups are corrected.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class PricedRun:
-    """One run beside its forecast, with nothing known of runs and with the ratio of all."""
+    """One run with its forecasts: before any calibration, and after calibration by all runs."""
 
     run: MeasuredRun
     plan: Plan
@@ -76,7 +76,7 @@ def run(argv: list[str]) -> int:
 
 
 def _held(folders: tuple[str, ...]) -> tuple[Cluster, list[PricedRun], dict[str, float]]:
-    """The calibrated cluster of some runs, each of them beside its forecasts, and the ratio of each group where it has several."""
+    """The cluster calibrated by some runs, each run with its forecasts, and the ratio of each group if there are several."""
     from ahp.runtime.check.calibrate import calibrated, calibrated_groups, group_ratios, measured, without_calibration
     from ahp.runtime.run.folder import RunFolder
 

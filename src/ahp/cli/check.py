@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 Price = Callable[[Parallelism], Forecast]
 ROOTS = ("job", "parallelism")
-"""Of the keys that may be given beside the file."""
+"""Roots of the keys that can be given besides the file."""
 ASSUMED = ("job.sequence_length", "job.global_batch_size", "job.precision", "parallelism.micro_batch_size")
-"""What a forecast rests on, and not every file says."""
+"""Keys that a forecast rests on, and not every file gives."""
 LAYOUT = ("parallelism.", "job.precision")
-"""Fields without which nothing can be said of a file's cost."""
+"""Fields without which a file's cost cannot be forecast."""
 KEPT = 40
-"""Plans of the ranking among which the first is sought that the file can say."""
+"""How many plans of the ranking are tried, to find the first that the file can express."""
 DEVICE, EACH, NODES = "H100", 8, (1, 2, 4, 8, 16, 32, 64, 128)
-"""What a file is judged on where no cluster is given: the usual node of today's recipes, as many as the degrees make."""
+"""The cluster that is assumed if none is given: the usual node of today's recipes, as many as the degrees make."""
 MOST_LISTED = 12
-"""Lines of what was not understood that are printed; --json has all."""
+"""How many lines that were not understood are printed; --json has all."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Arguments:
     cluster: Annotated[OptionalText, tyro.conf.arg(metavar="CLUSTER")] = None
     """What it runs on: 8x8xH100, or a cluster.yaml; without it as many H100 as the file's degrees make, eight to a node."""
     model: Annotated[OptionalText, tyro.conf.arg(metavar="MODEL")] = None
-    """Catalogue name or config.json, where the file does not say it."""
+    """Catalogue name or config.json, if the file does not name the model."""
     engine: Annotated[OptionalText, tyro.conf.arg(metavar="NAME")] = None
-    """torchtitan, megatron, deepspeed, accelerate, accelerate-megatron, nanotron, maxtext, nemo or bridge, where the file's ending and keys do not say it."""
+    """torchtitan, megatron, deepspeed, accelerate, accelerate-megatron, nanotron, maxtext, nemo or bridge, if the file's ending and keys do not show it."""
     target_version: Annotated[OptionalText, tyro.conf.arg(metavar="VERSION")] = None
     """Release of the engine; without it the one whose keys the file has."""
     json: Flag = False
@@ -73,7 +73,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found of a file."""
+    """The findings about a file."""
 
     foreign: Foreign
     plan: Plan
@@ -81,32 +81,32 @@ class Checked:
     best: Plan
     changes: tuple[Change, ...]
     given: tuple[str, ...]
-    """Keys that the user gave beside the file."""
+    """Keys that the user gave besides the file."""
     can_be_said: bool
-    """Whether the file can say the best plan."""
+    """Whether the file can express the best plan."""
     cluster: str | None = None
-    """The one that was assumed, in short."""
+    """The cluster that was assumed, in short form."""
 
     @property
     def today(self) -> Forecast | None:
-        """None where the layout cannot run here."""
+        """The forecast of the file's layout; None if it cannot run here."""
         return None if self.current is None else self.current.forecast
 
     @property
     def saves(self) -> float | None:
-        """Share of today's step time that the best saves."""
+        """Share of today's step time that the best plan saves."""
         if self.today is None or self.best.forecast is None:
             return None
         return 1 - self.best.forecast.step_time_s / self.today.step_time_s
 
     @property
     def is_best(self) -> bool:
-        """Whether the file's layout fits, and none is faster by as much as is told."""
+        """Whether the file's layout fits, and no other is faster by a margin worth telling."""
         return self.saves is not None and self.saves < WORTH_TELLING and self.today is not None and self.today.fits
 
     @property
     def assumed(self) -> list[str]:
-        """Keys that neither the file nor the user says, and a forecast rests on; of the job they are as ``ahp plan`` chooses them."""
+        """Keys that a forecast rests on and neither the file nor the user gives; those of the job are chosen as by ``ahp plan``."""
         return [name for name in ASSUMED if name not in self.foreign.read.fields and name not in self.given]
 
 
@@ -129,7 +129,7 @@ def run(argv: list[str]) -> int:
 
 
 def _following(found: Checked, cluster: str | None) -> str:
-    """The search of which the best is, whole: it says why the others lost, and writes what ``ahp export`` reads."""
+    """The command of the full search that finds the best plan, explains why the others lost, and writes what ``ahp export`` reads."""
     plan, job = found.plan, found.plan.job
     model = plan.model if isinstance(plan.model, str) else "MODEL"
     words = ["ahp", "plan", model, cluster or "CLUSTER", "--engine.name", plan.engine.name]
@@ -139,12 +139,12 @@ def _following(found: Checked, cluster: str | None) -> str:
 
 
 def understood(arguments: Arguments, overrides: dict[str, Any]) -> tuple[Foreign, Plan]:
-    """The file, and the plan that it says with what was given beside it. Raises BadInput where it says no layout, or no model that AHP knows."""
+    """The file, and its plan together with the overrides. Raises BadInput if it states no layout, or no model that AHP knows."""
     from ahp.cluster.model import Cluster
 
     if arguments.cluster is not None:
         return _understood(arguments, overrides, Cluster.resolve(arguments.cluster))
-    # A file that leaves a degree to the devices takes the fewest nodes that its others divide.
+    # A file that leaves a degree to the devices gets the fewest nodes that its other degrees divide.
     refusals: list[BadInput] = []
     for nodes in NODES:
         try:
@@ -153,13 +153,13 @@ def understood(arguments: Arguments, overrides: dict[str, Any]) -> tuple[Foreign
             refusals.append(error)
             continue
         return _understood(arguments, overrides, Cluster.resolve(_short(plan.parallelism.world_size)))
-    if str(refusals[0]) != str(refusals[-1]):  # it depends on the devices
+    if str(refusals[0]) != str(refusals[-1]):  # the refusal depends on the devices
         raise BadInput(f"{refusals[0]}; --cluster says what it runs on") from refusals[0]
     raise refusals[0]
 
 
 def _short(devices: int) -> str:
-    """The cluster that is assumed for so many devices. Raises BadInput where they are no whole nodes."""
+    """The cluster that is assumed for that many devices. Raises BadInput if they do not make whole nodes."""
     nodes, left = divmod(devices, EACH)
     if nodes and left:
         rule = f"the file's degrees make {devices} devices, no whole nodes of {EACH}; give what it runs on, as NODES x DEVICES x NAME"
@@ -176,7 +176,7 @@ def _understood(arguments: Arguments, overrides: dict[str, Any], cluster: Cluste
 
 
 def judged(foreign: Foreign, plan: Plan, given: tuple[str, ...] = ()) -> Checked:
-    """What the plan of a file costs, and the best that its program has. ``given``: keys that the user said. Raises AhpError."""
+    """The cost of a file's plan, and the best plan that its program can run. ``given``: keys that the user gave. Raises AhpError."""
     from ahp.cluster.model import Cluster
     from ahp.forecast.step import forecast
     from ahp.graph.kept import analyze
@@ -203,8 +203,8 @@ def judged(foreign: Foreign, plan: Plan, given: tuple[str, ...] = ()) -> Checked
 
 
 def _plan(foreign: Foreign, model: str | None, cluster: Cluster, overrides: dict[str, Any]) -> Plan:
-    """The plan of a file, with what was given beside it; what neither says of the job is as ``ahp plan`` chooses it. Raises BadInput where it
-    names no model that AHP knows."""
+    """The plan of a file together with the overrides; keys of the job that neither gives are chosen as by ``ahp plan``. Raises BadInput if it
+    names no model that AHP knows, or its layout cannot be read."""
     from ahp.cli.planning_job import with_batch, with_sequence
     from ahp.export.table import plan_of
     from ahp.graph.kept import analyze
@@ -235,20 +235,20 @@ def _plan(foreign: Foreign, model: str | None, cluster: Cluster, overrides: dict
 
 
 def _flag(key: str) -> str:
-    """The option that gives a key beside the file."""
+    """The option that gives a key besides the file."""
     return f"--{key.replace('_', '-')}"
 
 
 def _best(
     foreign: Foreign, plan: Plan, ranked: Callable[[Mapping[str, Any]], Ranking]
 ) -> tuple[Ranking, Plan, Settings | None]:
-    """The fastest plan that the program's file can say, with its keys; the fastest of all without, where it can say none. Raises
-    NothingFits where no layout that the program has fits."""
+    """The fastest plan that the program's file can express, with its keys; if it can express none, the fastest of all, without keys. Raises
+    NothingFits if no layout of the program fits."""
     rankings, refusal = [], None
     for space in foreign.form.dialect.spaces:
         try:
             rankings.append(ranked(space))
-        except (NothingFits, BadInput) as error:  # BadInput: a space that no layout is in, such as ZeRO on one device
+        except (NothingFits, BadInput) as error:  # BadInput: a space without layouts, such as ZeRO on one device
             refusal = refusal or error
     if not rankings:
         assert refusal is not None
@@ -261,7 +261,7 @@ def _best(
 
 
 def _own_words(plan: Plan, price: Price) -> str:
-    """The file's layout, and what it costs, where neither it nor another fits."""
+    """The file's layout and its cost in words, for when neither it nor another layout fits."""
     from ahp.report.tables import capacity_of
     from ahp.search.reasons import does_not_fit
 
@@ -274,7 +274,7 @@ def _own_words(plan: Plan, price: Price) -> str:
 
 
 def _first_said(foreign: Foreign, plan: Plan, ranking: Ranking) -> tuple[Plan, Settings | None]:
-    """The first plan of a ranking that the file can say, with its keys; the best without, where it can say none."""
+    """The first plan of a ranking that the file can express, with its keys; if it can express none, the best plan without keys."""
     from ahp.export.model_shape import layers_of
     from ahp.export.table import Subject
 
@@ -289,7 +289,7 @@ def _first_said(foreign: Foreign, plan: Plan, ranking: Ranking) -> tuple[Plan, S
 
 
 def _changes(foreign: Foreign, plan: Plan, wanted: Settings, price: Price) -> list[Change]:
-    """Lines of the file that the best layout has otherwise. Lines that say the same in other words are none."""
+    """Lines of the file that differ in the best layout. Lines that express the same in another way do not count."""
     dialect, found = foreign.form.dialect, []
     for rule in dialect.rules:
         if not any(name.startswith(("parallelism.", "engine.")) for name in rule.fields):
@@ -314,7 +314,7 @@ def _changes(foreign: Foreign, plan: Plan, wanted: Settings, price: Price) -> li
 
 
 def _alone(plan: Plan, fields: dict[str, Any], price: Price) -> float | None:
-    """Seconds of a step that a change saves by itself; None where it does not run without the others."""
+    """Seconds of a step that a change saves by itself; None if it does not run without the others."""
     layout = {name.partition(".")[2]: value for name, value in fields.items() if name.startswith("parallelism.")}
     data = plan.parallelism.model_dump(mode="json") | layout
     try:
@@ -354,7 +354,7 @@ def _show(found: Checked, following: list[str]) -> None:
 
 
 def _judgement(found: Checked) -> Iterator[tuple[str, str]]:
-    """Lines for people, each with the word that stands before it."""
+    """Lines for people, each with its leading word."""
     dialect, today, job = found.foreign.form.dialect, found.today, found.plan.job
     yield "File", f"{dialect.name} {dialect.version}"
     if dialect.name != dialect.engine:
@@ -391,7 +391,7 @@ def _judgement(found: Checked) -> Iterator[tuple[str, str]]:
 
 
 def _changes_in_words(found: Checked) -> Iterator[tuple[str, str]]:
-    """The lines to change; none where the best layout is no better."""
+    """The lines to change; none if the best layout is no better."""
     if found.is_best:
         return
     for change in found.changes:

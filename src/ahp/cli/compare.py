@@ -1,7 +1,7 @@
 """Two plans, runs or layouts side by side: which is faster, by which parts of the step and of the memory, and which settings differ.
 
 A and B are plan.yaml files or run folders. B may also be a layout in words ("tp=8 pp=1 dp=1x8 zero=3") for A's model, job, cluster and
-engine. Both are forecast again. For a run, the output has what it measured beside the forecast.
+engine. Both are forecast again. For a run, the output has what it measured next to the forecast.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two."""
+    """One side of the comparison."""
 
     said: str
-    """As it was given."""
+    """The user's words for it."""
     plan: Plan
-    """With the forecast of today."""
+    """With today's forecast, after ``_with_forecast``."""
     run: RunFiles | None
-    """What it measured, where it is a run that has steps."""
+    """What it measured, if it is a run with steps."""
 
     @property
     def forecast(self) -> Forecast:
@@ -57,12 +57,12 @@ class Side:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all its devices."""
+        """Forecast tokens/s of all its devices together."""
         return self.plan.job.tokens_per_step / self.forecast.step_time_s
 
     @property
     def measured_s_per_token(self) -> float | None:
-        """None of what is no run, or has no steps."""
+        """None if it is not a run, or has no steps."""
         return self.run.median_s / self.plan.job.tokens_per_step if self.run and self.run.median_s else None
 
     def plain(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def run(argv: list[str]) -> int:
 
 
 def _given(said: str, other: Plan | None = None) -> Side:
-    """As the files have it. ``other``: the plan that a layout in words is for. Raises BadInput for what is neither."""
+    """A side as its files have it. ``other``: the plan that a layout in words is for. Raises BadInput for anything else."""
     from ahp.report.run_sections import RunFiles
 
     path, run = Path(said), None
@@ -123,7 +123,7 @@ def _given(said: str, other: Plan | None = None) -> Side:
 
 
 def _with_forecast(side: Side) -> Side:
-    """Forecast again. Raises BadInput where it cannot be."""
+    """The side, forecast again. Raises BadInput if that is not possible."""
     from ahp.cluster.model import Cluster
 
     try:
@@ -183,7 +183,7 @@ def _tokens(ratio: float) -> str:
 
 
 def _which_is_faster(first: Side, second: Side) -> str:
-    """Of two with as many tokens in a step."""
+    """For two sides with the same number of tokens per step."""
     from ahp.search.reasons import is_slower_because
     from ahp.search.ties import TIED, complexity
 
@@ -237,7 +237,7 @@ def _table(table: Any, titles: tuple[str, ...], rows: list[tuple[object, ...]]) 
 
 
 def _word(value: object) -> str:
-    """A setting as it is read: ``21 14``, ``yes``, ``{group: a, layers: 8}``; nothing where a plan leaves it open."""
+    """A setting in words: ``21 14``, ``yes``, ``{group: a, layers: 8}``; empty if a plan leaves it open."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -248,14 +248,14 @@ def _word(value: object) -> str:
 
 
 def _measured(first: Side, second: Side) -> Iterator[tuple[object, ...]]:
-    """What the runs reached beside the forecast, a row for each figure."""
+    """The runs' figures next to the forecast, one row for each figure."""
     reached = [_reached(side) for side in (first, second)]
     for name in dict.fromkeys([*reached[0], *reached[1]]):
         yield name, *(of.get(name) for of in reached)
 
 
 def _reached(side: Side) -> dict[str, str]:
-    """Figures of a run in words, by name; none of a plan."""
+    """Figures of a run in words, keyed by name; empty for a plan."""
     from ahp.report.run_sections import against, predicted_peak_bytes
     from ahp.words import gib, number_of, percent, seconds
 

@@ -1,7 +1,7 @@
-"""The devices that are known without measuring them: peak, memory, and the node that they usually stand in.
+"""The devices that are known without measuring them: peak, memory, and the node that they usually come in.
 
-Names are found without regard to case and punctuation, by short forms (h100, rtx 4090) and as drivers print them; --json has
-these, every figure and its source. A machine of your own is measured with ahp probe.
+Names are found regardless of case and punctuation, by short forms (h100, rtx 4090) and as drivers print them; --json has
+these names, every figure and its source. A machine of your own is measured with ahp probe.
 """
 
 from __future__ import annotations

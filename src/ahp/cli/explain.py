@@ -37,14 +37,14 @@ class Arguments:
     plan: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PLAN")]
     """plan.yaml, or a run's folder."""
     why_not: Annotated[OptionalText, tyro.conf.arg(metavar="KEYS")] = None
-    """Another layout to price beside the plan's, such as "tp=8 pp=1"."""
+    """Another layout to price next to the plan's, such as "tp=8 pp=1"."""
     json: Flag = False
     """Print one JSON object."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another layout beside the plan's."""
+    """Another layout, to compare with the plan's."""
 
     layout: Parallelism
     forecast: Forecast
@@ -89,7 +89,7 @@ def _subject(plan: Plan) -> Problem:
 
 
 def why_not(subject: Problem, plan: Plan, alternatives: list[Constraints]) -> Alternative | str:
-    """The best layout that keeps to one of ``alternatives`` beside the plan's; or, in words, why there is none."""
+    """The best layout that keeps to one of ``alternatives``, compared with the plan's; or, in words, why there is none."""
     from ahp.search.by_speed import ranking_by_speed
     from ahp.search.found_orders import with_own_orders
     from ahp.search.method import Method
@@ -101,7 +101,7 @@ def why_not(subject: Problem, plan: Plan, alternatives: list[Constraints]) -> Al
     for keys in alternatives:
         try:
             asked = problem(subject.graph, subject.cluster, subject.job, keys, subject.engine)
-            # Not what would make it fit, which takes longer than the rest.
+            # Without remedies: finding what would make it fit takes longer than the rest.
             ranking = ranking_by_speed(asked, 1, None, Method(), TIED, remedies=False)
             found.append(with_own_orders(asked, ranking, 1).best)
         except (NothingFits, BadInput, NotExpressible) as refusal:
@@ -129,7 +129,7 @@ def _verdict(other: Plan, plan: Plan) -> str:
 
 
 def _nearest(subject: Problem, misses: list[Constraints]) -> Alternative:
-    """Of layouts that do not fit, the one that needs the least."""
+    """The layout that needs the least memory, among those that do not fit."""
     from ahp.search.misfit import nearest
     from ahp.search.reasons import does_not_fit, needed_bytes
 
@@ -253,6 +253,6 @@ def _as_json(
 
 
 def more_by_part(other: Mapping[str, float], mine: Mapping[str, float]) -> dict[str, float]:
-    """How much more the other takes of each part, the largest difference first."""
+    """How much more ``other`` takes for each part, the largest difference first."""
     found = {part: other.get(part, 0) - mine.get(part, 0) for part in dict.fromkeys([*other, *mine])}
     return dict(sorted(found.items(), key=lambda item: -abs(item[1])))

@@ -13,9 +13,9 @@
   ahp export accelerate PLAN
       {accelerate}
 
-slurm and kubernetes run a plan as it is, on as many nodes as it was made for. A config is planned where it starts, for the nodes that are there:
-after a drained node for those that are left. The others are engines: what their file cannot say of the layout is refused (exit code 5), what it
-cannot say of the job is listed. --target-version names the release. ahp export TARGET --help lists the options of one.
+slurm and kubernetes run a plan as it is, on as many nodes as it was made for. A config is planned when it starts, for the nodes that are there:
+after a node was drained, for those that are left. The others are engines: a layout that their file cannot express is refused (exit code 5), parts
+of the job that it cannot express are listed. --target-version names the release. ahp export TARGET --help lists the options of one target.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Arguments:
     plan: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PLAN|CONFIG")]
     """A plan.yaml, a run's folder, or a config.yaml."""
     out: Annotated[OptionalText, tyro.conf.arg(name="out", aliases=["-o"])] = None
-    """The file; without it the plan's name with another end; - for stdout."""
+    """The file; without it the plan's name with another suffix; - for stdout."""
     json: Flag = False
     """Print what was written as one JSON object."""
 
@@ -96,7 +96,7 @@ def run(argv: list[str]) -> int:
 
 
 def _tell_left(exported: Exported) -> None:
-    """What the file does not say, on stderr."""
+    """Print on stderr what the file cannot express."""
     for notice in exported.notices:
         print(f"Not in this file: {notice}", file=sys.stderr)
 
@@ -111,7 +111,7 @@ def _parsed(target: Target, words: list[str]) -> tuple[Arguments, Any]:
 
 
 def read(path: str) -> Source:
-    """The plan or the config in a file. Raises BadInput where there is neither."""
+    """The plan or the config in a file. Raises BadInput if there is neither."""
     from ahp.config import load_config, read_yaml
     from ahp.export.target import Source
     from ahp.plan import Plan

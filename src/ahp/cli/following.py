@@ -1,4 +1,4 @@
-"""What can be done next with a plan, by the engine that would run it."""
+"""The next commands for a plan, depending on the engine that would run it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUNS = "ahp"
 
 
 def default_data_words(job: Job) -> str | None:
-    """That what runs next would train on the text that needs no download, where no data was named."""
+    """A note that the next run would train on text that needs no download, if no data was named; else None."""
     if job.data != Job.model_fields["data"].default:
         return None
     return (
@@ -28,17 +28,17 @@ def default_data_words(job: Job) -> str | None:
 
 
 def after(path: str, engine: str, *first: str) -> list[str]:
-    """Commands about the plan in ``path``: ``first`` by their names, then what runs it, or writes it for the engine that does."""
+    """Commands for the plan in ``path``: those named in ``first``, then the one that runs it, or exports it for its engine."""
     commands = [f"ahp {command} {shlex.quote(path)}" for command in first]
     if engine != RUNS:
         return [*commands, f"ahp export {engine} {shlex.quote(path)}"]
-    if Path(path).is_dir():  # a run's: the others read the plan in it, and it goes on in that folder alone
+    if Path(path).is_dir():  # a run's folder: other commands read its plan, and only there the run goes on
         return [*commands, f"ahp train {shlex.quote(str(Path(path, 'plan.yaml')))} --run.folder {shlex.quote(path)}"]
     return [*commands, f"ahp train {shlex.quote(path)}"]
 
 
 def next_words(commands: Sequence[str], width: int) -> str:
-    """``Next:`` and the commands, on one line where they fit, else one below the other: none is broken where it would be copied."""
+    """``Next:`` and the commands, on one line if they fit, else one below the other: no command is broken, so that it can be copied."""
     lead, gap = "Next: ", " " * 4
     one_line = lead + gap.join(commands)
     if len(one_line) <= width:

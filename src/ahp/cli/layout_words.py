@@ -1,4 +1,4 @@
-"""A layout, or some of its keys, in the words of the command line: ``tp=8 pp=1``, or as tables print it."""
+"""Reads a layout, or some of its keys, in the words of the command line: ``tp=8 pp=1``, or as tables print it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ahp.words import SHORT_NAMES
 from ahp.yaml_text import parse_yaml
 
 DATA = "dp"
-"""Replicas, replicate x shard degree: no key of a layout but the product of two."""
+"""Replicas, replicate x shard degree: not a key of a layout, but the product of two keys."""
 
 _PRINTED = re.compile(
     r"dp(?P<dp>\d+x\d+)|zero(?P<zero>\d)|tp(?P<tp>\d+)(?P<sp>\+sp)?|cp(?P<cp>\d+)(\((?P<cp_method>[a-z-]+)\))?|ep(?P<ep>\d+)|etp(?P<etp>\d+)|mb(?P<mb>\d+)"
@@ -26,7 +26,7 @@ _PRINTED = re.compile(
 
 
 def keys_of(words: str, option: str) -> dict[str, Any]:
-    """The keys that are said, ``dp`` among them where only the product is. Raises BadInput for what is no layout."""
+    """The keys that are given, with ``dp`` among them if only the product is. Raises BadInput for what is not a layout."""
     found: dict[str, Any] = {}
     for word in re.split(r"[,\s]+(?![^\[]*\])", words.strip()):  # a comma within brackets belongs to the value
         for key, value in _said(word, option).items():
@@ -78,7 +78,7 @@ def _replicas(value: str, option: str) -> dict[str, Any]:
 
 
 def constraints_of(words: str, option: str = "--why-not") -> list[Constraints]:
-    """The constraints that the words say: one, or one for each way to share ``dp`` replicas. Raises BadInput."""
+    """The constraints in the words: one, or one for each way to split ``dp`` into replicate x shard degree. Raises BadInput."""
     keys = keys_of(words, option)
     replicas = keys.pop(DATA, None)
     if replicas is None:
@@ -91,7 +91,7 @@ def constraints_of(words: str, option: str = "--why-not") -> list[Constraints]:
 
 
 def layout_of(words: str, option: str) -> Parallelism:
-    """A whole layout; what is not said has its default. Raises BadInput."""
+    """A whole layout; keys that are not given have their defaults. Raises BadInput."""
     keys = keys_of(words, option)
     if DATA in keys:
         rule = "say how the replicas share their states: dp=REPLICATExSHARD"

@@ -1,4 +1,4 @@
-"""A catalogue as a table, or as JSON, and the command that takes one of its names."""
+"""Prints a catalogue as a table, or as JSON, and the command that takes one of its names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Row = dict[str, Any]
 
 
 def show_catalogue(rows: Sequence[Row], cells: Sequence[Row], beside: str, following: str, *, as_json: bool) -> None:
-    """``rows`` are the data; ``cells`` the same for people, of equal keys, the first of which is the name."""
+    """``rows`` are the data; ``cells`` are the same for people, all with the same keys, the name first."""
     if as_json:
         print(json.dumps(rows))
         return

@@ -20,15 +20,15 @@ from ahp.errors import BadInput
 from ahp.whole_files import write_aside
 
 FORMAT = 2
-"""Counts up when a probe measures something else, or otherwise: older measurements are never found then."""
+"""Counted up when a probe measures something else, or in another way: older measurements are then never found."""
 CHECKSUM = b"# crc32 of what follows: "
-"""Begins a measurement's first line: a flipped bit in it would be another speed, and another plan."""
+"""Begins the first line of a measurement, in which a flipped bit would be another speed, and another plan."""
 
 
 def measured(workers: int | None, run_folder: Path, cache: Path) -> Cluster:
-    """This machine with so many workers, None = all GPUs, else all cores: as it was measured before, or now.
+    """This machine with ``workers`` workers, None = all GPUs, else all cores; as it was measured before, or now.
 
-    What was measured beside other programs is measured again when they have gone.
+    A measurement that other programs disturbed is repeated when they are gone.
     """
     count = workers or num_devices()
     file = cache / "machines" / f"{_facts_hash(count)}.yaml"
@@ -45,12 +45,12 @@ def measured(workers: int | None, run_folder: Path, cache: Path) -> Cluster:
 
 
 def num_devices() -> int:
-    """GPUs of this machine, else cores."""
+    """Number of GPUs of this machine, else of cores."""
     return len(gpus()) or sense.physical_cores()
 
 
 def _facts_hash(workers: int) -> str:
-    """Of all that makes a measurement that of another machine, or of another way to measure."""
+    """Hash of all that would make a measurement one of another machine, or of another way to measure."""
     facts = {
         "format": [FORMAT, CLUSTER_SCHEMA_VERSION],
         "cpu": sense.cpu_name(),

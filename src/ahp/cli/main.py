@@ -1,4 +1,4 @@
-"""The command line: finds the command, runs it, and turns what went wrong into one message and an exit code."""
+"""The command line: finds the command, runs it, and turns errors into one message and an exit code."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ FIRST: dict[str, str] = {
     "ahp models, ahp devices": "the names that ahp plan knows",
     "ahp train": "plan and train a small model here: minutes",
 }
-"""What shows somebody new what AHP does."""
+"""Commands that show a newcomer what AHP does."""
 
 WRONG_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
-"""What the system says of a path that the user may not open, or that no file can have."""
+"""Error numbers for a path that the user may not open, or that no file can have."""
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-"""What the system says of a disk that is full or may only be read, or of a file that is another's: no fault of AHP's."""
+"""Error numbers for a full or read-only disk, or a file of another user: not AHP's fault."""
 INTERNAL, INTERRUPTED, BROKEN_PIPE = 1, 128 + 2, 128 + 13
-"""Exit codes beside those of ``ahp.errors``; 128 + a signal's number is what shells report for a signal."""
+"""Exit codes besides those of ``ahp.errors``; 128 + a signal's number is what shells report for a signal."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"stopped by {stop}", file=sys.stderr)
         return stop.exit_code
     except BrokenPipeError:
-        # The reader has gone (ahp plan ... | head); without this the interpreter complains again while it ends.
+        # The reader is gone (ahp plan ... | head); without this the interpreter complains again while it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:
@@ -97,18 +97,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 NEW_OBJECTS = 50_000
-"""After which Python looks for garbage, in place of 700. [Empirical] The imports and objects of ``ahp train`` cost its launcher 5.7 s of processor
-time, 1.1 of them for garbage that was not there, those of ``ahp plan`` 0.2 of 1.9; the peak of memory is 1 % higher."""
+"""Number of new objects after which Python looks for garbage, instead of 700. [Empirical] The imports and objects of ``ahp train`` cost its
+launcher 5.7 s of processor time, 1.1 s of it to look for garbage in vain; ``ahp plan`` 0.2 of 1.9 s. The peak of memory is 1 % higher."""
 
 ON_ONE_CORE = ("plan", "simulate", "compare", "explain", "export", "check")
-"""Commands that start no worker. numpy's other threads have nothing to do there, and wait for it: 0.12 of 1.7 s of processor time. [Empirical] Nor has
-pydantic anything to ask of plugins, for which it looks through all that is installed."""
+"""Commands that start no worker, except ``plan --measure``. numpy's other threads have nothing to do there, but waiting takes 0.12 of 1.7 s of
+processor time [Empirical]. pydantic would look through all that is installed for plugins, and none is needed."""
 
 
 def program() -> NoReturn:
-    """The ``ahp`` program. A worker that failed ends at once: a thread of its may wait for a host that is gone (a checkpoint's collective), and
-    Python would wait for the thread, while the launcher waits for the worker. So does what ran on one core: to take apart what it holds takes
-    5 % of its time; but for profilers, which write at the end."""
+    """The ``ahp`` program. A worker that failed ends at once: one of its threads may wait for a host that is gone (a checkpoint's collective), and
+    Python would wait for the thread, while the launcher waits for the worker. Commands of ``ON_ONE_CORE`` end at once too, since freeing their
+    objects takes 5 % of their time; except under profilers, which write at the end."""
     gc.set_threshold(NEW_OBJECTS)
     on_one_core = len(sys.argv) > 1 and sys.argv[1] in ON_ONE_CORE
     if on_one_core:
@@ -140,13 +140,13 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _stoppable() -> AbstractContextManager[None]:
-    """Signals to stop raise, so that whatever a command has started and written aside goes with it. What trains takes them over."""
+    """Signals to stop raise, so that what a command has started and written aside is cleaned up. Training sets its own handlers."""
     return stops_at_once() if threading.current_thread() is threading.main_thread() else nullcontext()
 
 
 @contextmanager
 def _short_warnings() -> Iterator[None]:
-    """A warning of AHP's own is for the user, in one line, without the line of code that it came from."""
+    """Inside the block, AHP's own warnings are one line for the user, without the line of code that they came from."""
     before = warnings.formatwarning
 
     def shown(
@@ -163,15 +163,15 @@ def _short_warnings() -> Iterator[None]:
 
 
 def _find_users_modules() -> None:
-    """The folder that the command starts in is searched for ``pkg.mod:factory``, as ``python -m`` does, and the workers, which are started
-    so, do too. It comes last: a file of the user's that is called like a library takes nothing's place."""
+    """Search the folder that the command starts in for ``pkg.mod:factory``, as ``python -m`` does, and so do the workers, which are started
+    that way. It comes last, so that a user's file with the name of a library replaces nothing."""
     folder = os.getcwd()
     if not sys.flags.safe_path and not {"", folder} & set(sys.path):
         sys.path.append(folder)
 
 
 def _quiet_libraries() -> None:
-    """No warning about torchao's own kernels: transformers imports it in every command that builds a model, and AHP uses none of them."""
+    """Silence warnings about torchao's kernels: transformers imports it in every command that builds a model, and AHP uses none of them."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -206,7 +206,7 @@ def _fail(message: str, kind: str, code: int, *, as_json: bool) -> int:
 
 
 def _place(error: BaseException) -> str:
-    """The last line of AHP's own that the error passed through, as ``, ranking.py:41``."""
+    """The last line of AHP's own code that the error passed through, as ``, ranking.py:41``."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(_package())]
     return f", {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
 

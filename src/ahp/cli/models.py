@@ -1,6 +1,6 @@
 """The models that are known by name, with their size and the longest sequence that they are made for.
 
-Any other is given as a Hugging Face config.json, its folder, or pkg.mod:factory. --json has the config and where it stands.
+Any other is given as a Hugging Face config.json, its folder, or pkg.mod:factory. --json has the config and its source.
 """
 
 from __future__ import annotations

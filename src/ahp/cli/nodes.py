@@ -1,4 +1,4 @@
-"""``ahp train --nodes 2:4 --rendezvous HOST:PORT``: the same command on each node, and one job."""
+"""``ahp train --nodes 2:4 --rendezvous HOST:PORT``: the same command on each node runs one job."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 OPTIONS = ("--nodes", "--rendezvous", "--workers-per-node")
 Asked = tuple[int, int, str, int | None]
-"""The least and the most nodes, where they meet, and this node's workers where they are given."""
+"""The least and the most nodes, where they meet, and this node's workers if they are given."""
 
 
 def asked(nodes: str | None, rendezvous: str | None, workers: int | None, slurm: Task | None = None) -> Asked | None:
     """Parse the options. Returns None if none is given, and in a worker that such a launcher has started. Raises BadInput.
 
-    ``slurm``: this process among the tasks of an srun, which says what the options leave open.
+    ``slurm``: this process among the tasks of an srun, which decides what the options leave open.
     """
     if run_of_changing_nodes() is not None:
         return None
@@ -64,7 +64,7 @@ def asked(nodes: str | None, rendezvous: str | None, workers: int | None, slurm:
 
 
 def _refuse_against(slurm: Task, nodes: str | None, rendezvous: str | None, workers: int | None) -> None:
-    """Raises BadInput for options that srun has decided otherwise."""
+    """Raises BadInput for options that contradict srun."""
     given = {"--nodes": nodes, "--rendezvous": rendezvous, "--workers-per-node": workers}
     if not slurm.is_launcher:
         for name, value in given.items():
@@ -77,7 +77,7 @@ def _refuse_against(slurm: Task, nodes: str | None, rendezvous: str | None, work
 
 
 def launch(several: Asked, words: Sequence[str], run: Run) -> int:
-    """Start this node's workers, which run the same command; the exit code."""
+    """Start this node's workers, which run the same command. Returns the exit code."""
     from ahp.runtime.ranks import changing_nodes
     from ahp.runtime.ranks.watch import OWN_CAUSE_S, Watch
     from ahp.runtime.run.folder import RunFolder
@@ -103,7 +103,7 @@ def launch(several: Asked, words: Sequence[str], run: Run) -> int:
 
 
 def say_why(folder: RunFolder, why: str) -> None:
-    """Say and keep why this node's workers were ended, which cannot say it themselves."""
+    """Print and record why this node's workers were ended, which they cannot report themselves."""
     from ahp.runtime.ranks.hangs import RankMissing
     from ahp.runtime.run import failure
 
@@ -117,7 +117,7 @@ def say_why(folder: RunFolder, why: str) -> None:
 
 
 def bounded(least: int, most: int, workers: int, elastic: Elastic) -> tuple[int, int]:
-    """The least and the most nodes, of so many workers each, within ``run.elastic.min_workers`` and ``max_workers``. Raises BadInput where there are none."""
+    """The least and the most nodes of ``workers`` workers each, within ``run.elastic``'s min_workers and max_workers. Raises BadInput if none are."""
     elastic.refuse_more(least * workers, f"{least} node{'s' * (least > 1)} of {workers} worker{'s' * (workers > 1)}")
     if elastic.max_workers is not None:
         most = min(most, elastic.max_workers // workers)
@@ -129,7 +129,7 @@ def bounded(least: int, most: int, workers: int, elastic: Elastic) -> tuple[int,
 
 @contextmanager
 def ending_for_all() -> Iterator[None]:
-    """In a worker of several nodes: an error that a new start would meet again ends the job on all of them."""
+    """Inside the block, in a worker of a job on several nodes, an error that a new start would meet again ends the job on all nodes."""
     try:
         yield
     except Exception as error:
@@ -143,7 +143,7 @@ def ending_for_all() -> Iterator[None]:
 
 
 def _workers_here() -> int:
-    """As many as this node has GPUs, else cores, as ``cluster: local`` counts them; of the cores those that Slurm gave the job."""
+    """The number of this node's GPUs, else of its cores, as ``cluster: local`` counts them; under Slurm only the cores given to the job."""
     from ahp.cluster.local import local_cluster
     from ahp.cluster.managers import cores_given
 

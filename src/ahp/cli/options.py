@@ -1,4 +1,4 @@
-"""The words of a command line as its options, and the help about them."""
+"""Parses the words of a command line into options, and formats the help about them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Options = TypeVar("Options")
 
 
 def options_of(options: type[Options], words: Sequence[str], command: str, about: str | None = None) -> Options:
-    """The options in ``words``. Ends the program after --help, and where they are none.
+    """The options in ``words``. Ends the program after --help, and if the words are no options.
 
-    ``about``: what the command does, by default what the class says of itself.
+    ``about``: what the command does, by default the docstring of the class.
     """
     told = in_columns(about or options.__doc__ or "", shutil.get_terminal_size().columns)
     return tyro.cli(options, args=words, prog=command, description=told)
 
 
 def in_columns(text: str, width: int) -> str:
-    """Paragraphs whose lines go on indented: tyro (1.0.17, ``_strings.remove_single_line_breaks``) joins those that begin with a letter into one
-    long line, which a terminal breaks within words."""
+    """Paragraphs wrapped with indented continuation lines: tyro (1.0.17, ``_strings.remove_single_line_breaks``) joins lines that begin with a
+    letter into one long line, which a terminal breaks within words."""
     paragraphs = []
     for paragraph in re.split(r"\n\s*\n", cleandoc(text)):
         lines = []

@@ -18,10 +18,10 @@ from ahp.yaml_text import parse_yaml
 CONFIG_ROOTS = ("model", "init_from", "cluster", "job", "parallelism", "engine", "run")
 
 TEXT = ("engine.version",)
-"""Keys whose value is taken as it is typed: 26.10 is a release, no number."""
+"""Keys whose value is taken as it is typed: 26.10 is a release, not a number."""
 
 UNSET = ("null", "true")
-"""But for these: nothing, and what a key without a value stands for."""
+"""Values that are exceptions: null, and true, which a key without a value stands for."""
 
 
 def split_overrides(argv: Sequence[str], roots: Sequence[str] = CONFIG_ROOTS) -> tuple[dict[str, Any], list[str]]:
@@ -64,7 +64,7 @@ def split_overrides(argv: Sequence[str], roots: Sequence[str] = CONFIG_ROOTS) ->
 
 
 def refuse_unknown(words: Sequence[str], own: type[Any], roots: Sequence[str], command: str) -> None:
-    """Raises BadInput for an option that a command has not, where its name is that of a key, whole or short, or near one.
+    """Raises BadInput for an option that a command does not have, if its name is that of a key, whole or short, or near one.
 
     Args:
         words: what ``split_overrides`` left for the command's parser, which refuses all else.
@@ -97,13 +97,13 @@ def _keys(roots: Sequence[str]) -> list[str]:
 
 
 def _whole_keys(name: str, keys: list[str]) -> list[str]:
-    """Those that end as ``name`` does, or that it is the short name of."""
+    """The keys that end as ``name`` does, or whose short name it is."""
     last = name.rsplit(".", 1)[-1]
     return [key for key in keys if key.rsplit(".", 1)[-1] in (last, SHORT_NAMES.get(last))]
 
 
 def _near(short: str, names: list[str]) -> list[str]:
-    """Those whose last part is spelt nearly so."""
+    """The names whose last part is spelled nearly like ``short``."""
     lasts = [name.rsplit(".", 1)[-1] for name in names]
     close = difflib.get_close_matches(short, lasts, n=MOST_MEANT)
     return [name for one in dict.fromkeys(close) for name, last in zip(names, lasts, strict=True) if last == one]

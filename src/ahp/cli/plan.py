@@ -2,16 +2,16 @@
 
 Columns: dp = data parallel, replicate x shard degree (as FSDP and HSDP); zero = ZeRO stage of the shards; tp = tensor
 parallel, +sp with Megatron's sequence parallel; pp = pipeline parallel, x virtual stages per rank; cp = context parallel; ep = expert
-parallel; mb = sequences of a micro-batch; recompute = activation checkpointing, as in selective(6 9 0) of so many layers of each stage;
+parallel; mb = sequences of a micro-batch; recompute = activation checkpointing, selective(6 9 0) of that many layers of each stage;
 90 % band = where the measured step should lie.
 
-The job is given by --job FILE (a config.yaml or its job) and --job.KEY VALUE; what is not given is chosen as large
-models are pre-trained, and printed. --parallelism.KEY VALUE fixes a part of the layout, the rest is searched; what runs it is
-said by --engine.KEY VALUE. docs/search.md explains the table.
+The job is given by --job FILE (a config.yaml or its job) and --job.KEY VALUE; keys that are not given are chosen as large
+models are pre-trained, and printed. --parallelism.KEY VALUE fixes a part of the layout, the rest
+is searched; --engine.KEY VALUE chooses what runs it. docs/search.md explains the table.
 
 The objective cost needs --objective.price-per-device-hour 2.5 (or "{NAME: 2.5, ...}" for each device); fewest-devices
 needs --objective.target-tokens-per-s; tokens-per-day takes --objective.failures-per-device-hour, .checkpoint-blocks-s
-and .restart-s, each with a default that is told. All three may use fewer devices than there are.
+and .restart-s, each with a default that is printed. All three may use fewer devices than there are.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from ahp.search.result import Ranking
 
 ROOTS = ("job", "parallelism", "engine", "objective")
-"""Of the keys that may be given."""
+"""Roots of the keys that can be given."""
 VALUE_TITLES = {"cost": "per M tokens", "tokens-per-day": "tok/day"}
-"""Of the column of what a plan is worth, where no other column says it."""
+"""Title of the column with a plan's worth, if no other column shows it."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +63,19 @@ class Arguments:
     out: Annotated[str, tyro.conf.arg(aliases=["-o"])] = "plan.yaml"
     """Where the best plan is written."""
     top: int = 10
-    """Plans that are shown, of each family the best; --json has as many without regard to families."""
+    """Plans that are shown, the best of each family; --json has as many regardless of families."""
     objective: Literal["speed", "cost", "tokens-per-day", "fewest-devices"] = "speed"
-    """What to optimise."""
+    """What to optimize."""
     current: OptionalText = None
-    """What runs today, shown beside the winner: "tp=8 dp_shard=8 zero=1" (as ahp explain --why-not), or a plan.yaml."""
+    """What runs today, shown next to the winner: "tp=8 dp_shard=8 zero=1" (as ahp explain --why-not), or a plan.yaml."""
     measure: int = 0
-    """Train the first so many plans for a few steps on this machine, and take the one that is fastest when measured."""
+    """Train this many of the first plans for a few steps on this machine, and take the one that is fastest when measured."""
     method: Literal["exact", "anneal", "evolve"] = "exact"
     """exact proves the best; anneal and evolve forecast --budget layouts, beginning with --seed."""
     budget: int = 500
     """Layouts that anneal and evolve may forecast."""
     seed: int = 0
-    """Of anneal and evolve: the same seed, the same plans."""
+    """Seed of anneal and evolve: the same seed gives the same plans."""
     wide: Flag = False
     """Every column of the table, each plan on one line, however narrow the terminal."""
     json: Flag = False
@@ -84,7 +84,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Found:
-    """One search with what it was about, for printing."""
+    """One search and its subject, for printing."""
 
     graph: ModelGraph
     cluster: Cluster
@@ -93,17 +93,17 @@ class Found:
     """Keys of the job that were chosen, not given."""
     ranking: Ranking
     lost: Lost | None = None
-    """What would fit if a node were lost; None where that was not asked."""
+    """What would fit if a node were lost; None if that was not asked."""
     batch: str | None = None
-    """That the batch is small for the devices."""
+    """A note that the batch is small for the devices."""
     width: str | None = None
-    """How many devices a node was taken to have, where the cluster's short form does not say."""
+    """A note on how many devices a node was assumed to have, if the cluster's short form does not say."""
     top: int = 10
-    """Rows of the table where it has one of each family; 0: all plans, whatever their family."""
+    """Rows of the table if it has one per family; 0: all plans, whatever their family."""
 
     @property
     def fewer(self) -> str | None:
-        """That fewer devices are faster; an objective compares numbers of them itself."""
+        """A note that fewer devices are faster; None under an objective that compares device counts itself."""
         return self.lost.faster if self.lost is not None and self.ranking.choice is None else None
 
 
@@ -166,7 +166,7 @@ def find(
     method: dict[str, Any] | None = None,
     current: Parallelism | None = None,
 ) -> Found:
-    """Analyze and search; what the user did not give of the job is chosen. ``method``: the keys of ``search.method.Method``."""
+    """Analyze and search; keys of the job that the user did not give are chosen. ``method``: the keys of ``search.method.Method``."""
     from ahp.graph.kept import analyze
     from ahp.search.batch import small_batch
     from ahp.search.lost import one_lost
@@ -175,7 +175,7 @@ def find(
     from ahp.search.problem import problem
     from ahp.search.ranking import search
 
-    by = Method(**(method or {}))  # refused before anything is traced
+    by = Method(**(method or {}))  # raises before anything is traced
     overrides = dict(overrides)
     given = given_job(overrides)
     asked: dict[str, Any] = {}
@@ -210,7 +210,7 @@ def find(
 
 
 def measured(found: Found, count: int) -> Found:
-    """The same with the first ``count`` plans in the order of what they really take, each saying so."""
+    """``found`` with the first ``count`` plans ordered by their measured step times, which their reasons give."""
     from ahp.runtime.check.measure import measure
     from ahp.search.problem import problem
 
@@ -222,7 +222,7 @@ def measured(found: Found, count: int) -> Found:
 
 
 def show(found: Found, out: str, *, wide: bool = False) -> None:
-    """The ranking for people, on stdout; ends with what to do next."""
+    """Print the ranking for people on stdout; ends with what to do next."""
     from ahp.report import tables
 
     console, best = tables.console(), found.ranking.best
@@ -242,7 +242,7 @@ def show(found: Found, out: str, *, wide: bool = False) -> None:
 
 
 def explain_first(console: Console, ranking: Ranking) -> None:
-    """Why the first plan is the first, without what the table's head has said."""
+    """Print why the first plan is the first, without what the table's heading already states."""
     above = {*ranking.proof, *([ranking.choice.words()] if ranking.choice else [])}
     _listed(console, "Why #1", (reason for reason in ranking.best.why if reason not in above))
 
@@ -255,7 +255,7 @@ def _listed(console: Console, title: str, lines: Iterable[str]) -> None:
 
 
 def table(found: Found, *, wide: bool = False) -> Group:
-    """What was asked and how it was searched, then the plans."""
+    """The lines of ``heading``, then the table of plans."""
     from ahp.report.ranked import Ranked
     from ahp.report.tables import Hanging
 
@@ -271,7 +271,7 @@ def table(found: Found, *, wide: bool = False) -> Group:
 
 
 def twins_words(twins: int) -> str:
-    """What a table with one row of each family leaves out; nothing where that is nothing."""
+    """A note on what a table with one row per family leaves out; empty if it leaves out nothing."""
     if not twins:
         return ""
     others = f"{twins} other layouts of these families fit" if twins > 1 else "one other layout of these families fits"
@@ -279,7 +279,7 @@ def twins_words(twins: int) -> str:
 
 
 def heading(found: Found) -> list[tuple[str, str]]:
-    """Model, cluster, job, and three lines about the search, each after what it is about."""
+    """Lines about the model, the cluster, the job and the search, each with its title."""
     from ahp.graph.key_heads import has_fused_attention
 
     job, ranking = found.job, found.ranking
@@ -304,7 +304,7 @@ def heading(found: Found) -> list[tuple[str, str]]:
 
 
 def training_words(job: Job) -> str:
-    """What the plan does not depend on and ``ahp train`` takes from it."""
+    """Keys of the job that the plan does not depend on, but ``ahp train`` takes from it."""
     return f"{number_of(job.steps, 'step')} on {job.data_words}, learning rate {job.optimizer.learning_rate:g}"
 
 

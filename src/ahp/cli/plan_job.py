@@ -1,4 +1,4 @@
-"""Keys of the job that may be given beside a plan: what its layout and its forecast do not depend on."""
+"""Keys of the job that can be given with a plan: its layout and its forecast do not depend on them."""
 
 from __future__ import annotations
 

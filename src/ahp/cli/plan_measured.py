@@ -1,4 +1,4 @@
-"""``ahp plan --measure``: a ranking whose first plans stand in the order of what they took on this machine."""
+"""``ahp plan --measure``: a ranking whose first plans are ordered by their step time as measured on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def require_here(cluster: Cluster, measure: int) -> None:
-    """Raises HardwareMismatch where plans for the cluster cannot be measured on this machine: before the search, which may take a while."""
+    """Raises HardwareMismatch if plans for the cluster cannot be measured on this machine, before the search, which can take a while."""
     from ahp.runtime.ranks.device import device_for, num_gpus
 
     try:
@@ -33,7 +33,7 @@ def require_here(cluster: Cluster, measure: int) -> None:
 
 
 def by_measurement(ranking: Ranking, results: Sequence[Measured], used: Problem) -> Ranking:
-    """The ranking with its first plans as ``results`` has them, the fastest first; everything else, today's layout too, is compared with that one.
+    """The ranking with its first plans as in ``results``, the fastest first; all others, today's layout too, are compared with the fastest.
 
     ``used``: the problem on the devices of the plans.
     """
@@ -59,7 +59,7 @@ def by_measurement(ranking: Ranking, results: Sequence[Measured], used: Problem)
 
 
 def _today(ranking: Ranking, results: Sequence[Measured], used: Problem) -> Current | None:
-    """What runs today, with what it took where it was measured, else with what the forecast says of it beside the fastest."""
+    """The layout that runs today, compared with the fastest: as measured if it was measured, else by the forecast."""
     from ahp.search.current import compared
 
     today, best = ranking.current, results[0]
@@ -80,7 +80,7 @@ def _unmeasured(plan: Plan, first: Plan) -> Plan:
 
 
 def _beside(loser: Rejected, first: Plan) -> Rejected:
-    """A layout that is no plan of the ranking; its reason was about the forecast's first plan. One that does not fit keeps it."""
+    """A rejected layout with a new reason: its own is about the forecast's first plan. A layout that does not fit keeps its own."""
     if loser.step_time_s is None or not loser.fits:
         return loser
     words = slower(loser.step_time_s / first.priced.step_time_s)

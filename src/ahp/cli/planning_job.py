@@ -1,4 +1,4 @@
-"""The job of ``ahp plan`` where the user gives none: as large models are pre-trained, and printed for the user to see."""
+"""Chooses the job of ``ahp plan`` if the user gives none: as large models are pre-trained, and printed for the user to see."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ TOKENS_PER_STEP = ((1.0e9, 2**19), (float("inf"), 2**22))
 above (Llama 2, arXiv 2307.09288, section 2.2; Llama 3 begins with it)."""
 
 NOT_READ = ("model", "init_from", "cluster", "parallelism", "engine")
-"""Keys of a config beside its job, of which ``ahp plan`` has words of its own."""
+"""Keys of a config besides its job; ``ahp plan`` has its own options for them."""
 
 UNKNOWN_CONTEXT = 1024
-"""Tokens of a sequence where the model does not say how long its context is."""
+"""Tokens of a sequence if the model does not state how long its context is."""
 
 
 def given_job(overrides: dict[str, Any]) -> dict[str, Any]:
@@ -40,11 +40,11 @@ def given_job(overrides: dict[str, Any]) -> dict[str, Any]:
         data = read_yaml(file)
         if isinstance(data.get("job"), dict):
             job = dict(data["job"])
-            # what is no key of a config or a plan is told, too
+            # what is not a key of a config or a plan is reported, too
             named = [key for key in data if (data[key] if key in NOT_READ else key not in Plan.model_fields)]
             if others := [key for key in named if key not in ("job", "run")]:
                 print(f"note: of {file} only job is read, not {', '.join(others)}", file=sys.stderr)
-        elif "model" in data or "cluster" in data:  # a config, whose keys have their defaults, or are wrong ones
+        elif "model" in data or "cluster" in data:  # a config: its job has the defaults, wrong keys are refused
             job = validated(Config, data, file).job.model_dump(exclude_unset=True)
         else:
             job = data
@@ -56,9 +56,9 @@ def given_job(overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_sequence(given: dict[str, Any], model: Any, cluster: Cluster, engine: EngineChoice | None = None) -> Job:
-    """The job with sequence length and precision chosen where they are not given; the batch is still to be chosen.
+    """The job with sequence length and precision chosen if they are not given; the batch is still to be chosen.
 
-    ``engine`` is what will run it; None = the usual one.
+    ``engine`` is what will run it; None = the default engine.
     """
     chosen = dict(given)
     if model != "tiny":
@@ -71,7 +71,7 @@ def with_sequence(given: dict[str, Any], model: Any, cluster: Cluster, engine: E
 
 
 def with_batch(job: Job, given: dict[str, Any], model: Any, num_parameters: int, num_devices: int) -> Job:
-    """The job with a batch of about ``TOKENS_PER_STEP`` where none is given: a multiple of the devices if it is larger."""
+    """The job with a batch of about ``TOKENS_PER_STEP`` if none is given: a multiple of the number of devices if it is larger than that."""
     if "global_batch_size" in given or model == "tiny":
         return job
     tokens = next(tokens for below, tokens in TOKENS_PER_STEP if num_parameters < below)
@@ -82,9 +82,9 @@ def with_batch(job: Job, given: dict[str, Any], model: Any, num_parameters: int,
 
 
 def precision_for(cluster: Cluster, engine: EngineChoice) -> tuple[Precision, str]:
-    """The fastest precision that trains well on every device and that the engine computes in, and why where it is not bf16.
+    """The fastest precision that trains well on every device and that the engine computes in, and why if it is not bf16.
 
-    bf16 has the range of fp32 and needs nothing else; fp16 has not, so that the loss is scaled
+    bf16 has the range of fp32 and needs nothing else; fp16 has a smaller range, so the loss is scaled
     (torch.amp.GradScaler; Micikevicius et al., arXiv 1710.03740). On a CPU fp16 is no faster.
     """
     devices = [group.device for group in cluster.groups]

@@ -25,8 +25,8 @@ from ahp.optional import Flag, OptionalFigure, OptionalNumber, OptionalText
 class Arguments:
     """Sense and measure this machine: processors, memory, disk, products, streams and collectives.
 
-    Of several hosts, by the same command on each: under torchrun, under srun, or with --nodes and --rendezvous. Each measures itself, pairs of them
-    their link, and the first writes one file."""
+    For several hosts, run the same command on each: under torchrun, under srun, or with --nodes and --rendezvous. Each host measures itself, pairs
+    of hosts measure their link, and the first writes one file."""
 
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("cluster.yaml")
     """File to write."""
@@ -35,11 +35,11 @@ class Arguments:
     workers: OptionalNumber = None
     """Devices to measure and to have; by default all GPUs, else all physical cores."""
     inter_node_gbps: OptionalFigure = None
-    """Network of one node in a job of several, Gb/s per direction; by default what is usual, or what the cards say."""
+    """Network of one node in a job of several, Gb/s per direction; by default the usual figure, or what the cards report."""
     nodes: Annotated[OptionalNumber, tyro.conf.arg(metavar="N")] = None
-    """Hosts that run this command together; under srun those of the step."""
+    """Hosts that run this command together; under srun the hosts of the step."""
     rendezvous: Annotated[OptionalText, tyro.conf.arg(metavar="HOST[:PORT]")] = None
-    """An address of one of them, the same on all: this one writes the file. The port is 29500 where none is given."""
+    """An address of one of the hosts, the same on all: that host writes the file. The port is 29500 if none is given."""
     json: Flag = False
     """Print the cluster as JSON instead of tables."""
 
@@ -74,7 +74,7 @@ def run(argv: list[str]) -> int:
 
 
 def lines(cluster: Cluster) -> list[str]:
-    """What a person wants to know of a probed cluster of one group."""
+    """A probed cluster of one group, in lines for people."""
     (group,) = cluster.groups
     measured = group.measured or Measurements()
     return [
@@ -112,7 +112,7 @@ def machine(group: NodeGroup) -> list[str]:
 
 
 def _smallest(device: Device) -> str:
-    """What the time of a launch is the time of: see Device.kernel_launch_s."""
+    """What a launch was timed on: see Device.kernel_launch_s."""
     if device.name == CPU:
         return "an operator of a training step with next to no work: Python, dispatch, autograd"
     return "the smallest kernel"
@@ -160,7 +160,7 @@ def _size(size_bytes: int) -> str:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, float], None]]:
-    """A bar on stderr; nothing moves where stderr is not a terminal."""
+    """A bar on stderr; nothing moves if stderr is not a terminal."""
     columns = (
         BarColumn(bar_width=30),
         TextColumn("{task.percentage:>3.0f} %"),

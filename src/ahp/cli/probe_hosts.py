@@ -1,4 +1,4 @@
-"""``ahp probe`` on several hosts at once: how they are started, and what is shown of them."""
+"""``ahp probe`` on several hosts at once: how they find each other, and how the result is shown."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from ahp.runtime.probe.meeting import Place
 
 MOST_SHOWN = 30
-"""Links in the table, one a line; with more hosts the slowest."""
+"""Links in the table, one per line; if there are more, the slowest."""
 
 
 def place(given_nodes: int | None, rendezvous: str | None) -> Callable[[], Place | None] | None:
-    """How this host finds the others; None where it is alone. Raises BadInput for options without a meaning.
+    """A function that finds the other hosts; None if this host is alone. Raises BadInput for options that make no sense.
 
-    What is returned answers None in a process that is not the first of its host.
+    The function returns None in a process that is not the first of its host.
     """
     from ahp.runtime.probe import meeting
     from ahp.runtime.ranks import slurm
@@ -42,7 +42,7 @@ def place(given_nodes: int | None, rendezvous: str | None) -> Callable[[], Place
 
 
 def run(arguments: Arguments, find: Callable[[], Place | None]) -> int:
-    """Meet, measure, write, print; the exit code."""
+    """Meet, measure, write, print. Returns the exit code."""
     from ahp.runtime.probe.hosts import probe_hosts
     from ahp.runtime.probe.meeting import Meeting
 
@@ -80,14 +80,14 @@ def run(arguments: Arguments, find: Callable[[], Place | None]) -> int:
 
 
 def _require_new(arguments: Arguments) -> None:
-    """What several hosts have measured is not written over: some of them may not be there any more."""
+    """Refuse to overwrite what several hosts have measured: some of them may be gone."""
     if arguments.output.is_file():
         raise bad_input("-o", str(arguments.output), "exists already; give another file, or delete it")
     require_writable(arguments.output)
 
 
 def lines(found: ProbedHosts) -> list[str]:
-    """What a person wants to know of hosts that were probed together."""
+    """Hosts that were probed together, in lines for people."""
     shown = []
     for group, members in zip(found.cluster.groups, found.members, strict=True):
         shown += [

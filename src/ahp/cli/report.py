@@ -1,7 +1,7 @@
-"""One HTML page about a run, about a plan alone, or about several runs beside each other.
+"""One HTML page about a run, about a plan alone, or about several runs side by side.
 
-Of a run's folder (runs/demo): loss, predicted against measured, the plan, memory, the timeline, in report.html there.
-Of a plan.yaml: the candidates, the plan and its forecast, in plan.html beside it. Of several runs: what each reached, and their curves.
+For a run's folder (runs/demo): loss, predicted against measured, the plan, memory, the timeline, in report.html there.
+For a plan.yaml: the candidates, the plan and its forecast, in plan.html next to it. For several runs: what each reached, and their curves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ahp.report.tables import console
 from ahp.run_files import Status, judge_status, read_noticed
 
 FOLLOW_S = 10
-"""Between two drawings of a page that follows a run."""
+"""Time between two drawings of a page that follows a run."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Arguments:
     runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[RUN|PLAN ...]")] = ("runs/demo",)
     """A run's folder, or a plan.yaml; or the folders of several runs."""
     out: Annotated[OptionalText, tyro.conf.arg(aliases=["-o"])] = None
-    """The page; without it report.html in the run's folder, plan.html beside plan.yaml, runs.html here of several runs."""
+    """The page; without it report.html in the run's folder, plan.html next to plan.yaml, runs.html here for several runs."""
     follow: Flag = False
     """Draw the page again every 10 seconds while the run goes on. An open page loads itself again."""
     json: Flag = False
@@ -115,7 +115,7 @@ def _why(status: Status) -> str:
 
 
 def _noticed(status_file: Path) -> list[str]:
-    """Slow ranks, and how many of the last steps were spikes."""
+    """Lines about slow ranks, and the last steps that were spikes."""
     found = read_noticed(status_file)
     lines = []
     for one in found.get("slow_ranks", []):
@@ -128,7 +128,7 @@ def _noticed(status_file: Path) -> list[str]:
 
 
 def _next(plan: Path) -> str:
-    """What runs a plan, or tells more of it where its engine is another one."""
+    """The command that runs a plan, or shows more of it if its engine is not AHP's own."""
     engine = Plan.load(plan).engine.name
     return (
         after(str(plan), engine)[0] if engine == RUNS else f"ahp simulate {shlex.quote(str(plan))} --trace trace.json"

@@ -1,6 +1,6 @@
 """What a plan's step costs: where the time and the memory go, what binds, and its timeline.
 
-With --engine.KEY VALUE, --job.KEY VALUE or --parallelism.KEY VALUE the plan is priced with that changed; the file stays as it is.
+With --engine.KEY VALUE, --job.KEY VALUE or --parallelism.KEY VALUE the plan is priced with that change; the file stays as it is.
 With --trace the timeline is written for Perfetto (ui.perfetto.dev) or chrome://tracing, one track for each rank and stream.
 """
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from ahp.report.binding import Binding
 
 ROOTS = ("job", "parallelism", "engine")
-"""What of a plan can be changed on the command line."""
+"""Roots of a plan's keys that can be changed on the command line."""
 
 NARROWEST = 80
 """Columns that the output needs; a narrower terminal wraps the lines itself."""
 
 
 MOST_IN_VAIN = 5
-"""Neighbouring layouts that are shown where none of them helps."""
+"""How many neighboring layouts are shown if none of them helps."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Arguments:
     trace: Annotated[OptionalText, tyro.conf.arg(metavar="FILE")] = None
     """Write the timeline to this file."""
     all_ranks: Flag = False
-    """Draw every rank in the timeline, not one of those that do the same."""
+    """Draw every rank in the timeline, not only one of those that do the same."""
     json: Flag = False
     """Print one JSON object."""
 
@@ -92,7 +92,7 @@ def run(argv: list[str]) -> int:
 
 
 def changed(plan: Plan, overrides: dict[str, Any]) -> Plan:
-    """The plan with dotted keys set. Raises BadInput for a key or a value that is none."""
+    """The plan with dotted keys set. Raises BadInput for an invalid key or value."""
     if not overrides:
         return plan
     data = plan.model_dump(mode="json")
@@ -102,7 +102,7 @@ def changed(plan: Plan, overrides: dict[str, Any]) -> Plan:
 
 
 def price(plan: Plan) -> Priced:
-    """Analyse the plan's model and price its layout on its cluster. Raises BadInput without a cluster."""
+    """Analyze the plan's model and price its layout on its cluster. Raises BadInput without a cluster."""
     return _price(*_subject(plan), plan)
 
 
@@ -113,7 +113,7 @@ def _price(graph: ModelGraph, cluster: Cluster, plan: Plan) -> Priced:
 
 
 def _subject(plan: Plan) -> tuple[ModelGraph, Cluster]:
-    """What the plan computes, and on what."""
+    """The graph of the plan's model, and its cluster."""
     from ahp.cluster.model import Cluster
     from ahp.engines.registry import get
     from ahp.graph.kept import analyze
@@ -121,7 +121,7 @@ def _subject(plan: Plan) -> tuple[ModelGraph, Cluster]:
     if plan.cluster is None:
         raise BadInput("cluster = None: the plan names no cluster to simulate it on; write it with: ahp plan")
     cluster = Cluster.resolve(plan.cluster)
-    # What the engine cannot express is told before the model is traced.
+    # Refuse what the engine cannot express before the model is traced.
     lightest = {"activation_checkpoint": "none"} if plan.parallelism.activation_checkpoint == "auto" else {}
     layout = plan.parallelism.model_copy(update=lightest)
     if reason := get(plan.engine.name).refuses(plan.job, layout, plan.engine):
@@ -131,7 +131,7 @@ def _subject(plan: Plan) -> tuple[ModelGraph, Cluster]:
 
 
 def announce(plan: Plan) -> None:
-    """Say what is analyzed, before it is. A plan from elsewhere may name a factory, and then its code runs: nobody expects it of a forecast."""
+    """Print what is about to be analyzed. A plan from elsewhere may name a factory, whose code then runs: nobody expects that of a forecast."""
     from ahp.graph.models import is_factory
 
     if is_factory(plan.model):
@@ -141,7 +141,7 @@ def announce(plan: Plan) -> None:
 
 
 def _following(plan: Plan, arguments: Arguments, overrides: dict[str, Any]) -> list[str]:
-    """What to do next. What was changed here stands in no file, so that no other command knows of it."""
+    """The next commands. What was changed here is in no file, so no other command knows of it."""
     path = arguments.plan
     if not overrides:
         return after(path, plan.engine.name, "explain")
@@ -195,7 +195,7 @@ def _show(plan: Plan, found: Binding, trace: str | None, following: list[str]) -
 
 
 def _heading(plan: Plan) -> list[tuple[str, str]]:
-    """What was priced, and how fast it is."""
+    """Lines about what was priced, and how fast it is."""
     from ahp.words import number_of, percent
 
     assert plan.cluster is not None, "_subject refuses a plan without one"
@@ -216,12 +216,12 @@ def _heading(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _named(plan: Plan) -> str:
-    """The model in a word."""
+    """The model's name, or its type."""
     return plan.model if isinstance(plan.model, str) else str(plan.model.get("model_type", "given config"))
 
 
 def _told(found: Binding) -> list[str]:
-    """What binds, line by line: first the sentence, then memory, then what would relieve it."""
+    """Lines about what binds: first the sentence, then memory, then what would relieve it."""
     lines = [found.sentence]
     if found.part != "memory":
         lines.append(f"Memory: {found.memory}.")
@@ -235,7 +235,7 @@ def _told(found: Binding) -> list[str]:
 
 
 def _in_vain(found: Binding) -> list[str]:
-    """The neighbours, where none of them helps."""
+    """Lines about the neighbors, if none of them helps."""
     if found.relief is not None:
         return []
     shown = [f"{neighbour.change}: {neighbour.verdict}" for neighbour in found.neighbours[:MOST_IN_VAIN]]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 SAMPLE_TOKENS = 160
 PROMPTS = {"python-stdlib": "def "}
-"""How the sample at the end begins, by job.data; with other text it begins a new document."""
+"""How the sample at the end begins, keyed by job.data; with other text it begins a new document."""
 
 
 DEMO: dict[str, Any] = {
@@ -50,26 +50,26 @@ DEMO: dict[str, Any] = {
     "job.optimizer.learning_rate": 3.0e-3,
     "job.optimizer.warmup_steps": 30,
 }
-"""What a run without CONFIG takes in the place of the defaults: many small steps, with which a model of four million
-parameters learns most in a few minutes on two cores (docs/decisions/the-demonstration.md). What is given on the command line wins."""
+"""Values that replace the defaults in a run without CONFIG: many small steps, with which a model of four million parameters
+learns most in a few minutes on two cores (docs/decisions/the-demonstration.md). Values on the command line win."""
 
 
 @dataclass(frozen=True)
 class Arguments:
     config: Annotated[tyro.conf.Positional[OptionalText], tyro.conf.arg(metavar="[CONFIG|PLAN]")] = None
-    """config.yaml or plan.yaml; without it the demo: every key has its default but job.steps 600, job.global_batch_size 8,
+    """config.yaml or plan.yaml; without it the demo: every key has its default except job.steps 600, job.global_batch_size 8,
     job.optimizer.learning_rate 0.003 and job.optimizer.warmup_steps 30."""
     top: int = 5
     """Plans that are shown."""
     json: Flag = False
     """Print the result as one JSON object; nothing else goes to stdout."""
     nodes: Annotated[OptionalText, tyro.conf.arg(metavar="N|MIN:MAX")] = None
-    """Nodes that run this command together, such as 2, or 2:4 where some may be lost and come back; under srun those of the step."""
+    """Nodes that run this command together, such as 2, or 2:4 if some may be lost and come back; under srun the nodes of the step."""
     rendezvous: Annotated[OptionalText, tyro.conf.arg(metavar="HOST[:PORT],...")] = None
-    """An address of one of the nodes, the same on all, or of several: the second one takes over where the first is lost. The port is 29500 where
-    none is given."""
+    """An address of one of the nodes, the same on all, or addresses of several: the second one takes over if the first is lost. The port is 29500
+    if none is given."""
     workers_per_node: OptionalNumber = None
-    """Workers of this node, with --nodes; without it one for each GPU, else for each core."""
+    """Workers of this node, with --nodes; by default one for each GPU, else for each core."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def run(argv: list[str]) -> int:
 
 
 def read_request(path: str | None, overrides: dict[str, Any]) -> Request:
-    """The config or the plan in a file. Beside a plan only ``--run.KEY`` can be given, and keys of the job that do not change it."""
+    """The config or the plan in a file. With a plan only ``--run.KEY`` can be given, and keys of the job that do not change the plan."""
     data = read_yaml(path) if path is not None else {}
     if "schema_version" not in data:
         config = load_config(path, overrides)
@@ -162,7 +162,7 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
 
 
 def _leave_stopped(folder: RunFolder, stop: Stopped) -> None:
-    """Say in status.json that a signal ended this start before it trained; a finished run keeps its own."""
+    """Record in status.json that a signal ended this start before it trained; a finished run keeps its own status."""
     status = folder.status()
     if folder.is_held and (status is None or status.state != "done"):
         saved = folder.checkpoints()
@@ -176,7 +176,7 @@ class Prepared:
 
     plan: Plan
     texts: Texts | None
-    """None for a run that is done: its text need not be there any more."""
+    """None for a run that is done: its text may be gone."""
 
 
 def make_plan(request: Request, arguments: Arguments, folder: RunFolder, workers: int | None) -> Prepared:
@@ -186,15 +186,15 @@ def make_plan(request: Request, arguments: Arguments, folder: RunFolder, workers
 
     Args:
         request: what the user asked for.
-        arguments: for how it is shown.
-        folder: that of the run, which this process holds.
+        arguments: decide how the ranking is shown.
+        folder: the folder of the run, which this process holds.
         workers: ranks that a launcher has started already; None = as many as the plan wants.
     """
     from ahp.cli import train_plan
     from ahp.runtime.run.given import with_kept_model
     from ahp.runtime.run.same_job import check_same_job
 
-    if request.run.checkpoint_store is not None and not folder.checkpoints():  # before their loss is refused
+    if request.run.checkpoint_store is not None and not folder.checkpoints():  # before lost checkpoints are refused
         from ahp.runtime.run.checkpoint_store import CheckpointStore
         from ahp.runtime.run.stored_checkpoints import StoredCheckpoints
 
@@ -224,7 +224,7 @@ def make_plan(request: Request, arguments: Arguments, folder: RunFolder, workers
 
 
 def report(outcome: Outcome, arguments: Arguments, command: str, *, sample: bool = True) -> int:
-    """Say how it went: text and page for a finished run, how to go on for a stopped one."""
+    """Report the outcome: text and page for a finished run, how to go on for a stopped one."""
     from ahp.runtime.run.folder import RunFolder
 
     folder = RunFolder(outcome.folder)
@@ -236,7 +236,7 @@ def report(outcome: Outcome, arguments: Arguments, command: str, *, sample: bool
         result["speed"] = _speed(metrics, plan.forecast)
     if losses := [
         record["loss"] for record in metrics if record.get("loss") is not None
-    ]:  # none of a step that was left out
+    ]:  # a step that was left out has no loss
         result |= {"first_loss": losses[0], "last_loss": losses[-1]}
     held_out = [record["validation_loss"] for record in metrics if record.get("validation_loss") is not None]
     if held_out:
@@ -296,8 +296,8 @@ def words(result: dict[str, Any], *, already_done: bool) -> list[str]:
 
 
 def _speed(metrics: list[dict[str, Any]], forecast: Forecast | None) -> dict[str, Any]:
-    """Median step under the last plan, without the first of the run, which waits for allocations; whether the forecast's band holds it,
-    None without a forecast."""
+    """Median step time under the last plan, without the run's first step, which waits for allocations; and whether it lies in the forecast's
+    band, None without a forecast."""
     predicted_s = metrics[-1].get("predicted_step_time_s")
     same = [record for record in metrics[1:] or metrics if record.get("predicted_step_time_s") == predicted_s]
     times = sorted(record["step_time_s"] for record in same)
@@ -314,8 +314,8 @@ def _speed(metrics: list[dict[str, Any]], forecast: Forecast | None) -> dict[str
 
 
 def _sample(folder: Path, *, kept: bool) -> dict[str, str]:
-    """Text from the trained model, that of an earlier start where it is ``kept``; nothing, and a line on stderr that says why, when there is
-    none. The run stands either way."""
+    """Text from the trained model, that of an earlier start if ``kept``; nothing, with the reason on stderr, if there is none. The run succeeds
+    either way."""
     from ahp.runtime.run.generate import Sampling, generate
 
     file = folder / "sample.txt"
@@ -334,7 +334,7 @@ def _sample(folder: Path, *, kept: bool) -> dict[str, str]:
 
 
 def _write_page(folder: Path) -> str | None:
-    """The page's path; None, and a line on stderr that says why, when it cannot be drawn. The run stands either way."""
+    """The page's path; None, with the reason on stderr, if it cannot be drawn. The run succeeds either way."""
     from ahp.report import page
 
     try:
@@ -350,7 +350,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _refusal_in_status(folder: Any) -> Iterator[None]:
-    """Leave the cause of a refusal in status.json, which launchers do not hide; a finished run, and one that trains, keep their own."""
+    """Record the cause of a refusal in status.json, which launchers do not hide; a finished run, and one that trains, keep their own status."""
     try:
         yield
     except AhpError as error:
@@ -360,7 +360,7 @@ def _refusal_in_status(folder: Any) -> Iterator[None]:
         place = folder()
         if place is not None and os.environ.get("RANK", "0") == "0":
             run = RunFolder(place)
-            with suppress(BadInput):  # the folder is another run's, or takes nothing
+            with suppress(BadInput):  # another run holds the folder, or it cannot be written
                 run.create()
                 with run.held():
                     status = run.status()
@@ -370,7 +370,7 @@ def _refusal_in_status(folder: Any) -> Iterator[None]:
 
 
 def _folder(path: str | None, overrides: dict[str, Any]) -> str | None:
-    """Where the run would be, as far as a config that may be wrong says it."""
+    """The run's folder, as far as a config that may be wrong gives it."""
     try:
         data = read_yaml(path) if path is not None else {}
         for key, value in overrides.items():

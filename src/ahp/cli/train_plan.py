@@ -1,4 +1,4 @@
-"""How ``ahp train`` comes to its plan: cluster, graph, search; kept in the run's folder for the next start."""
+"""How ``ahp train`` finds its plan: cluster, graph, search; kept in the run's folder for the next start."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ DEGREES = (
     "tensor_parallel_degree",
     "pipeline_parallel_degree",
 )
-"""With a context-parallel degree, 1 where none is given, they multiply to the number of workers when all are given."""
+"""If all are given, these and the context-parallel degree (1 if not given) multiply to the number of workers."""
 
 
 def earlier(config: Config, folder: RunFolder, workers: int | None) -> Plan | None:
-    """The plan of the last start, when it was made for this very config and for as many workers as are there."""
+    """The plan of the last start, if it was made for this very config and for as many workers as there are now."""
     try:
-        # Read as a config, a file of an earlier version has the keys that came since at their defaults.
+        # Read as a config, a file of an earlier version has defaults for the keys that were added since.
         same = _plain(Config.model_validate_json(folder.config_file.read_text())) == _plain(config)
         plan = Plan.load(folder.plan_file)
     except (OSError, ValueError, AhpError):
@@ -42,19 +42,19 @@ def earlier(config: Config, folder: RunFolder, workers: int | None) -> Plan | No
 
 
 def without_layout(config: Config) -> Plan:
-    """What a config says beside the layout, which is still to be searched."""
+    """The plan of a config without its layout, which is still to be searched."""
     return Plan(model=config.model, init_from=config.init_from, job=config.job)
 
 
 def prepare(plan: Plan, config: Config | None, folder: RunFolder, workers: int | None) -> Texts:
-    """Refuse what needs no forecast, and make the text ready: all that would else be told after the machine was measured and layouts
-    were searched.
+    """Refuse what can be refused without a forecast, and prepare the text: else errors would come only after the machine is measured and
+    layouts are searched.
 
     Args:
-        plan: what is to be run; of the plan of a ``config`` the layout is not known yet.
-        config: None where the user gave a plan.
+        plan: what is to be run; without a layout yet if it is that of a ``config``.
+        config: None if the user gave a plan.
         folder: where it is to be run.
-        workers: ranks that are started already, None where this process will start them.
+        workers: ranks that are already started, None if this process will start them.
     """
     from ahp.runtime.run.same_job import check_same_text
     from ahp.runtime.run.texts import prepare_texts
@@ -71,8 +71,8 @@ def prepare(plan: Plan, config: Config | None, folder: RunFolder, workers: int |
 
 
 def _refuse_here(plan: Plan, config: Config | None) -> None:
-    """Raises HardwareMismatch where this machine lacks the devices of the plan or of the config's cluster, BadInput where it would have to
-    carry more workers than it can."""
+    """Raises HardwareMismatch if this machine lacks the devices of the plan or of the config's cluster, BadInput if it would have to carry
+    more workers than it can."""
     from ahp.runtime.ranks.device import device_for
 
     if config is None:
@@ -91,7 +91,7 @@ def _refuse_here(plan: Plan, config: Config | None) -> None:
 
 
 def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, quiet: bool) -> Plan:
-    """Probe or read the cluster, analyze, search, show the ranking on stdout unless ``quiet``, keep what was found."""
+    """Probe or read the cluster, analyze, search, show the ranking on stdout unless ``quiet``, keep the best plan."""
     from ahp.cli import plan as planning
     from ahp.forecast import timeline
     from ahp.forecast.step import price
@@ -122,7 +122,7 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
 
 
 def for_other_workers(config: Config | None, folder: RunFolder, workers: int, *, top: int, quiet: bool) -> Plan:
-    """The best plan of the same job for the workers that are left, or that are back. Raises AhpError where there is none."""
+    """The best plan of the same job for the workers that are left, or that are back. Raises AhpError if there is none."""
     if config is None:
         raise HardwareMismatch(
             f"a plan is run as it is, and {number_of(workers, 'worker')} {'is' if workers == 1 else 'are'} left; give a config.yaml to plan again"
@@ -132,13 +132,13 @@ def for_other_workers(config: Config | None, folder: RunFolder, workers: int, *,
             f"cluster names its devices, and {number_of(workers, 'worker')} {'is' if workers == 1 else 'are'} left; with cluster: local it is planned again"
         )
     plan = search(config, folder, workers, top=top, quiet=quiet)
-    # A plan for what is left is no answer for the next start by hand, which counts the devices anew.
+    # The next start by hand counts the devices again, and must not reuse a plan for those that were left.
     folder.config_file.unlink(missing_ok=True)
     return plan
 
 
 def _engine(config: Config) -> tuple[EngineChoice, tuple[str, ...]]:
-    """The engine as asked, and without compiled blocks, with the reason, where they are left open and this host cannot compile any.
+    """The engine as asked; without compiled blocks, and with the reason, if compilation is left open and this host cannot compile.
 
     Raises NotExpressible or HardwareMismatch for what no layout can have here.
     """
@@ -160,7 +160,7 @@ def _engine(config: Config) -> tuple[EngineChoice, tuple[str, ...]]:
 
 
 def check(plan: Plan, folder: RunFolder) -> Plan:
-    """A plan that the user gave: price it again, which refuses what cannot run, and leave its timeline in the folder."""
+    """Price again a plan that the user gave, which refuses what cannot run, and leave its timeline in the folder."""
     from ahp.cli.simulate import price
     from ahp.forecast import timeline
 
@@ -170,14 +170,14 @@ def check(plan: Plan, folder: RunFolder) -> Plan:
 
 
 def num_workers(constraints: Constraints) -> int | None:
-    """How many workers a layout needs whose degrees are all given, else None."""
+    """How many workers a layout needs if all its degrees are given, else None."""
     degrees = [constraints.given.get(key) for key in DEGREES]
     context = constraints.given.get("context_parallel_degree") or 1
     return math.prod([context, *(d for d in degrees if d is not None)]) if None not in degrees else None
 
 
 def _most_here(config: Config) -> int | None:
-    """``run.elastic.max_workers`` where this machine has more devices, else None."""
+    """``run.elastic.max_workers`` if this machine has more devices, else None."""
     from ahp.cli.machine import num_devices
 
     most = config.run.elastic.max_workers
@@ -185,7 +185,7 @@ def _most_here(config: Config) -> int | None:
 
 
 def _local(folder: RunFolder, workers: int | None) -> Cluster:
-    """This machine, measured; the folder gets a copy, so that it says what its plan was made from."""
+    """This machine, measured; the folder gets a copy, so that it records what its plan was made from."""
     from ahp.cache import cache_folder
     from ahp.cli import machine
 
@@ -195,7 +195,7 @@ def _local(folder: RunFolder, workers: int | None) -> Cluster:
 
 
 def _those_there(named: str | dict[str, Any], workers: int | None) -> Cluster:
-    """The cluster as it is named, or what is left of it where fewer workers were started. Raises HardwareMismatch where it has not got so many."""
+    """The cluster as it is named, or the part of it for the workers that were started. Raises HardwareMismatch if it has no such part."""
     from ahp.search.problem import with_devices
 
     cluster = Cluster.resolve(named)
@@ -210,7 +210,7 @@ def _those_there(named: str | dict[str, Any], workers: int | None) -> Cluster:
 
 
 def _plain(config: Config) -> dict[str, object]:
-    """What decides the plan, as JSON gives it back: the run's own keys do not."""
+    """The keys that decide the plan, as read back from JSON: all except the run's own."""
     return json.loads(config.model_dump_json(exclude={"run"}))
 
 

@@ -1,4 +1,4 @@
-"""``ahp verify``: a plan beside one process, step by step."""
+"""``ahp verify``: compares a plan with one process, step by step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
 
 
 def _following(plan: Path, equal: bool) -> str:
-    """The next command: at its first step a difference comes from the forward or backward pass alone."""
+    """The next command. At the first step a difference can come only from the forward or backward pass."""
     if not equal:
         return f"ahp verify {shlex.quote(str(plan))} --steps 1"
     return f"ahp {'report' if plan.is_dir() else 'train'} {shlex.quote(str(plan))}"

@@ -1,4 +1,4 @@
-"""What is being done, on stderr, where it takes longer than a moment: a line that counts the seconds."""
+"""Shows on stderr what is being done, if it takes longer than a moment: a line that counts the seconds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from time import monotonic
 from typing import TextIO
 
 MOMENT_S = 2.0
-"""Seconds that pass without a word."""
+"""Seconds before anything is shown."""
 
 EVERY_S = 10.0
-"""Seconds between two lines where the output is no terminal; each later one twice as far apart."""
+"""Seconds between the first two lines if the output is not a terminal; each later wait is twice as long."""
 
 
 Show = Callable[[str, TextIO, float, threading.Event], None]
@@ -21,9 +21,9 @@ Show = Callable[[str, TextIO, float, threading.Event], None]
 
 @contextmanager
 def waiting(what: str, stream: TextIO | None = None, moment_s: float = MOMENT_S) -> Iterator[None]:
-    """Say what takes so long while the block runs, once it has run for a moment.
+    """Show what is being done while the block runs, once it has run for a moment.
 
-    On a terminal one line counts the seconds and is gone at the end; elsewhere a line comes now and then.
+    On a terminal one line counts the seconds and is gone at the end; elsewhere a line is printed now and then.
     """
     out, done = stream or sys.stderr, threading.Event()
     show = _counting if out.isatty() else _now_and_then

@@ -1,4 +1,4 @@
-"""Whether a file can be written, asked before time is spent on what goes into it."""
+"""Checks whether a file can be written, before time is spent on its content."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ahp.errors import bad_input
 
 
 def require_writable(path: str | Path, option: str = "-o") -> None:
-    """A file that is there must be one to write into (/dev/null is, in a folder that is not); else one without a name is made where it would
-    lie. Raises BadInput when the path is a folder, or that cannot be done."""
+    """Raises BadInput if the path is a folder, or cannot be written. An existing file must be writable itself (/dev/null is, in a folder that is
+    not); for a new one, a file without a name is made in its folder."""
     file = Path(path)
     if file.is_dir():
         raise bad_input(option, str(path), "is a folder; give a file in it")

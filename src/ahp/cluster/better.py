@@ -1,4 +1,4 @@
-"""A cluster with somewhat more of one piece of its hardware, in the figures and in what was measured."""
+"""A cluster with somewhat more of one piece of its hardware, in its figures and in its measurements."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ahp.job import Record
 from ahp.words import percent
 
 MORE = 1.1
-"""How much more of a piece of hardware there is made to be: an upgrade that can be bought, and small enough that what it
-brings per cent can be compared between pieces."""
+"""Factor by which a piece of hardware is improved: an upgrade that can be bought, and small enough that the gain per
+percent can be compared between pieces."""
 
 Better = Callable[[NodeGroup], NodeGroup]
 
 
 def better_clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
-    """The cluster with ``MORE`` of each piece of hardware that it has, in the figures and in what was measured."""
+    """The cluster with ``MORE`` times one piece of hardware, for each piece that it has, and that change in words."""
     more = f"{percent(MORE - 1)} more"
     widths = [joined(group).devices_per_node for group in cluster.groups]
     links = {
@@ -90,19 +90,19 @@ def _wider(link: Link) -> Link:
 
 
 def _is_arithmetic(sample: Record) -> bool:
-    """Products, fused attention, and operators that take an exponential of every element."""
+    """Whether arithmetic bounds a sample: products, fused attention, and operators that take an exponential of every element."""
     silu = isinstance(sample, ElementWiseSample) and sample.kind == "silu"
     return silu or isinstance(sample, (MatmulSample, AttentionSample))
 
 
 def _is_streaming(sample: Record) -> bool:
-    """Streams, and operators that do next to nothing with what they read."""
+    """Whether memory bandwidth bounds a sample: streams, and operators that compute next to nothing."""
     add = isinstance(sample, ElementWiseSample) and sample.kind == "add"
     return add or isinstance(sample, MemorySample)
 
 
 def _remeasured(group: NodeGroup, improves: Callable[[Record], bool]) -> NodeGroup:
-    """The group with those of its samples ``MORE`` times as fast which the piece of hardware improves."""
+    """The group with those samples ``MORE`` times as fast for which ``improves`` is true."""
     if group.measured is None:
         return group
 

@@ -1,4 +1,4 @@
-"""The devices that are known without measuring them, each figure with its source (catalogue.yaml)."""
+"""The devices that are known without measurements, each figure with its source (catalogue.yaml)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ BYTES_PER_S_PER_GBPS = 1.0e9 / 8
 
 CPU = "cpu"
 UNNAMED_NETWORK = "ethernet"
-"""What a network is taken for where nothing says what it is."""
+"""The assumed kind of a network, if nothing says what it is."""
 _NOISE = ("nvidia", "amd", "graphics", "device")
 
 
 class Entry(Record):
-    """A device with what usually surrounds it."""
+    """A device with its usual node and network."""
 
     device: Device
     aliases: tuple[str, ...] = ()
@@ -32,14 +32,14 @@ class Entry(Record):
     has_nvlink: bool = False
     devices_per_node: int
     devices_per_nvlink_domain: int | None = None
-    """Devices that NVLink joins, hosts of fewer among them; None = those of a host."""
+    """Devices that NVLink joins across hosts; None = only those of one host."""
     nic_gbps: float | None = None
-    """Network of a node divided by its devices, Gb/s per direction; None = no usual network."""
+    """Network of a node divided by its number of devices, Gb/s per direction; None = no usual network."""
     network_latency_s: float
     network_source: str
 
     def inter_node(self, devices_per_node: int) -> Link | None:
-        """The usual network of a node with so many of these devices; None when there is no usual one."""
+        """The usual network of a node with ``devices_per_node`` of these devices; None when there is no usual one."""
         if self.nic_gbps is None:
             return None
         gbps = self.nic_gbps * devices_per_node
@@ -68,7 +68,7 @@ def find(name: str, key: str = "device") -> Entry:
 
 
 def lookup(name: str) -> Entry | None:
-    """As ``find``, but None when nothing matches."""
+    """Like ``find``, but None when nothing matches."""
     words = _words(name)
     if words == CPU:
         return _cpu_entry()
@@ -79,9 +79,9 @@ def lookup(name: str) -> Entry | None:
 
 
 def match(name: str, memory_bytes: int) -> Entry | None:
-    """The entry of the device that a driver names ``name``, told apart by memory where the name does not say it.
+    """The entry of the device that a driver calls ``name``; its memory decides between devices of one name.
 
-    NVML prints ``NVIDIA H100 80GB HBM3`` for a part, but only ``Tesla V100-SXM2-16GB`` or ``NVIDIA H200`` for others.
+    NVML prints ``NVIDIA H100 80GB HBM3`` for one part, but only ``Tesla V100-SXM2-16GB`` or ``NVIDIA H200`` for others.
     None when no entry has the name and, within 5 %, the memory: then nothing is known about the device.
     """
     words = _words(name)
@@ -90,7 +90,7 @@ def match(name: str, memory_bytes: int) -> Entry | None:
         if words in {_words(spelling) for spelling in (entry.device.name, *entry.aliases)}:
             return entry
     # PCIe and SXM parts of one name and size differ in everything else, so the form factor must not be guessed. Cards whose
-    # names start with RTX differ by what follows it: those are known by their aliases or not at all.
+    # names start with RTX differ in the rest of the name: they are found by their aliases or not at all.
     tokens = set(re.split(r"[^a-z0-9]+", name.lower()))
     on_pcie = bool(tokens & {"pcie", "nvl"})
     for entry in close:
@@ -112,13 +112,13 @@ def _nearest(name: str) -> list[str]:
 
 
 def with_network(link: Link, kind: str) -> Link:
-    """The link with the hop of such a network, a name of ``networks`` in catalogue.yaml."""
+    """The link with the hop latency of a kind of network, a name under ``networks`` in catalogue.yaml."""
     hop = _catalogue()["networks"][kind]
     return with_latency(link, hop["latency_s"], f"{kind}, {hop['source']}")
 
 
 def with_latency(link: Link, latency_s: float, source: str) -> Link:
-    """The link with another hop, and where that is from."""
+    """The link with another hop latency, and the source of that."""
     source = f"{link.source.split('; latency: ')[0]}; latency: {source}"
     return link.model_copy(update={"latency_s": latency_s, "source": source})
 
@@ -171,7 +171,7 @@ def _entry(name: str, raw: dict[str, Any], data: dict[str, Any]) -> Entry:
 
 
 def _source_of(figure: str, sources: dict[str, str]) -> str:
-    """``sources`` maps ``figure, figure, ...`` to where they stand."""
+    """The source of one figure; ``sources`` maps ``figure, figure, ...`` to a source."""
     for keys, source in sources.items():
         if figure in (key.strip() for key in keys.split(",")):
             return source

@@ -1,10 +1,10 @@
-"""Which devices of a cluster compute what: cells, their ranks, and the workers that have these.
+"""Which devices of a cluster compute what: cells, their ranks, and the workers that have these ranks.
 
-A cell is one pipeline rank of one replica: ``shard x context x tensor`` devices of one group of nodes, by the width of its stage. It
-lies on one node, or on whole nodes; devices that are left over stay idle. Within a group cells follow each other in the order of the mesh:
-pipeline ranks slowest, then replicas; one that does not go on what is left of a node begins the next. Ranks are places of the mesh. Workers are what a launcher starts and numbers: through
-the groups in the cluster's order, and through a group's cells; so without ``stages``, where the cells fill the groups in the
-order of the mesh, a worker's number is its rank.
+A cell is one pipeline rank of one replica: ``shard x context x tensor`` devices of one group of nodes, as wide as its stage. It lies on
+one node, or on whole nodes; leftover devices stay idle. Within a group cells follow each other in the order of the mesh: pipeline ranks
+slowest, then replicas; a cell that does not fit on the rest of a node begins the next node. Ranks are places in the mesh. Workers are
+what a launcher starts, numbered through the groups in the cluster's order, and through the cells of a group. So without ``stages``,
+when the cells fill the groups in the order of the mesh, a worker's number is its rank.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ahp.plan import Parallelism
 
 
 def cell_widths(parallelism: Parallelism) -> tuple[int, ...]:
-    """Devices of one cell of each pipeline rank."""
+    """Number of devices of a cell, for each pipeline rank."""
     return tuple(shard * tensor * parallelism.context_parallel_degree for shard, tensor in parallelism.widths)
 
 
 def cells_of(group: NodeGroup, width: int) -> int:
-    """Cells of ``width`` devices that a group holds: each on one node, or on whole nodes; 0 where neither goes."""
+    """How many cells of ``width`` devices a group holds: each on one node, or on whole nodes; 0 if neither fits."""
     if width <= group.devices_per_node:
         return group.nodes * (group.devices_per_node // width)
     nodes, rest = divmod(width, group.devices_per_node)
@@ -32,7 +32,7 @@ def cells_of(group: NodeGroup, width: int) -> int:
 
 
 def first_devices(group: NodeGroup, widths: Iterable[int]) -> list[int] | None:
-    """Where, among a group's devices, cells of these widths begin that follow each other on it; None where they do not go."""
+    """The first device, among the group's, of each cell, for cells of these widths in a row; None if they do not fit."""
     found, free, per_node = [], 0, group.devices_per_node
     for width in widths:
         if width > per_node and width % per_node:
@@ -45,7 +45,7 @@ def first_devices(group: NodeGroup, widths: Iterable[int]) -> list[int] | None:
 
 
 def link_between(cluster: Cluster, one: str, other: str) -> Link | None:
-    """What connects two groups of a cluster, or the nodes of one; None where nothing does."""
+    """The link between two groups of a cluster, or between the nodes of one; None if there is none."""
     if one == other:
         return next(group.inter_node for group in cluster.groups if group.name == one)
     return next((found.link for found in cluster.links if set(found.between) == {one, other}), None)
@@ -59,15 +59,15 @@ class Cell:
     width: int
     devices_per_node: int
     first_device: int
-    """Among the group's devices."""
+    """Index among the group's devices."""
     first_rank: int
     first_worker: int
-    """All go on by one from device to device."""
+    """Indices, ranks and workers all go up by one from device to device."""
     nodes_per_domain: int = 1
     """Nodes that NVLink joins."""
 
     def node_of(self, offset: int) -> int:
-        """The node of the group that holds the cell's worker ``offset``; nodes that NVLink joins are one."""
+        """The node of the group that holds the cell's worker ``offset``; nodes that NVLink joins count as one."""
         return (self.first_device + offset) // self.devices_per_node // self.nodes_per_domain
 
     def shares_node(self, other: Cell) -> bool:
@@ -76,7 +76,7 @@ class Cell:
         return self.group == other.group and len(ends) == 1
 
     def nodes(self, count: int, stride: int) -> Iterator[int]:
-        """The nodes of ``count`` of its workers, ``stride`` apart, from the first on."""
+        """The nodes of ``count`` of the cell's workers, ``stride`` apart, beginning with the first."""
         return (self.node_of(number * stride) for number in range(count))
 
 
@@ -88,7 +88,7 @@ class Placement:
 
     @cached_property
     def used(self) -> dict[str, int]:
-        """Workers of each group that has some, in the order of their numbers."""
+        """Number of workers of each group that has any, in the order of the workers' numbers."""
         cells = sorted((cell for row in self.cells for cell in row), key=lambda cell: cell.first_worker)
         used: Counter[str] = Counter()
         for cell in cells:
@@ -107,13 +107,13 @@ class Placement:
 
 
 def named_groups(cluster: Cluster, parallelism: Parallelism) -> list[tuple[str, ...]] | None:
-    """The group of each cell, ``[pipeline rank][replica]``: as ``stages`` says, else the groups filled in order; None when the
-    cells outnumber what there is."""
+    """The group of each cell, ``[pipeline rank][replica]``: from ``stages``, or else by filling the groups in order; None when
+    the groups cannot hold all cells."""
     replicas, ranks = parallelism.data_parallel_replicate_degree, parallelism.pipeline_parallel_degree
     if parallelism.stages is not None:
-        # The first stage of each rank; rules.illegal refuses others of it that lie elsewhere.
+        # The first stage of each rank; rules.illegal refuses ranks whose other stages lie elsewhere.
         return [stage.groups(replicas) for stage in parallelism.stages[:ranks]]
-    width, needed = cell_widths(parallelism)[0], replicas * ranks  # without stages all are alike
+    width, needed = cell_widths(parallelism)[0], replicas * ranks  # without stages all are equal
     names: list[str] = []
     for group in cluster.groups:
         names += [group.name] * min(cells_of(group, width), needed - len(names))
@@ -123,7 +123,7 @@ def named_groups(cluster: Cluster, parallelism: Parallelism) -> list[tuple[str, 
 
 
 def place(cluster: Cluster, parallelism: Parallelism) -> Placement:
-    """Where every cell of a legal layout lies (``ahp.forecast.rules.illegal`` has been asked)."""
+    """The place of every cell of a layout, which must be legal (``ahp.forecast.rules.illegal``)."""
     columns = named_groups(cluster, parallelism)
     assert columns is not None, "rules.illegal refuses more cells than there are"
     widths = cell_widths(parallelism)

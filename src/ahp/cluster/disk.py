@@ -11,11 +11,11 @@ CHUNK_BYTES = 4 * 2**20
 
 
 def throughput(folder: str | Path, size_bytes: int) -> tuple[float | None, float | None]:
-    """(write, read) in bytes per second of one file, sequential; None where it cannot be told.
+    """(write, read) in bytes per second of one file, sequential; None for what cannot be measured.
 
     Writing counts until ``fsync`` returns. Before reading, the kernel is asked to drop the file from the page cache;
     file systems may ignore that (overlay and network ones do), and a virtual disk has the host's cache behind it, so
-    the read figure is an upper bound. None for both when the folder has not ten times the space, or is not writable.
+    the read figure is an upper bound. None for both when less than ten times ``size_bytes`` is free, or the folder is not writable.
     """
     statistics = os.statvfs(folder)
     if statistics.f_bavail * statistics.f_frsize < 10 * size_bytes or not os.access(folder, os.W_OK):

@@ -1,7 +1,7 @@
-"""What NVLink joins: the devices of a node, or of several nodes that share its switches (an NVL72 rack of 18 hosts of 4).
+"""NVLink domains: the devices of a node, or of several nodes that share NVLink switches (an NVL72 rack of 18 hosts of 4).
 
-A host is what is started, lost and counted; a domain is what devices communicate in. ``joined`` takes the one for the other, for whoever
-prices communication.
+Hosts are what is started, lost and counted; domains are where devices communicate over NVLink. ``joined`` turns hosts into domains, for
+code that prices communication.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from ahp.errors import bad_input
 
 
 def joined(group: NodeGroup) -> NodeGroup:
-    """The same devices as nodes of all that NVLink joins, with all of their network cards. Hosts that do not fill the last domain count
-    as if they did: the devices stay those of ``group``."""
+    """The group with one node for each domain, which has the network cards of all its hosts. The last domain counts as full even if hosts
+    do not fill it: the real number of devices is that of ``group``."""
     hosts = min(group.nodes_per_domain, group.nodes)
     if hosts == 1:
         return group
@@ -27,8 +27,8 @@ def joined(group: NodeGroup) -> NodeGroup:
 
 
 def usual_domain(entry: Entry, nodes: int, devices_per_node: int) -> int | None:
-    """Devices of a domain for so many hosts where nobody says it: whole racks where the hosts fill them, else the largest power of two of
-    hosts that a rack holds, as jobs are placed (``sbatch --segment 16``, 64 devices of 72). None = NVLink joins no nodes."""
+    """Devices of a domain for ``nodes`` hosts, if the user gives none: the largest power of two of hosts that a rack holds, as jobs are placed
+    (``sbatch --segment 16``, 64 devices of 72), or a rack if hosts fill racks, or only a whole one holds them all. None = no nodes joined."""
     whole = (entry.devices_per_nvlink_domain or 0) // devices_per_node
     if nodes == 1 or whole <= 1:
         return None
@@ -38,14 +38,14 @@ def usual_domain(entry: Entry, nodes: int, devices_per_node: int) -> int | None:
 
 
 def domain_of(device: str, nodes: int, devices_per_node: int) -> dict[str, int]:
-    """The key of a group of such nodes, where the catalogue knows the device and its NVLink leaves the node."""
+    """The ``NodeGroup`` field for such nodes; empty unless the catalogue knows the device and its NVLink leaves the node."""
     entry = None if nodes == 1 else lookup(device)
     domain = entry and usual_domain(entry, nodes, devices_per_node)
     return {"devices_per_nvlink_domain": domain} if domain else {}
 
 
 def given_domain(entry: Entry, devices: int, devices_per_node: int, where: str) -> int | None:
-    """What the user says; None where that is one node. Raises BadInput for parts of nodes and for devices without NVLink."""
+    """The domain that the user gives; None if it is one node. Raises BadInput for parts of nodes and for devices without NVLink."""
     key = f"{where}: devices_per_nvlink_domain"
     if not entry.has_nvlink:
         raise bad_input(key, devices, f"{entry.device.name} has no NVLink", ["null"])
@@ -57,6 +57,6 @@ def given_domain(entry: Entry, devices: int, devices_per_node: int, where: str) 
 
 
 def hosts_per_domain(hosts: Sequence[int]) -> int:
-    """Of hosts in each domain that a job has, in its order, how many to reckon with: those of the first where only the last has fewer, else
-    the fewest."""
+    """How many hosts per domain to plan with, from the hosts in each domain of a job, in order: as many as in the first if only the last has
+    fewer, else the fewest."""
     return hosts[0] if len({*hosts[:-1]}) <= 1 and hosts[-1] <= hosts[0] else min(hosts)

@@ -29,7 +29,7 @@ class Gpu:
     """One GPU as the driver describes it; None = the driver does not say."""
 
     index: int
-    """As CUDA counts it: the n-th that is visible."""
+    """CUDA's number: the n-th visible GPU."""
     name: str
     memory_bytes: int
     num_sms: int | None = None
@@ -37,7 +37,7 @@ class Gpu:
     nvlink_bytes_per_s: float | None = None
     """Per direction, all active links together."""
     pcie_bytes_per_s: float | None = None
-    """Per direction, at the widest the slot allows."""
+    """Per direction, at the greatest width that the slot allows."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Connection:
 def gpus(nvml: Any = None, torch: ModuleType | None = None) -> list[Gpu]:
     """The GPUs that CUDA would show this process, in its order; empty without a driver.
 
-    ``nvml`` and ``torch`` stand in for the modules; by default both are imported where they are installed.
+    ``nvml`` and ``torch`` replace the modules; by default both are imported if they are installed.
     """
     nvml = nvml or _nvml()
     if nvml is None:
@@ -95,7 +95,7 @@ def _nvml() -> Any:
 
 
 def _from_torch(torch: ModuleType | None) -> list[Gpu]:
-    """Through the CUDA runtime (ROCm's torch answers under the same names). Counts SMs, which NVML does not."""
+    """The GPUs through the CUDA runtime (ROCm's torch has the same names), which counts SMs; NVML does not."""
     if torch is None:
         if not _driver_nodes():
             return []
@@ -122,7 +122,7 @@ def _driver_nodes(root: Path = Path("/")) -> bool:
 def _visible(nvml: Any, visible: str | None) -> list[Any]:
     """Handles in CUDA's order. As CUDA does, the list ends at the first word that names no device."""
     handles = (_ask(nvml, nvml.nvmlDeviceGetHandleByIndex, i) for i in range(nvml.nvmlDeviceGetCount()))
-    every = [handle for handle in handles if handle is not None]  # none of a GPU that has left the bus
+    every = [handle for handle in handles if handle is not None]  # a GPU that has left the bus has none
     if visible is None:
         return every
     identities = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in every]
@@ -155,7 +155,7 @@ def _read(nvml: Any, index: int, handle: Any, num_sms: int | None) -> Gpu:
 
 
 def _nvlink_bytes_per_s(nvml: Any, handle: Any) -> float | None:
-    """Active links times the speed of each, per direction; None where there is no NVLink."""
+    """Active links times the speed of each, per direction; None if there is no NVLink."""
     active = 0
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         if _ask(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link):
@@ -177,7 +177,7 @@ def _connection(nvml: Any, first: Any, second: Any) -> str:
 
 
 def _ask(nvml: Any, question: Any, *arguments: Any) -> Any:
-    """An optional question: None where this driver or this part does not answer it."""
+    """The answer to an optional question; None if this driver or this part does not answer it."""
     try:
         return question(*arguments)
     except nvml.NVMLError:

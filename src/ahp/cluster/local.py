@@ -1,4 +1,4 @@
-"""This machine as a cluster of one node, from what it says about itself; ``probe`` measures it instead."""
+"""This machine as a cluster of one node, as it describes itself; ``probe`` measures it instead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GLOO_LATENCY_S = 75.0e-6
 WORKER_BYTES = 234_000_000
 
 COPY_BYTES = 64 * 2**20
-"""Size of the timed copy where the cache size is unknown; else it is four times the last-level cache."""
+"""Size of the timed copy if the cache size is unknown; else it is four times the last-level cache, at most four times this."""
 
 
 def local_cluster(path: str | Path = ".") -> Cluster:
@@ -38,7 +38,7 @@ def local_cluster(path: str | Path = ".") -> Cluster:
 
 
 def gpu_group(found: list[Gpu], connections: list[Connection]) -> NodeGroup:
-    """One node of equal GPUs that the catalogue knows, corrected by what the driver says of them and of each pair."""
+    """One node of equal GPUs that the catalogue knows, corrected by what the driver reports about them and their connections."""
     first = alike(found)
     entry = catalogue.match(first.name, first.memory_bytes)
     if entry is None:
@@ -55,7 +55,7 @@ def gpu_group(found: list[Gpu], connections: list[Connection]) -> NodeGroup:
 
 
 def alike(found: list[Gpu]) -> Gpu:
-    """The one kind of GPU there is. Raises BadInput when they differ: a node has devices of one kind."""
+    """The first GPU, which represents all. Raises BadInput when they differ: a node has devices of one kind."""
     kinds = sorted({gpu.name for gpu in found})
     if len(kinds) > 1:
         raise BadInput(f"cluster = 'local': this machine's GPUs differ: {kinds}; choose some by CUDA_VISIBLE_DEVICES")
@@ -70,10 +70,10 @@ def corrected(device: Device, gpu: Gpu) -> Device:
 
 
 def gpu_link(entry: catalogue.Entry, gpu: Gpu, connections: list[Connection]) -> Link:
-    """The connection of a node's GPUs as the driver shows it: NVLink where it joins every pair, else PCIe.
+    """The connection of a node's GPUs as the driver reports it: NVLink if it joins every pair, else PCIe.
 
-    A bridge that joins only some pairs does not speed up a collective over all. The catalogue's link where the driver
-    says nothing.
+    A bridge that joins only some pairs does not speed up a collective over all. If the driver reports nothing, the
+    catalogue's link.
     """
     link = entry.intra_node
     joined = all(connection.kind == NVLINK for connection in connections)
@@ -153,7 +153,7 @@ def _hertz() -> float:
 
 @cache
 def _copy_bytes_per_s() -> float:
-    """Bytes read and written per second by one core that copies more than its caches hold; measured once in a process."""
+    """Bytes read and written per second by one core that copies more than its caches hold; measured once per process."""
     import numpy as np
 
     cache = sense.last_level_cache_bytes()

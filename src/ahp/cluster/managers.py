@@ -28,22 +28,22 @@ COMMAND_TIMEOUT_S = 30
 _GRES_GPU = re.compile(r"\bgpu(?::(?P<type>[^:,()]+))?:(?P<count>\d+)")
 _AMD_PRODUCT, _NVIDIA_PRODUCT = "amd.com/gpu.product-name", "nvidia.com/gpu.product"
 _NVLINK_CLIQUE = "nvidia.com/gpu.clique"
-"""Of a node: the cluster and the clique of its NVLink fabric (NVIDIA's DRA driver and GPU feature discovery)."""
+"""Label of a node: the cluster and the clique of its NVLink fabric (NVIDIA's DRA driver and GPU feature discovery)."""
 _GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
 
 
 @dataclass(frozen=True)
 class Node:
-    """What a manager says of one node."""
+    """What a manager reports about one node."""
 
     gpu: str | None
-    """The device's name in the manager's words; None = it does not say."""
+    """The manager's name for the device; None = it does not say."""
     count: int
-    """GPUs that may be used; 0 = none."""
+    """GPUs that can be used; 0 = none."""
     memory_bytes: int | None = None
-    """Of one GPU."""
+    """Memory of one GPU."""
     domain: str | None = field(default=None, compare=False)
-    """What it shares with nodes that NVLink may join it to: a block of Slurm's topology, a clique of Kubernetes' labels; None = not known."""
+    """Shared by the nodes that NVLink may join: a block of Slurm's topology, a clique of Kubernetes' labels; None = not known."""
 
 
 def slurm(
@@ -54,8 +54,8 @@ def slurm(
 ) -> Cluster:
     """The nodes of the Slurm job that this process is in.
 
-    The arguments stand in for ``os.environ``, for running ``scontrol`` and ``sinfo``, and for this node's own GPUs. ``gbps``: the network
-    of one node per direction, as the user gives it.
+    The arguments replace ``os.environ``, running ``scontrol`` and ``sinfo``, and this node's own GPUs. ``gbps``: the network of one node
+    per direction, as the user gives it.
     Raises BadInput outside a job, or when nothing says which GPUs the nodes have.
     """
     env = os.environ if environment is None else environment
@@ -69,7 +69,7 @@ def slurm(
     nodes = _slurm_nodes(env.get("SLURM_JOB_NODELIST", ""), total, run)
     here = gpus() if found is None else found
     if len(set(nodes)) <= 1:
-        # All nodes alike: what this job was given of a node, and what this node says of itself, count for all.
+        # All nodes are equal: the job's share of a node, and what this node reports about itself, hold for all.
         told = nodes[0] if nodes else Node(None, 0)
         given = _integer(env, "SLURM_GPUS_ON_NODE")
         count = given if given is not None else len(here) or told.count
@@ -82,7 +82,7 @@ def slurm(
 
 
 def num_nodes(environment: Mapping[str, str] | None = None) -> int:
-    """Nodes of the job that this process is in, of either manager; 1 outside of both."""
+    """Nodes of the Slurm or Kubernetes job that this process is in; 1 outside of both."""
     env = os.environ if environment is None else environment
     if "SLURM_JOB_ID" in env:
         return _integer(env, "SLURM_JOB_NUM_NODES") or _integer(env, "SLURM_NNODES") or 1
@@ -90,7 +90,7 @@ def num_nodes(environment: Mapping[str, str] | None = None) -> int:
 
 
 def _slurm_nodes(node_list: str, total: int, run: Run) -> list[Node]:
-    """The job's nodes as Slurm's own programs show them; empty where neither answers."""
+    """The job's nodes as Slurm's own programs show them; empty if none answers."""
     if not node_list:
         return []
     text = run(["scontrol", "show", "node", node_list, "--json"])
@@ -101,14 +101,14 @@ def _slurm_nodes(node_list: str, total: int, run: Run) -> list[Node]:
     nodes = parse_sinfo(text) if text else []
     if len(nodes) == total:
         return nodes
-    # Slurm writes JSON where it was built with it: Debian's 22.05 was not.
+    # Slurm writes JSON only if it was built with it: Debian's 22.05 was not.
     text = run(["scontrol", "show", "node", node_list, "--oneliner"])
     nodes = parse_lines(text) if text else []
     return nodes if len(nodes) == total else []
 
 
 def _slurm_blocks(node_list: str, total: int, run: Run) -> list[str]:
-    """The block of the topology of each of the job's nodes, in their order; empty where Slurm knows no blocks (topology/block)."""
+    """The topology block of each of the job's nodes, in their order; empty if Slurm knows no blocks (topology/block)."""
     text = run(["scontrol", "show", "topology"]) if node_list and total > 1 else None
     block_of = {}
     for name, nodes in re.findall(r"^BlockName=(\S+).*?\bNodes=(\S+)", text or "", re.M):
@@ -124,7 +124,7 @@ def parse_lines(text: str) -> list[Node]:
 
 
 def cores_given(environment: Mapping[str, str] | None = None) -> int:
-    """Cores of this node that a worker can have for itself: those that Slurm gave the job, where it gave fewer than there are."""
+    """Cores of this node that workers can have for themselves: its physical cores, or fewer if Slurm gave the job fewer."""
     env = os.environ if environment is None else environment
     return min(sense.physical_cores(), _integer(env, "SLURM_CPUS_ON_NODE") or sense.physical_cores())
 
@@ -135,7 +135,7 @@ def parse_scontrol(text: str) -> list[Node]:
 
 
 def parse_sinfo(text: str) -> list[Node]:
-    """Nodes in the output of ``sinfo --json``: entries stand for several nodes, and one node for each partition."""
+    """Nodes in the output of ``sinfo --json``: an entry can stand for several nodes, and a node has one for each partition."""
     by_name: dict[str, Node] = {}
     for entry in _json(text, "sinfo").get("sinfo", []):
         node = _from_gres(entry.get("gres", {}).get("total", ""))
@@ -161,8 +161,8 @@ def kubernetes(
 ) -> Cluster:
     """The Kubernetes job that this process is in (Kubeflow's PET_* variables), else the GPU nodes that kubectl shows.
 
-    The arguments stand in for ``os.environ``, for running ``kubectl``, and for this pod's own GPUs. Raises BadInput
-    where there is neither.
+    The arguments replace ``os.environ``, running ``kubectl``, and this pod's own GPUs. Raises BadInput if there is
+    neither.
     """
     env = os.environ if environment is None else environment
     if "PET_NNODES" in env:
@@ -195,7 +195,7 @@ def _kubernetes_job(env: Mapping[str, str], here: list[Gpu], gbps: float | None)
 
 
 def _pet_nodes(given: str) -> int:
-    """torchrun's own words: ``4``, or ``2:4`` for an elastic job, which may have fewer; plan for all of them."""
+    """Number of nodes in torchrun's notation: ``4``, or ``2:4`` for an elastic job, which may get fewer; plan for the most."""
     low, _, high = given.partition(":")
     words = high or low
     if not words.isdigit() or int(words) < 1:
@@ -226,7 +226,7 @@ def parse_kubectl(text: str) -> list[Node]:
 
 
 def _as_seen(told: str | None, count: int, here: list[Gpu]) -> Node:
-    """A node as this one shows itself, which says more than a manager's word for it."""
+    """A node described by this node's own GPUs, which say more than the manager's name for them."""
     if count and here:
         gpu = local.alike(here)
         return Node(gpu.name, count, gpu.memory_bytes)
@@ -247,7 +247,7 @@ def _describe(
     groups = []
     for index, (node, count) in enumerate(kinds.items()):
         device = _device(node, manager)
-        # On a node of the job its own cards can be asked where no network is usual for the device.
+        # If no network is usual for the device, a node of the job can ask its own network cards.
         usual = catalogue.find(device).nic_gbps is not None
         network = gbps or (None if usual or count == 1 or not on_a_node else sense.network_gbps())
         kind = sense.network_kind() if count > 1 and on_a_node and device != catalogue.CPU else None
@@ -273,7 +273,7 @@ def _describe(
 
 
 def _domain(alike: Sequence[Node], device: str) -> int | None:
-    """Devices of those nodes that NVLink joins, where the device's NVLink leaves the node and the manager says which are together."""
+    """Devices in an NVLink domain of equal nodes; None unless their NVLink leaves the node and the manager says which are together."""
     if catalogue.find(device).devices_per_nvlink_domain is None or any(node.domain is None for node in alike):
         return None
     hosts = Counter(node.domain for node in alike)

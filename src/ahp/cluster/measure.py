@@ -1,4 +1,4 @@
-"""``probe``: this machine, measured with the products, streams and collectives that training is made of."""
+"""``probe``: measures this machine with the products, streams and collectives that training consists of."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from ahp.cluster.tasks import COLLECTIVES, Task, tasks
 from ahp.errors import AhpError, BadInput, bad_input
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done and the share that is done, 0 to 1."""
+"""Called with what is being done and the share that is finished, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long to measure: everything together, the longest of one task, and the size of the file for the disk.
+    """How long to measure: all tasks together, the slowest task, and the size of the file for the disk.
 
-    The list of tasks is gone through ``rounds`` times and the median of a task's figures counts: what another program
-    does to the machine for a moment spoils one round, not the figure. The best would be that of the machine's best moment, where
+    The list of tasks is run ``rounds`` times and the median of a task's figures counts: what another program does to the
+    machine for a moment spoils one round, not the figure. The best figure would be that of the machine's best moment, but
     a run meets its usual ones.
     """
 
     total_s: float
-    """From the start of the workers; reached when the machine does nothing else, and held to when it does."""
+    """From the start of the workers: enough time if the machine does nothing else, a limit if it does."""
     rounds: int
     slowest_s: float
     disk_bytes: int
@@ -56,21 +56,21 @@ class Pace:
 QUICK = Pace(total_s=24.0, rounds=3, slowest_s=0.8, disk_bytes=64 * 2**20)
 FULL = Pace(total_s=130.0, rounds=3, slowest_s=3.0, disk_bytes=512 * 2**20)
 BUSY_SHARE, BUSY_SAMPLE_S = 0.1, 0.5
-"""Other programs that use more than this share of the processor are mentioned; over how long that is watched."""
+"""Other programs are mentioned if they use more than this share of the processor; how long this is watched."""
 
 DISTURBED = "other programs used"
-"""Stands in the source of a cluster that was measured beside other programs."""
+"""Part of the source of a cluster that was measured while other programs ran."""
 
 STREAM_CACHES = 4
-"""A streamed tensor is so many times the last-level cache, so that the cache cannot hold it."""
+"""Size of a streamed tensor in last-level caches, so that the cache cannot hold it."""
 STREAM_CPU_BYTES = 128 * 2**20
-"""Size of a streamed tensor where the cache size is unknown."""
+"""Size of a streamed tensor if the cache size is unknown."""
 COLD_CACHES = 2
-"""Operands of successive calls are spread over so many times the last-level cache, so that each call finds its own
-outside of it, as an operator does in a training step. On a GPU they lie where the call before left them: its tables
-begin at sizes near its caches'."""
+"""Operands of successive calls are spread over this many last-level caches, so that each call finds its own outside the
+cache, as an operator does in a training step. On a GPU they lie where the previous call left them: its tables begin at
+sizes near its caches'."""
 STREAM_CUDA_BYTES = 2**30
-"""Far above the largest on-chip cache there is (B200: 126 MiB)."""
+"""Far above the largest on-chip cache of any GPU (B200: 126 MiB)."""
 
 
 def probe(
@@ -97,7 +97,7 @@ def probe(
         num_nodes: nodes that are like this one; default: those of the job that a workload manager has started.
 
     Raises:
-        BadInput: a number of workers that cannot be.
+        BadInput: an impossible number of workers.
         AhpError: a worker fails.
 
     Example::
@@ -140,12 +140,12 @@ def probe(
 
 
 def busy_share() -> float:
-    """Share of the processor that programs use now, this one waiting."""
+    """Share of the processor that other programs use now, while this one waits."""
     return psutil.cpu_percent(interval=BUSY_SAMPLE_S) / 100
 
 
 def is_busy(share: float) -> bool:
-    """Whether so much of the processor in use by others makes figures that are not the machine's."""
+    """Whether other programs use so much of the processor that measurements are not the machine's own."""
     return share > BUSY_SHARE
 
 
@@ -175,7 +175,7 @@ def _network(nodes: int, found: list[Gpu], count: int, host: Host, given_gbps: f
 def _measure(
     plan: list[Task], count: int, host: Host, on_cuda: bool, available: int, pace: Pace, say: Progress
 ) -> tuple[dict[str, Any], list[float | None]]:
-    """What rank 0 says of itself, and the value of every task (None = left out because it is too slow)."""
+    """What rank 0 reports about itself, and the value of every task (None = left out because it is too slow)."""
     cache = sense.last_level_cache_bytes()
     stream = STREAM_CUDA_BYTES if on_cuda else STREAM_CACHES * cache if cache else STREAM_CPU_BYTES
     cold = 0 if on_cuda else COLD_CACHES * (cache or STREAM_CPU_BYTES // STREAM_CACHES)
@@ -187,9 +187,9 @@ def _measure(
         "deadline": time.time() + pace.total_s,
         "rounds": pace.rounds,
         "slowest_s": pace.slowest_s,
-        # Two tensors for each worker must fit beside everything else.
+        # Two tensors for each worker must fit next to everything else.
         "stream_bytes": stream if on_cuda else min(stream, available // (8 * count)),
-        # Numbers of each dtype for each worker.
+        # Operands of each dtype for each worker.
         "cold_bytes": min(cold, available // (8 * count)),
         "tasks": [task.plain() for task in plan],
     }
@@ -273,10 +273,10 @@ def _cpu_group(
 
 
 def _gpu_group(found: list[Gpu], measured: Measurements, launch_s: float, source: str) -> NodeGroup:
-    """The catalogue's figures where it knows the part, else the measured ones.
+    """The catalogue's figures if it knows the part, else the measured ones.
 
-    A peak cannot be measured, and one message does not fill the links of a GPU that collectives use together; what was
-    measured is in the tables.
+    A peak cannot be measured, and one message does not fill all links of a GPU, which collectives use together; the
+    measurements are in the tables.
     """
     gpu = local.alike(found)
     entry = catalogue.match(gpu.name, gpu.memory_bytes)
@@ -313,12 +313,12 @@ def _peaks(measured: Measurements) -> dict[str, float]:
 
 
 def _bandwidth(measured: Measurements) -> float:
-    """Bytes per second of one device while all stream."""
+    """Bytes per second of one device while all devices stream."""
     return max(measured.memory, key=lambda sample: sample.workers).bytes_per_s
 
 
 def measured_link(measured: Measurements, source: str) -> Link | None:
-    """The best rate that a message between two workers reached, and what the fastest message took beyond its bytes.
+    """The best rate of a message between two workers, and the time of the fastest message beyond that of its bytes.
 
     None when there was one worker. Both are the least disturbed of their kind: another program can only add time.
     """

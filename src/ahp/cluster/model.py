@@ -1,4 +1,4 @@
-"""Where it runs: devices, links, groups of nodes, and the cluster that holds them."""
+"""The hardware of a job: devices, links, groups of nodes, and the cluster that holds them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLUSTER_SCHEMA_VERSION = 1
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=1)]
-"""Something a second. Less than one of it is no hardware, and the reciprocal of next to nothing is no time."""
+"""A rate per second. Less than 1 is no real hardware, and the reciprocal of nearly 0 is no usable time."""
 
 
 class Device(Record):
@@ -28,14 +28,14 @@ class Device(Record):
     """Dense peak by precision (fp32, bf16, fp16, fp8); a precision that is absent is not supported."""
     num_sms: Count | None = None
     power_limit_w: float | None = Field(default=None, gt=0)
-    """What the device may draw, as set on it or by the user."""
+    """Power limit of the device, as set on it or by the user."""
     rated_power_w: float | None = Field(default=None, gt=0)
-    """What the part is built for; ``peak_flops_per_s`` and the bandwidth are those at this power."""
+    """Power that the part is built for; ``peak_flops_per_s`` and the bandwidth are those at this power."""
     kernel_launch_s: float = Field(default=5.0e-6, ge=0)
-    """Time that every operator takes at least. On a GPU the launch of a kernel; on a CPU what Python, dispatch and
+    """The least time of any operator. On a GPU the launch of a kernel; on a CPU the time that Python, dispatch and
     autograd take for one operator of a training step, which nothing hides there."""
     host_bandwidth_bytes_per_s: Rate | None = None
-    """Between its memory and the host's, one way at a time, while all devices of the node copy; None = nobody says."""
+    """Between its memory and the host's, one way at a time, while all devices of the node copy; None = not known."""
     reserved_memory_bytes: NotNegative = 0
     """Held by the driver and the context before the first tensor."""
     source: str = ""
@@ -126,18 +126,18 @@ class Measurements(Record):
 
 
 class Host(Record):
-    """One node beside its devices."""
+    """One node apart from its devices."""
 
     cpu: str = ""
     cores: Count | None = None
-    """Physical cores that this process may use, container limits included."""
+    """Physical cores that this process can use, including container limits."""
     processors: float | None = Field(default=None, gt=0)
-    """Processors' worth of time that control groups grant; None where they grant all of its cores."""
+    """Processors' worth of time that control groups grant; None if they set no limit."""
     memory_bytes: NotNegative | None = None
-    """Memory that this process may use, container limits included."""
+    """Memory that this process can use, including container limits."""
     numa_nodes: NotNegative | None = None
     network_gbps: float | None = Field(default=None, ge=0)
-    """Gb/s per direction of the node's network cards, as they say; None where they do not."""
+    """Gb/s per direction of the node's network cards, as they report it; None if they do not."""
     storage_path: str | None = None
     storage_kind: str | None = None
     storage_free_bytes: NotNegative | None = None
@@ -146,10 +146,10 @@ class Host(Record):
 
 
 class Calibration(Record):
-    """What training runs on some nodes took beside their forecast."""
+    """How long training runs on some nodes took, compared with their forecast."""
 
     step_ratio: float = Field(gt=0.01, lt=100)
-    """Seconds of a measured step over the forecast ones: of several runs the geometric mean."""
+    """Seconds of a measured step divided by the forecast seconds; for several runs the geometric mean."""
     runs: Count
     source: str
     """Which runs, when and how long."""
@@ -162,7 +162,7 @@ class NodeGroup(Record):
     nodes: int = Field(ge=1, le=1_000_000)
     devices_per_node: int = Field(ge=1, le=10_000)
     devices_per_nvlink_domain: Count | None = None
-    """Devices that NVLink joins across nodes, those of whole nodes; None = it joins those of one node at most."""
+    """Devices of the whole nodes that NVLink joins; None = it joins the devices of one node at most."""
     device: Device
     intra_node: Link
     """Between two devices of one node, or of one domain; bandwidth per device."""
@@ -170,7 +170,7 @@ class NodeGroup(Record):
     """Between nodes; bandwidth of the whole node's network cards together. None for a single node."""
     host: Host = Host()
     hosts: tuple[str, ...] = ()
-    """Names by which its hosts knew themselves when they were probed together: so a worker finds its group."""
+    """The hosts' own names when they were probed together, by which a worker finds its group."""
     measured: Measurements | None = None
     calibration: Calibration | None = None
     """From ``ahp calibrate``: every forecast on these nodes is multiplied by its ratio."""
@@ -209,7 +209,7 @@ class Cluster(Record):
     links: tuple[GroupLink, ...] = ()
     """One for every pair of groups that exchange data, in either order."""
     failures_per_device_hour: float | None = Field(default=None, gt=0)
-    """Failures that stop a job, for each of its devices; None = as reliability.yaml has it."""
+    """Failures that stop a job, per device and hour; None = the value in reliability.yaml."""
     source: str = "catalogue"
     """``catalogue``: nobody measured this cluster. ``probe``: measured, when and where."""
 
@@ -222,7 +222,7 @@ class Cluster(Record):
         return len(self.groups) > 1
 
     def plain(self) -> dict[str, Any]:
-        """As data for YAML and JSON; ``Cluster.model_validate`` reads it back."""
+        """Plain data for YAML and JSON; ``Cluster.model_validate`` reads it back."""
         return self.model_dump(mode="json", exclude_none=True)
 
     @classmethod
@@ -254,7 +254,7 @@ class Cluster(Record):
         return parse.resolve(what)
 
     def save(self, path: str | Path) -> None:
-        """Write cluster.yaml: aside first, then renamed, so that a reader never sees half of it. Raises BadInput where it cannot be written."""
+        """Write cluster.yaml under another name, then rename it, so that a reader never sees half of it. Raises BadInput if it cannot be written."""
         from ahp.cluster import parse
 
         parse.to_file(self, Path(path))

@@ -1,7 +1,7 @@
-"""Tensors for calls that are timed again and again, in another place of memory each time.
+"""Tensors for calls that are timed repeatedly, in another place of memory each time.
 
 A loop over the same operands finds them in the first cache. A training step does not: between two uses of a weight lie
-the other layers. On one AMD EPYC core products of a small model are 10 to 20 % slower then (docs/forecast/workers.md).
+the other layers. This makes products of a small model 10 to 20 % slower on one AMD EPYC core (docs/forecast/workers.md).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 ALIGN = 64
-"""Elements between the starts of tensors are a multiple of this, as torch's own allocations are aligned."""
+"""Tensors start at multiples of this many elements, because torch's own allocations are aligned too."""
 
 
 class Operands:
-    """Random numbers of each dtype, ``num_bytes`` of them, from which operands are cut one after the other."""
+    """``num_bytes`` of random numbers of each dtype, from which operands are cut one after the other."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes, self.device = num_bytes, device
         self._pools: dict[torch.dtype, Tensor] = {}
 
     def of(self, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:
-        """Tensors of these shapes, without end; after ``num_bytes`` the first come again, at once where one set is more."""
+        """Sets of tensors of these shapes, without end; after ``num_bytes`` the first come again, at once if one set is larger."""
         sizes = [-(-math.prod(shape) // ALIGN) * ALIGN for shape in shapes]
         pool = self._pool(dtype, sum(sizes))
         sets = [
@@ -38,10 +38,10 @@ class Operands:
         return itertools.cycle(sets)
 
     def kept(self, call: Callable[[], Tensor | tuple[Tensor, ...]]) -> Callable[[], None]:
-        """The same call with its results kept until there are ``num_bytes`` of them, and then all dropped.
+        """The same call, with its results kept until they take ``num_bytes``, and then all dropped.
 
-        So does a step with what its backward pass needs: a result lies outside of the caches, and on pages that the system has
-        yet to hand out, since it takes back what was dropped.
+        A step does this with what its backward pass needs: a result lies outside the caches, and on pages that the system has
+        yet to hand out, because it takes back memory that was dropped.
         """
         results: list[object] = [made := call()]
         num_bytes = sum(tensor.nbytes for tensor in (made if isinstance(made, tuple) else (made,)))

@@ -2,8 +2,9 @@
 
 Short form: ``[NODESx][DEVICES_PER_NODEx]DEVICE[@GBPS]``. ``8x8xH100-SXM-80GB`` is 8 nodes of 8; ``8xA100-SXM-80GB``
 one node of 8; ``64xA100-SXM-80GB`` 8 nodes of 8, the usual width; ``1x64xA100-SXM-80GB`` one node of 64; ``H100`` one
-device. Hosts of 4 GB200 (``64x4xGB200-NVL72``) are joined by NVLink, as the catalogue knows. ``@400`` gives a node 400 Gb/s per direction instead of what is usual.
-Groups of unlike devices are joined by ``+``: ``8xH100-SXM-80GB+2x8xA100-SXM-80GB``; each is named by its device, and the slower of their usual networks joins two.
+device. Hosts of 4 GB200 (``64x4xGB200-NVL72``) are joined by NVLink, as the catalogue says. ``@400`` gives a node 400 Gb/s per direction
+instead of the usual rate. ``+`` stands between groups of different devices: ``8xH100-SXM-80GB+2x8xA100-SXM-80GB``; a group is named after
+its device, and two groups are connected by the slower of their usual networks.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ _SHORT = re.compile(
 )
 _COUNT = re.compile(r"[1-9][0-9]*")
 MOST_DIGITS = 9
-"""Of a count; Python reads no number of 4,300."""
+"""The most digits of a count; Python refuses to read a number of more than 4,300."""
 WIDEST_PLAIN = 8
-"""Devices without a width that are one node whatever is usual: boards for eight of every card are sold [Empirical]."""
+"""Devices given without a width are one node up to this number, whatever is usual: boards for eight of every card are sold [Empirical]."""
 Watts = Annotated[float, Field(gt=0)]
 Gbps = Annotated[float, Field(ge=1e-6)]
-"""Gigabits a second, a thousand bits at least."""
+"""Gigabits per second, at least a thousand bits."""
 NetworkKind = Literal["infiniband", "efa", "slingshot", "ethernet"]
-"""``networks`` of catalogue.yaml. ethernet: RoCE, or sockets where a node has less than 100 Gb/s; efa: AWS's."""
+"""``networks`` of catalogue.yaml. ethernet: RoCE, or sockets if a node has less than 100 Gb/s; efa: AWS's."""
 FailureRate = Annotated[float, Field(gt=0)]
 
 
 class DeviceOverrides(Record):
-    """A catalogue device of which some figures differ."""
+    """A catalogue device with some figures changed."""
 
     base: str
     memory_bytes: int | None = Field(default=None, gt=0)
@@ -60,22 +61,22 @@ class GroupDescription(Record):
     devices_per_node: int | None = Field(default=None, ge=1, le=10_000)
     """None = what is usual for the device."""
     devices_per_nvlink_domain: int | None = Field(default=None, ge=1)
-    """Devices that NVLink joins, whole nodes of them; None = what is usual for the device."""
+    """Devices of the whole nodes that NVLink joins; None = what is usual for the device."""
     device: str | dict[str, Any]
     """A catalogue name, a catalogue name with overrides (``base`` and figures), or all the figures of a device."""
     inter_node_gbps: Gbps | None = None
     """Gb/s of one node, per direction; None = what is usual for the device."""
     inter_node_network: NetworkKind | None = None
-    """What the network between nodes is, which says how long a hop takes; None = what is usual for the device."""
+    """The kind of network between nodes, which sets the time of a hop; None = what is usual for the device."""
     inter_node_latency_us: float | None = Field(default=None, ge=0)
-    """Microseconds of one hop between nodes, where it was measured; None = as ``inter_node_network`` has it."""
+    """Microseconds of one hop between nodes, if it was measured; None = that of ``inter_node_network``."""
 
 
 class NodesDescription(GroupDescription):
     """A cluster of one kind of nodes, as a user writes it."""
 
     failures_per_device_hour: FailureRate | None = None
-    """Failures that stop a job, for each of its devices; None = as reliability.yaml has it."""
+    """Failures that stop a job, per device and hour; None = the value in reliability.yaml."""
 
 
 class LinkDescription(Record):
@@ -97,7 +98,7 @@ class MixedDescription(Record):
 
 
 def resolve(what: Cluster | Mapping[str, Any] | str | Path) -> Cluster:
-    """A cluster from whatever names one. Raises BadInput when nothing does."""
+    """A cluster from anything that describes or names one. Raises BadInput if ``what`` does not."""
     if isinstance(what, Cluster):
         return what
     if isinstance(what, Mapping):
@@ -138,12 +139,12 @@ def from_text(text: str) -> Cluster:
 
 
 def _parts(text: str) -> list[str]:
-    """One short form of each group of nodes."""
+    """The short form of each group of nodes."""
     return [part.strip() for part in text.split("+")]
 
 
 def _described(text: str) -> dict[str, Any]:
-    """What the short form of one group says."""
+    """The description of one group, read from its short form."""
     if catalogue.lookup(text.split("@")[0]) is not None:  # device names hold an x themselves: RTX 4090, MI300X
         nodes, devices, (device, _, gbps) = None, None, text.partition("@")
     else:
@@ -169,7 +170,7 @@ def _described(text: str) -> dict[str, Any]:
 
 
 def _usual_width(device: str, count: int) -> int | None:
-    """Devices of each node where so many, given without a width, are more than one usual node; None where they are one."""
+    """Devices per node if ``count`` devices, given without a width, are more than one usual node; None if they are one."""
     entry = catalogue.lookup(device)
     if entry is None or entry.device.name == catalogue.CPU or count <= max(WIDEST_PLAIN, entry.devices_per_node):
         return None
@@ -177,7 +178,7 @@ def _usual_width(device: str, count: int) -> int | None:
 
 
 def width_words(text: object) -> str | None:
-    """What was taken for the width of the nodes where a short form gives devices alone, and more than one node holds."""
+    """A note on the assumed width of nodes, if a short form gives only devices, and more than one node holds; else None."""
     return "; ".join(filter(None, map(_width_words, _parts(text)))) or None if isinstance(text, str) else None
 
 
@@ -195,7 +196,7 @@ def _width_words(text: str) -> str | None:
 def from_dict(data: dict[str, Any], where: str = "cluster") -> Cluster:
     """Read a description or the plain form of a cluster (what ``Cluster.plain`` returns and cluster.yaml holds).
 
-    ``where`` names the source in errors. Unknown keys, unknown devices and figures that cannot be are BadInput.
+    ``where`` names the source in errors. Raises BadInput for unknown keys, unknown devices and impossible figures.
     """
     groups = data.get("groups")
     if isinstance(groups, (list, tuple)) and any(isinstance(g, Mapping) and "intra_node" in g for g in groups):
@@ -230,12 +231,12 @@ def from_file(path: Path) -> Cluster:
 
 
 def to_file(cluster: Cluster, path: Path) -> None:
-    """Write cluster.yaml: aside first, then renamed, so that a reader never sees half of it. Raises BadInput where it cannot be written."""
+    """Write cluster.yaml under another name, then rename it, so that a reader never sees half of it. Raises BadInput if it cannot be written."""
     save(path, to_text(cluster))
 
 
 def to_text(cluster: Cluster) -> str:
-    """What cluster.yaml holds."""
+    """The text of cluster.yaml."""
     return written_yaml(cluster.plain())
 
 
@@ -285,7 +286,7 @@ def _group(description: GroupDescription, where: str) -> NodeGroup:
 
 
 def _with_hop(link: Link | None, description: GroupDescription, entry: catalogue.Entry, where: str) -> Link | None:
-    """The network with the hop that the user describes."""
+    """The network with the hop latency that the user describes."""
     kind, latency_us = description.inter_node_network, description.inter_node_latency_us
     for key, value in (("inter_node_network", kind), ("inter_node_latency_us", latency_us)):
         if value is not None and link is None:
@@ -306,7 +307,7 @@ def _with_hop(link: Link | None, description: GroupDescription, entry: catalogue
 
 
 def _device(given: str | dict[str, Any], where: str) -> tuple[catalogue.Entry, Device]:
-    """The catalogue entry for links and habits, and the device with the user's figures."""
+    """The catalogue entry for links and usual values, and the device with the user's figures."""
     if isinstance(given, str):
         entry = catalogue.find(given)
         return entry, entry.device
@@ -357,7 +358,7 @@ def _with_latency(network: Link, latency_us: float) -> Link:
 def _usual_link(
     a: NodeGroup, a_words: GroupDescription, b: NodeGroup, b_words: GroupDescription, where: str
 ) -> GroupLink:
-    """What connects two groups when the user does not say: the slower of their networks."""
+    """The connection of two groups when the user gives none: the slower of their networks."""
     networks = []
     for group, words in ((a, a_words), (b, b_words)):
         network = group.inter_node or _device(words.device, where)[0].inter_node(group.devices_per_node)

@@ -1,4 +1,4 @@
-"""How often devices fail, and what failures and checkpoints leave of a day."""
+"""How often devices fail, and how much of a day failures and checkpoints leave."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def defaults() -> Mapping[str, Default]:
 
 
 def failures_per_device_hour(given: float | None, failures: int = 0, device_hours: float = 0.0) -> float:
-    """The rate of a cluster as it was given (None = reliability.yaml), corrected by what a job met on it.
+    """The failure rate that a cluster was given (None = reliability.yaml), corrected by what a job met on it.
 
-    The rate counts as one failure in the device-hours that it says; failures and device-hours that were met are added to
-    these. So a job that meets what was said changes nothing, and one that meets others soon outweighs it. (The mean of a
+    The given rate counts as one failure in 1 / rate device-hours; the job's own failures and device-hours are added to these.
+    So a job that meets the given rate changes nothing, and one that meets another rate soon outweighs it. (The mean of a
     gamma distribution after Poisson counts.)
     """
     rate = defaults()["failures_per_device_hour"].value if given is None else given
@@ -59,6 +59,6 @@ class Failures:
 
     @property
     def goodput(self) -> float:
-        """Share of the time that trains, with checkpoints at the best interval; 0 where failures leave none."""
+        """Share of the time that trains, with checkpoints at the best interval; 0 if failures leave none."""
         lost = sqrt(2.0 * self.checkpoint_blocks_s * self.per_s) + self.per_s * self.restart_s
         return max(0.0, 1.0 - lost)

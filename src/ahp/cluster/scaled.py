@@ -1,4 +1,4 @@
-"""Nodes that take longer, or less long, for all that their devices compute, and links for all that is sent over them."""
+"""Nodes whose devices compute slower or faster by a ratio, and links that send slower or faster by one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from ahp.cluster.model import Link, Measurements, NodeGroup
 
 
 def scaled(group: NodeGroup, ratio: float, source: str) -> NodeGroup:
-    """The nodes with ``ratio`` times the seconds of every operator, by the device's figures and by what was measured; links and collectives stay.
+    """The nodes with ``ratio`` times the seconds of every operator, in the device's figures and in measurements; links and collectives stay.
 
-    ``source``: why, beside where the figures come from.
+    ``source``: the reason, added to the source of the figures.
     """
     device = group.device
     slower = {
@@ -22,7 +22,7 @@ def scaled(group: NodeGroup, ratio: float, source: str) -> NodeGroup:
 
 
 def scaled_link(link: Link, ratio: float, source: str) -> Link:
-    """A link that takes ``ratio`` times the seconds for whatever is sent. ``source``: why, beside where its figures come from."""
+    """A link that takes ``ratio`` times the seconds for every message. ``source``: the reason, added to the source of its figures."""
     return Link(
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / ratio,
         latency_s=link.latency_s * ratio,

@@ -1,7 +1,7 @@
 """What this machine is, without measuring it: processor, memory, container limits, network cards.
 
-Every function takes ``root``, the folder under which ``/proc`` and ``/sys`` are read, so that it can be tested on
-a machine that is not there.
+Every function takes ``root``, the folder under which ``/proc`` and ``/sys`` are read, so that tests can present any
+machine.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ahp.cluster.storage import storage
 
 ROOT = Path("/")
 UNLIMITED_BYTES = 2**60
-"""Control groups of version 1 print a number near 2**63 for no limit."""
+"""From here on a limit means none: control groups of version 1 print a number near 2**63 for no limit."""
 
 
 def host(path: str | Path = ".", root: Path = ROOT) -> Host:
-    """This node beside its devices; ``path`` is where runs would be written, for the storage."""
+    """This node apart from its devices; ``path`` is where runs would be written, for the storage."""
     disk = storage(path, root)
     return Host(
         cpu=cpu_name(root),
@@ -38,7 +38,7 @@ def host(path: str | Path = ".", root: Path = ROOT) -> Host:
 
 
 def cpu_name(root: Path = ROOT) -> str:
-    """The processor's own name, or its architecture where it has none."""
+    """The processor's own name, or its architecture if it has none."""
     for line in _read(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("model name", "Model", "cpu model"):
@@ -47,7 +47,7 @@ def cpu_name(root: Path = ROOT) -> str:
 
 
 def cpu_flags(root: Path = ROOT) -> frozenset[str]:
-    """Instruction set extensions in Linux's spelling; empty where they cannot be read."""
+    """Instruction set extensions in Linux's spelling; empty if they cannot be read."""
     for line in _read(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):
@@ -56,7 +56,7 @@ def cpu_flags(root: Path = ROOT) -> frozenset[str]:
 
 
 def cpu_vendor(root: Path = ROOT) -> str:
-    """Such as GenuineIntel or AuthenticAMD; empty where it cannot be read."""
+    """The processor's vendor, such as GenuineIntel or AuthenticAMD; empty if it cannot be read."""
     for line in _read(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "vendor_id":
@@ -65,14 +65,14 @@ def cpu_vendor(root: Path = ROOT) -> str:
 
 
 def usable_cpus() -> set[int]:
-    """Logical processors that this process may run on (cpuset and affinity)."""
+    """Logical processors that this process can run on (cpuset and affinity)."""
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))
 
 
 def physical_cores(root: Path = ROOT, cpus: set[int] | None = None) -> int:
-    """Physical cores that this process may use: affinity, hyper-threads counted once, container quota; at least 1."""
+    """Physical cores that this process can use: affinity, hyper-threads counted once, container quota; at least 1."""
     cpus = usable_cpus() if cpus is None else cpus
     cores = set()
     for cpu in cpus:
@@ -98,24 +98,24 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def memory_limit_bytes(root: Path = ROOT) -> int:
-    """Memory that this process may use in all: the machine's, or the control groups' tightest limit."""
+    """Memory that this process can use in total: the machine's, or the control groups' tightest limit."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_groups(root))])
 
 
 def memory_available_bytes(root: Path = ROOT) -> int:
-    """Memory that can be taken now without swapping, control groups' limits included."""
+    """Memory that can be taken now without swapping, within the control groups' limits."""
     free = [psutil.virtual_memory().available, *(max(0, limit - used) for limit, used in _memory_groups(root))]
     return min(free)
 
 
 def numa_nodes(root: Path = ROOT) -> int | None:
-    """Memory domains of the machine; None where it does not say."""
+    """NUMA nodes of the machine; None if it does not say."""
     count = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
     return count or None
 
 
 def last_level_cache_bytes(root: Path = ROOT) -> int | None:
-    """Size of the largest cache that the first usable processor sees; None where it cannot be read."""
+    """Size of the largest cache that the first usable processor sees; None if it cannot be read."""
     sizes = []
     for index in (root / f"sys/devices/system/cpu/cpu{min(usable_cpus())}/cache").glob("index*"):
         text = _read(index / "size").strip()
@@ -127,7 +127,7 @@ def last_level_cache_bytes(root: Path = ROOT) -> int | None:
 def network_gbps(root: Path = ROOT) -> float | None:
     """Gb/s per direction of this node's network: all active InfiniBand and RoCE ports, else the fastest Ethernet.
 
-    None where no card says its speed, as virtual ones often do not.
+    None if no card reports its speed, which virtual cards often do not.
     """
     rates = []
     for port in (root / "sys/class/infiniband").glob("*/ports/*"):
@@ -145,9 +145,9 @@ def network_gbps(root: Path = ROOT) -> float | None:
 
 
 def network_kind(root: Path = ROOT) -> str | None:
-    """What this node's network is, a name of ``networks`` in catalogue.yaml: by its cards, of which one for InfiniBand decides.
+    """The kind of this node's network, a name under ``networks`` in catalogue.yaml, from its cards; one InfiniBand card decides.
 
-    None where no card for RDMA has a port that is up: then its Ethernet may be a management network.
+    None if no RDMA card has an active port: its Ethernet may then be a management network.
     Linux, Documentation/ABI/stable/sysfs-class-infiniband: link_layer. AWS's cards have a driver of their own there, Slingshot's a class.
     """
     found = {"slingshot"} if any((root / "sys/class/cxi").glob("cxi*")) else set()
@@ -159,7 +159,7 @@ def network_kind(root: Path = ROOT) -> str | None:
 
 
 def _memory_groups(root: Path) -> list[tuple[int, int]]:
-    """(limit, used) bytes of every control group level that has a limit; reclaimable page cache is not used."""
+    """(limit, used) bytes of every control group level that has a limit; reclaimable page cache does not count as used."""
     groups = []
     for folder in _control_groups("memory", root):
         new = (folder / "memory.max").exists()
@@ -196,7 +196,7 @@ def _control_groups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _read(path: Path) -> str:
-    """A kernel file's text, or nothing where it is missing or not readable (some cards' speed raises EINVAL)."""
+    """A kernel file's text, or "" if it is missing or not readable (some cards' speed raises EINVAL)."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -14,7 +14,7 @@ WIDTH, ROWS = 8, 2
 """Features and rows: every tensor is smaller than a cache line's worth of work."""
 
 NUM_OPERATORS = 36
-"""Operators of one step of ``SmallStep`` that move bytes, views left out: as the graph counts them. A test counts."""
+"""Operators of one ``SmallStep`` that move bytes, without views, as the graph counts them. A test counts them again."""
 
 
 class SmallStep(nn.Module):
@@ -26,14 +26,14 @@ class SmallStep(nn.Module):
         self.up, self.gate = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, width] -> alike."""
+        """[rows, width] -> [rows, width]."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1.0e-6)
         normed = self.scale * normed.to(x.dtype)
         return x + functional.silu(self.gate(normed)) * self.up(normed)
 
     def run(self, x: Tensor) -> None:
-        """Forward, backward, and gradients dropped."""
+        """Forward and backward; the gradients are dropped."""
         self(x).sum().backward()
         x.grad = None
         for parameter in self.parameters():

@@ -42,7 +42,7 @@ class Storage:
 
 
 def storage(path: str | Path, root: Path = Path("/")) -> Storage:
-    """The storage under a folder that exists or would be made; reads ``/proc/mounts`` and ``/sys`` below ``root``."""
+    """The storage of a folder, which need not exist yet; reads ``/proc/mounts`` and ``/sys`` below ``root``."""
     folder = Path(path).absolute()
     while not folder.exists():
         folder = folder.parent
@@ -52,7 +52,7 @@ def storage(path: str | Path, root: Path = Path("/")) -> Storage:
 
 
 def _mount(folder: str, root: Path) -> tuple[str, str]:
-    """(device, file system) of the mount with the longest point above the folder; the last mount there wins."""
+    """(device, file system) of the mount with the longest mount point above the folder; the last mount there wins."""
     best, answer = -1, ("", "unknown")
     try:
         mounts = (root / "proc/mounts").read_text()

@@ -57,7 +57,7 @@ CUDA_WEIGHTS = (
 )
 CUDA_TOKENS = (1024, 2048, 4096, 8192, 16384)
 
-# (heads, sequence, head dimension): the work grows as sequence squared, so the rows end where a step would be long.
+# (heads, sequence, head dimension): the work grows as sequence squared, so longer sequences are left out.
 CPU_QUICK_ATTENTION = ((8, 256, 32), (4, 256, 128), (4, 1024, 64))
 CPU_ATTENTION = ((8, 64, 32), (8, 256, 32), (8, 256, 64), (8, 256, 128), (8, 1024, 32), (8, 1024, 64), (8, 1024, 128))
 CUDA_QUICK_ATTENTION = ((32, 2048, 128), (32, 8192, 128))
@@ -77,22 +77,22 @@ class Task:
 
     kind: str
     workers: int
-    """The first so many workers do it at once; the others wait."""
+    """This many workers, the first ones, do it at once; the others wait."""
     m: int = 0
     n: int = 0
     k: int = 0
     dtype: str = ""
     heads: int = 0
-    """Of attention, beside its sequence ``m`` and head dimension ``k``."""
+    """Heads of attention, whose sequence is ``m`` and head dimension ``k``."""
     elements: int = 0
     bytes: int = 0
-    """Of a collective: the whole tensor (the gathered one for all-gather)."""
+    """Bytes of a collective's whole tensor (the gathered one for all-gather)."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
 
     def words(self) -> str:
-        """For a progress line."""
+        """The task as text, for a progress line."""
         if self.kind == "matmul":
             return f"matmul {self.m}x{self.n}x{self.k} {self.dtype}, {self.workers} at once"
         if self.kind in COLLECTIVES:
@@ -104,7 +104,7 @@ class Task:
 
 
 def tasks(*, workers: int, on_cuda: bool, quick: bool) -> list[Task]:
-    """All tasks for a node of so many workers. Small shapes of a dtype come first: they tell which are too slow."""
+    """All tasks for a node of ``workers`` workers. Small shapes of a dtype come first: they show which others are too slow."""
     counts = worker_counts(workers, quick=quick)
     dtypes = ("fp32", "bf16", "fp16") if on_cuda else ("fp32", "bf16")
     found = [Task("launch", workers)]
@@ -122,7 +122,7 @@ def tasks(*, workers: int, on_cuda: bool, quick: bool) -> list[Task]:
 
 
 def _beside_products(dtype: str, count: int, *, on_cuda: bool, quick: bool) -> list[Task]:
-    """Attention and element-wise operators: on a CPU much of the time of a small model is theirs."""
+    """Attention and element-wise operators: on a CPU they take much of a small model's time."""
     if on_cuda:
         attention = CUDA_QUICK_ATTENTION if quick else CUDA_ATTENTION
     else:
@@ -138,13 +138,13 @@ def _beside_products(dtype: str, count: int, *, on_cuda: bool, quick: bool) -> l
 
 
 def worker_counts(workers: int, *, quick: bool) -> list[int]:
-    """How many work at once: one and all, and the powers of two between when there is time for them."""
+    """How many workers measure at once: one, all, and the powers of two between (only the first if ``quick``)."""
     between = [2**power for power in range(1, workers.bit_length()) if 2**power < workers]
     return sorted({1, workers, *(between[:1] if quick else between)})
 
 
 def shapes(*, on_cuda: bool, quick: bool) -> list[tuple[int, int, int]]:
-    """(m, n, k) of the matrix products, by work."""
+    """(m, n, k) of the matrix products, sorted by work."""
     if quick:
         found = list(CUDA_QUICK if on_cuda else CPU_QUICK)
     else:

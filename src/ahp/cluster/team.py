@@ -44,10 +44,10 @@ def results(settings: dict[str, Any], module: str = "ahp.cluster.worker") -> Ite
 
 def _start(module: str, rank: int, settings: Path, log: Path) -> subprocess.Popen[str]:
     environment = with_ours(dict(os.environ))
-    # A worker finds this very package, also when it runs from a source tree that is on nobody's path.
+    # A worker finds this very package, even if it runs from a source tree that is not on the path.
     package_parent = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, environment.get("PYTHONPATH")]))
-    # The launcher of a job that this process may be part of must not reach into the workers' own process group.
+    # If this process is part of a job, the variables of its launcher must not reach the workers' own process group.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     with log.open("w") as errors:

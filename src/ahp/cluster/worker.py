@@ -1,7 +1,7 @@
 """One worker of probe: ``python -m ahp.cluster.worker RANK SETTINGS``. Started by measure.py, not by people.
 
-Every worker goes through the same list of tasks, a broadcast before each, so that those who take part start together
-and the others sleep. Rank 0 prints one JSON object per line: first what it is, then one result per task and round.
+Every worker goes through the same list of tasks, with a broadcast before each, so that workers that take part start together
+and the others sleep. Rank 0 prints one JSON object per line: first facts about itself, then one result per task and round.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ BATCH_S = 2.0e-3
 """Short calls are timed in batches of about this length, far above the clock's resolution."""
 MIN_BATCHES, MAX_BATCHES, MAX_CALLS = 3, 30, 2000
 MIN_TASK_S, MAX_TASK_S = 0.01, 0.3
-"""Bounds of the time that the batches of one task may take together."""
+"""Bounds of the total time of the batches of one task."""
 WORK_S = 2.0e-3
-"""What a rank computes before each collective on processor cores, about as much as a small layer takes. [Empirical] 2 cores of an
-AMD EPYC: gathers of 0.4 MB take 0.4 ms one after another, 1.7 ms behind 1 ms of products and 2.0 behind 4 or 18."""
+"""Seconds that a rank computes before each collective on CPU cores, about as long as a small layer. [Empirical] 2 cores of an
+AMD EPYC: gathers of 0.4 MB take 0.4 ms one after another, 1.7 ms after 1 ms of products and 2.0 after 4 or 18."""
 FEWEST, MOST, OUTSIDE = 15, 100, 0.1
-"""Calls of such a collective, and the part of them that is left out at either end: what the machine did meanwhile."""
+"""Limits of the calls of such a collective, and the part of them dropped at either end, when the machine did something else."""
 JOIN_TIMEOUT_S = 120
 
 
@@ -56,16 +56,16 @@ class Worker:
         self.tasks = [Task(**task) for task in settings["tasks"]]
         self.operands = Operands(settings["cold_bytes"], self.device)
         self.too_slow: set[tuple[str, int]] = set()
-        """(dtype, workers) of which a product took too long in this round; the larger ones are left out."""
+        """(dtype, workers) for which a product took too long in this round; the larger ones are left out."""
         self.work = torch.ones(128, 128, device=self.device)
         """Operand of the products before a collective."""
         self.clock = time.perf_counter
         self.turns = 1.0
-        """Workers that take turns on a core, where the clock counts a worker's own turns alone."""
+        """Workers that take turns on a core, if the clock counts only a worker's own turns; else 1."""
         if self.on_cuda:
             torch.cuda.set_device(self.device)
         store = dist.FileStore(settings["store"], self.world)
-        # The control group is gloo on every device: who waits in it sleeps, and so disturbs nobody who measures.
+        # The control group is gloo on every device: a rank that waits in it sleeps, and so does not disturb those that measure.
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=self.world, timeout=timedelta(seconds=JOIN_TIMEOUT_S)
         )
@@ -87,8 +87,8 @@ class Worker:
         dist.destroy_process_group()
 
     def _budget_s(self, turn: int, index: int) -> float | None:
-        """Seconds for the next task, as rank 0 reckons from the time left; None when it is up. The first round is
-        gone through whatever it takes, with little for each task when the machine is busy."""
+        """Seconds for the next task, computed by rank 0 from the time left; None when time is up. The first round is
+        always completed, with little time for each task when the machine is busy."""
         left_s = self.deadline - time.time()
         over = left_s <= 0 and turn > 0
         of_this_round_s = max(0.0, left_s) / (self.rounds - turn)
@@ -99,7 +99,7 @@ class Worker:
         return None if said.item() < 0 else said.item()
 
     def _together(self, task: Task, budget_s: float) -> float | None:
-        """Measure with all who take part; the value of the team, on rank 0. The others wait for the next task."""
+        """Measure with all workers that take part; rank 0 gets the team's value. The others wait for the next task."""
         if not self.on_cuda:
             threads = max(1, self.cores // task.workers)
             torch.set_num_threads(threads)
@@ -110,7 +110,7 @@ class Worker:
         taken = [r for r in results or [] if r is not None]
         if not taken:
             return None
-        # A collective alone is over when the last is; products and streams are an average worker's, and so is what a collective adds.
+        # A collective by itself ends with its last worker; for products, streams and what a collective adds the average worker counts.
         alone = task.kind in COLLECTIVES and (self.on_cuda or task.kind == "send_recv")
         return max(taken) if alone else statistics.fmean(taken)
 
@@ -143,7 +143,7 @@ class Worker:
         return self._timed(self.operands.kept(lambda: functional.linear(*next(operands))), budget_s)
 
     def _launch(self, budget_s: float) -> float:
-        """On a GPU the smallest kernel; on a CPU an operator of a training step with next to no work."""
+        """Seconds of the smallest kernel on a GPU; on a CPU, of an operator of a training step with next to no work."""
         if self.on_cuda:
             tiny = torch.ones(16, device=self.device)
             return self._timed(lambda: tiny.add_(1.0), budget_s)
@@ -191,8 +191,8 @@ class Worker:
     def _added(self, call: Callable[[], Any], budget_s: float, group: dist.ProcessGroup) -> float:
         """Seconds that a collective of CPU workers adds to the computation before it.
 
-        Alone its ranks sleep in it, and what sends has the cores to itself. In a step they come from computing, one a little
-        behind the other, and what sends must get a core first, at times only at the end of somebody's turn.
+        By itself, its ranks sleep in it, and the sending threads have the cores to themselves. In a step the ranks come from
+        computing, one a little later than the other, and a sending thread must first get a core, at times after another's turn.
         """
         product_s, first = self._agreed(self._wall_s(self._product), group), self._agreed(self._wall_s(call), group)
         products = max(1, round(WORK_S / product_s))
@@ -202,14 +202,14 @@ class Worker:
         return max(statistics.fmean(added[left_out : count - left_out]), 1.0e-6)
 
     def _wall_s(self, call: Callable[[], Any]) -> float:
-        """Of the second call in a row."""
+        """Seconds of the second of two calls."""
         call()
         start = time.perf_counter()
         call()
         return time.perf_counter() - start
 
     def _behind_work(self, call: Callable[[], Any], products: int) -> float:
-        """Seconds from the start of the computation to the end of the collective, without what products are said to take."""
+        """Seconds from the start of the computation to the end of the collective, minus the products' own time by the clock."""
         start, own = time.perf_counter(), self.clock()
         for _ in range(products):
             self._product()
@@ -237,7 +237,7 @@ class Worker:
             dist.send(message, partner, group=group)
 
     def _timed(self, call: Callable[[], Any], budget_s: float, group: dist.ProcessGroup | None = None) -> float:
-        """Median seconds of one call over batches, after two to warm up. With a group all its ranks agree on how many."""
+        """Median seconds of one call over batches, after two calls to warm up. With a group all its ranks make the same number."""
         call()
         first = self._batch(call, 1)
         if group is not None:
@@ -265,13 +265,13 @@ class Worker:
 
 
 def timing(task: Task, threads: int, processors: float) -> tuple[Callable[[], float], float]:
-    """The clock for a task of CPU workers, and by what its seconds are multiplied.
+    """The clock for a task of CPU workers, and the factor for its seconds.
 
-    One thread that only computes is timed by its own processor time, which other programs do not lengthen as they do the
-    wall's. Where workers share a core each waits while the others have their turns, and where a control group grants less than a processor
-    each is held back for the rest of the time: that is added. ``processors`` is what all of them get. The wall's
-    does not show it, since most batches are shorter than a turn and so not interrupted. Several threads wait for each other,
-    and messages for the other side: the wall's.
+    A single thread that only computes is timed by its own processor time, which other programs do not lengthen as they do wall
+    time. If workers share a core, each waits during the turns of the others, and if a control group grants less than a processor
+    to each, it is held back for the rest of the time: the factor adds this. ``processors`` is what all of them get together. Wall
+    time does not show it, because most batches are shorter than a turn and so not interrupted. Several threads wait for each
+    other, and messages for the other side: these are timed by wall time.
     """
     if threads > 1 or task.kind == "send_recv":
         return time.perf_counter, 1.0

@@ -22,17 +22,17 @@ Transformer Engine or torchao; ``ParallelismConfig`` adds tensor and context deg
 
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients that torch's DistributedDataParallel sums at once (torch 2.13, bucket_cap_mb), in buckets of its own beside them
-(gradient_as_bucket_view is off by default)."""
+"""Bytes of gradients that torch's DistributedDataParallel sums at once (torch 2.13, bucket_cap_mb), in buckets that take memory besides the
+gradients (gradient_as_bucket_view is off by default)."""
 
 
 class AccelerateEngine(Engine):
     """What accelerate can run, and how it behaves.
 
-    Priced as the one published set of runs of this kind, Composer's llm-foundry: norms, activations and the loss are single
-    kernels, attention is Triton's FlashAttention of the first generation. With ``compile`` whole chains are fused and attention
-    is torch's own. The mixed precision of its FSDP plugin sends gradients in the compute type and keeps fp32 shards of weights, gradients
-    and states.
+    Priced like the only published set of runs of this kind, Composer's llm-foundry: norms, activations and the loss are single
+    kernels, and attention is Triton's first-generation FlashAttention. With ``compile`` whole chains are fused and attention is
+    torch's own. The mixed precision of its FSDP plugin sends gradients in the compute type and keeps fp32 shards of weights,
+    gradients and states.
     """
 
     name = "accelerate"
@@ -42,7 +42,7 @@ class AccelerateEngine(Engine):
         return SUPPORT.refuses(self.name, job, parallelism, choice)
 
     def no_key_for(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
-        """Why the launcher's YAML does not say the layout (key, value, rule), or None; the caller has asked ``refuses`` first."""
+        """Why the launcher's YAML cannot express the layout (key, value, rule), or None; the caller has checked ``refuses`` first."""
         p = parallelism
         if p.tensor_parallel_degree == 1 == p.context_parallel_degree:
             return None
@@ -55,7 +55,7 @@ class AccelerateEngine(Engine):
         return None
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
-        """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
+        """Its behavior for the forecast; the caller has checked ``refuses`` first."""
         sharded = parallelism.weight_shards > 1
         zero = parallelism.zero_stage if sharded else 0
         half = job.precision != "fp32"

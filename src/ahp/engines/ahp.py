@@ -29,13 +29,13 @@ from ahp.schedule.orders import splits_backward
 from ahp.schedule.registry import SCHEDULES
 
 BLOCK_OF_8_BITS = 256
-"""Elements of a moment in 8 bits that have one scale: torchao's own size (torchao 0.18, optim/adam.py)."""
+"""Elements of an 8-bit moment that share one scale: torchao's own size (torchao 0.18, optim/adam.py)."""
 
 LEAST_IN_8_BITS = 4096
-"""Elements of a weight whose moments are held in 8 bits at least, as in torchao."""
+"""The fewest elements of a weight whose moments are held in 8 bits, as in torchao."""
 
 BYTES_IN_8_BITS = 2 * (1 + 4 / BLOCK_OF_8_BITS)
-"""Of both moments of one parameter: codes of 8 bits, and scales in fp32."""
+"""Bytes of both moments of one parameter: codes of 8 bits, and scales in fp32."""
 
 
 def held_in_8_bits(shape: tuple[int, ...]) -> bool:
@@ -46,22 +46,23 @@ def held_in_8_bits(shape: tuple[int, ...]) -> bool:
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 
 OFFLOAD_BUCKET_BYTES = 256 * 2**20
-"""Moments that are on the device at once under ``engine.offload_optimizer``, in buckets that come, are updated and go back (runtime/optimizer/offload.py):
-each of them keeps a link of tens of GB/s busy for a millisecond, and all are little beside what is saved."""
+"""Bytes of moments that are on the device at once under ``engine.offload_optimizer``, in buckets that come, are updated and go back
+(runtime/optimizer/offload.py): each keeps a link of tens of GB/s busy for a millisecond, and all are little compared with what is saved."""
 
 REPLICA_BUCKET_BYTES = 25 * 2**20
-"""Gradients that replicas sum at once where FSDP2 has no part in it (runtime/shard/replicas.py); DistributedDataParallel's ``bucket_cap_mb``."""
+"""Bytes of gradients that replicas sum at once without FSDP2 (runtime/shard/replicas.py); DistributedDataParallel's ``bucket_cap_mb``."""
 
 FP8_MULTIPLE = 16
-"""Of what the dims of a weight must be, whole and in parts, for a product in 8 bits (torch._scaled_mm; ATen/native/cuda/ScaledBlas.cpp).
-A layer of which a whole dim is none computes in 16 bits."""
+"""The dims of a weight, whole and in parts, must be multiples of this for a product in 8 bits (torch._scaled_mm;
+ATen/native/cuda/ScaledBlas.cpp). A layer with a whole dim that is not one computes in 16 bits."""
 
 
 class AhpEngine(Engine):
     """What AHP's own runtime can run, and how it behaves.
 
-    Sharded or cast weights are FSDP2's, with one block as the unit of communication; in fp32 with nothing sharded the
-    weights are the module's own, and replicas sum their gradients in buckets of 25 MiB. Master weights, gradients and both AdamW states are fp32; with bf16 and fp8 the compute copy is apart, of 16 bits. docs/forecast/operators.md has the table.
+    FSDP2 holds sharded or cast weights, with one block as the unit of communication; in fp32 with nothing sharded the weights are the module's
+    own, and replicas sum their gradients in buckets of 25 MiB. Master weights, gradients and both AdamW states are fp32; in other precisions
+    there is a separate compute copy in 16 bits. docs/forecast/operators.md has the table.
     """
 
     name = "ahp"
@@ -92,13 +93,13 @@ class AhpEngine(Engine):
         return _refuses_compiled(job, p, choice) if choice.compile else None
 
     def no_key_for(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
-        """None: plan.yaml says all of a layout."""
+        """None: plan.yaml can express every layout."""
         return None
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
-        """Its behaviour for the forecast; the caller has asked ``refuses`` first.
+        """Its behavior for the forecast; the caller has checked ``refuses`` first.
 
-        Where ``compile`` is None, of compiled and of eager blocks what takes less: no layout takes less with either.
+        If ``compile`` is None, the cheaper traits of compiled and of eager blocks: no layout takes less with either.
         """
         p = parallelism
         zero, stops = p.zero_stage if p.weight_shards > 1 else 0, _runs_again_what_is_read(job, p, choice)
@@ -112,7 +113,7 @@ def _traits(
     job: Job, choice: EngineChoice, zero: int, replicated: bool, pipelined: bool, split: bool,
     ways: tuple[ContextWay, ...], stops_at_last_read: bool, experts_alone: bool,
 ) -> Traits:  # fmt: skip
-    """By all that a layout changes of them: a search asks for tens of thousands of layouts, and there are a dozen."""
+    """Cached by everything in a layout that changes them: a search asks for tens of thousands of layouts, and there are a dozen."""
     fuses, sharded = choice.compile is not False, zero > 0
     muon, in_8_bits = job.optimizer.name == "muon", job.optimizer.share_in_8_bits
     every = zero >= 2 and not pipelined
@@ -169,9 +170,9 @@ def _traits(
         kernels=KernelTraits(
             attention="masked" if job.document_mask else None,
             fusion="fused" if fuses else "eager",
-            fusion_at_the_ends="eager",  # runtime/stage_setup.py compiles blocks alone
+            fusion_at_the_ends="eager",  # runtime/stage_setup.py compiles only blocks
             loss_chunk_tokens=choice.loss_chunk_tokens,
-            recent_cudnn=True,  # torch 2.11, the oldest that the runtime takes, brings cuDNN 9.19
+            recent_cudnn=True,  # torch 2.11, the oldest that the runtime supports, brings cuDNN 9.19
         ),
         host=_host(job, split=split, wrapped=wrapped, fuses=fuses),
         fp8=FUSED_TORCHAO_FP8 if fuses else EAGER_TORCHAO_FP8,
@@ -180,7 +181,7 @@ def _traits(
 
 
 def _host(job: Job, *, split: bool, wrapped: bool, fuses: bool) -> HostTraits:
-    """``split``: over tensor-parallel ranks; ``wrapped``: whether FSDP2 has the weights; ``fuses``: whether blocks are compiled."""
+    """``split``: whether there are tensor-parallel ranks; ``wrapped``: whether FSDP2 has the weights; ``fuses``: whether blocks are compiled."""
     if split:
         operators = host.value("split_operators") + (host.value("fsdp_of_split_operators") if wrapped else 0)
     else:
@@ -195,8 +196,8 @@ def _host(job: Job, *, split: bool, wrapped: bool, fuses: bool) -> HostTraits:
 
 
 def needs_masks(job: Job, p: Parallelism, choice: EngineChoice) -> str | None:
-    """Why documents of one sequence are kept apart by masks under a plan, rather than by kernels that go by their lengths, whatever
-    the model and the device are; None = they need not be."""
+    """Why a plan keeps the documents of one sequence apart by masks, rather than by kernels that work with document lengths, whatever
+    the model and the device; None = it need not."""
     if job.precision == "fp32":
         return "FlashAttention computes in 16 bits, and job.precision is fp32"
     if choice.attention != "flash":
@@ -208,10 +209,10 @@ def needs_masks(job: Job, p: Parallelism, choice: EngineChoice) -> str | None:
 
 
 def _runs_again_what_is_read(job: Job, p: Parallelism, choice: EngineChoice) -> bool:
-    """Whether full recompute leaves a block's last product out. Of a compiled block backward has in its graph what it reads, unless the
-    block is several graphs (runtime/compute/compile.py): each of these is one operator to the checkpoint around them. Without, torch's
-    checkpoint stops where the last tensor is saved, and products of the runtime's own (runtime/compute/fp8_product.py, runtime/pipeline/weight_gradients.py)
-    save when they are done."""
+    """Whether full recompute leaves out a block's last product. The backward graph of a compiled block holds only what it reads, unless the
+    block is several graphs (runtime/compute/compile.py): each of these is one operator to the checkpoint around them. For eager blocks
+    torch's checkpoint stops where the last tensor is saved, but the runtime's own products (runtime/compute/fp8_product.py,
+    runtime/pipeline/weight_gradients.py) save when they are done."""
     compiled = p.context_parallel_method != "ring" and p.expert_parallel_degree == 1
     eager = job.precision != "fp8" and not splits_backward(p)
     return compiled or eager if choice.compile is None else compiled if choice.compile else eager
@@ -224,7 +225,7 @@ def _are_experts_alone(job: Job, p: Parallelism) -> bool:
 
 
 def _refuses_experts(p: Parallelism) -> str | None:
-    """Ranks that hold different experts are a part of those that ZeRO shards over."""
+    """Why the experts cannot be divided so: ranks that hold different experts are a part of those that ZeRO shards over."""
     degree, shards = p.expert_parallel_degree, p.weight_shards
     whole, tensor = p.expert_tensor_parallel_degree, p.tensor_parallel_degree
     if whole not in (None, tensor):
@@ -240,7 +241,7 @@ def _refuses_experts(p: Parallelism) -> str | None:
 
 
 def _refuses_context(p: Parallelism, choice: EngineChoice) -> str | None:
-    """What ranks cannot do that share sequences."""
+    """What ranks that share sequences cannot do."""
     if choice.attention != "flash":
         return f"attention = {choice.attention!r}: context_parallel_degree above 1 needs fused attention (valid: flash)"
     if p.mesh_order is not None and p.data_parallel_shard_degree > 1:
@@ -260,12 +261,12 @@ def _context_ways(p: Parallelism, choice: EngineChoice) -> tuple[ContextWay, ...
 
 
 def needs_one_graph(p: Parallelism, choice: EngineChoice) -> bool:
-    """Whether nothing in a block may stay outside of its compiled graph: what it keeps is chosen within the graph alone."""
+    """Whether nothing in a block may stay outside its compiled graph, because what it keeps is chosen only within the graph."""
     return bool(choice.compile) and p.activation_checkpoint == "selective"
 
 
 def _refuses_compiled(job: Job, p: Parallelism, choice: EngineChoice) -> str | None:
-    """What blocks cannot do once they are compiled."""
+    """What compiled blocks cannot do."""
     rule = "does not go with engine.compile = True"
     if splits_backward(p) and job.precision == "fp8":  # products in 8 bits make both of their gradients in the graph
         valid = ", ".join(schedule.name for schedule in SCHEDULES.values() if not schedule.splits_backward)

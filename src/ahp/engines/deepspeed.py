@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO 0 to 3 and its own 1F1B pipeline, with Megatron's kernels and tensor parallelism where it has any."""
+"""DeepSpeed: ZeRO 0 to 3 and its own 1F1B pipeline, with Megatron's kernels and tensor parallelism if it has any."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SUPPORT = Support(
     compile=False,
 )
 """DeepSpeed edaa722: PipelineModule runs 1F1B and refuses ZeRO 2 and 3 (runtime/pipe/engine.py); context parallelism is
-Ulysses; ZeRO's ranks are all data ranks (MiCS and ZeRO++ are apart). DeepSpeed 0.19.8: a pipeline in bf16 takes BF16_Optimizer
-(runtime/engine.py, _do_optimizer_sanity_check), which divides the states over data ranks whatever the stage."""
+Ulysses; ZeRO's ranks are all data ranks (MiCS and ZeRO++ are separate). DeepSpeed 0.19.8: a pipeline in bf16 uses BF16_Optimizer
+(runtime/engine.py, _do_optimizer_sanity_check), which divides the states over data ranks in every ZeRO stage."""
 
 
 REDUCE_BUCKET_ELEMENTS = ALLGATHER_BUCKET_ELEMENTS = 500_000_000
@@ -40,19 +40,19 @@ buffered_allreduce_fallback: the same without ZeRO."""
 
 PREFETCH_BUCKET_ELEMENTS = 50_000_000
 """runtime/zero/config.py: stage3_prefetch_bucket_size. partitioned_param_coordinator.py: weights of the next modules are gathered
-together until they are as many."""
+together up to this many elements."""
 
 LIVE_ELEMENTS = 1_000_000_000
-"""runtime/zero/config.py: stage3_max_live_parameters and stage3_max_reuse_distance. Each module gathers ahead until so many are whole,
-and frees none that is needed again within so many."""
+"""runtime/zero/config.py: stage3_max_live_parameters and stage3_max_reuse_distance. Each module gathers ahead until this many elements are
+whole, and frees no weight that is needed again within this many."""
 
 
 class DeepSpeedEngine(Engine):
     """What DeepSpeed can run, and how it behaves: gradients in the compute type, fp32 master weights in the optimizer.
 
-    A pipeline in bf16 is priced with ``data_types.grad_accum_dtype: fp32``, as its published runs have it (BLOOM, LUMI) and as
-    DeepSpeed asks for with many micro-batches (runtime/engine.py, _do_optimizer_sanity_check): BF16_Optimizer adds gradients up in
-    fp32 beside those of 16 bits, and sums them so (runtime/bf16_optimizer.py).
+    A pipeline in bf16 is priced with ``data_types.grad_accum_dtype: fp32``, as in its published runs (BLOOM, LUMI) and as
+    DeepSpeed requires with many micro-batches (runtime/engine.py, _do_optimizer_sanity_check): BF16_Optimizer accumulates gradients
+    in fp32 besides those of 16 bits, and reduces the fp32 ones (runtime/bf16_optimizer.py).
     """
 
     name = "deepspeed"
@@ -62,7 +62,7 @@ class DeepSpeedEngine(Engine):
         return SUPPORT.refuses(self.name, job, parallelism, choice) or self._refuses_replicas(job, parallelism)
 
     def no_key_for(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
-        """Why its JSON does not say the layout (key, value, rule), or None; the caller has asked ``refuses`` first."""
+        """Why its JSON cannot express the layout (key, value, rule), or None; the caller has checked ``refuses`` first."""
         if parallelism.pipeline_parallel_degree == 1:
             return None
         rule = "DeepSpeed's pipeline is a PipelineModule of your script, and its JSON has no key for it"
@@ -78,7 +78,7 @@ class DeepSpeedEngine(Engine):
         return f"{told}: {self.name} cannot run this (valid: {instead}: in bf16 its pipeline always divides the optimizer's states)"
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
-        """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
+        """Its behavior for the forecast; the caller has checked ``refuses`` first."""
         zero = parallelism.zero_stage if parallelism.weight_shards > 1 else 0
         half = job.precision != "fp32"
         sums_in_fp32 = job.precision == "bf16" and parallelism.pipeline_parallel_degree > 1
@@ -111,7 +111,7 @@ class DeepSpeedEngine(Engine):
             ),
             reduce=ReduceTraits(
                 element_bytes=4 if sums_in_fp32 or not half else 2,
-                # runtime/zero/config.py, overlap_comm_valid: on in stage 3 alone.
+                # runtime/zero/config.py, overlap_comm_valid: on only in stage 3.
                 overlap=1.0 if zero == 3 else 0.0,
                 # runtime/zero/stage_1_and_2.py, average_tensor: use_multi_rank_bucket_allreduce, the default since 2023
                 to_all=zero in (1, 2),

@@ -1,4 +1,4 @@
-"""What an engine is: it can run a plan, or says why it cannot."""
+"""What an engine is: a stack that runs a plan, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Engine(ABC):
 
     @abstractmethod
     def no_key_for(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
-        """Why no file of the program can say a layout that its code would run (key, value, rule), or None.
+        """Why no file of the program can express a layout that its code would run (key, value, rule), or None.
 
-        Such a layout is priced, searched where the user fixes that key, and refused by ``ahp export``; a search that leaves the
-        key open does not offer it. The caller has asked ``refuses`` first.
+        Such a layout is priced, searched if the user fixes that key, and refused by ``ahp export``; a search that leaves the
+        key open does not offer it. The caller has checked ``refuses`` first.
         """
 
     @abstractmethod
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
-        """Its behaviour for the forecast."""
+        """Its behavior for the forecast."""

@@ -11,46 +11,46 @@ Kept = Literal["in_8_bits", "in_16_bits", "made_again"]
 
 @dataclass(frozen=True)
 class Fp8Recipe:
-    """How an engine computes products with a weight in 8 bits, where the job asks for it."""
+    """How an engine computes products with a weight in 8 bits, if the job asks for it."""
 
     forward_cast_bytes: Pair
     """Bytes that casts move for one element of the first and of the second operand of a forward product."""
     input_gradient_cast_bytes: Pair
-    """The same of the product for the gradient of what a weight multiplies."""
+    """The same for the product that makes the gradient of a layer's input."""
     weight_gradient_cast_bytes: Pair
-    """The same of the product for the gradient of a weight."""
+    """The same for the product that makes the gradient of a weight."""
     temporary_bytes: float
     """Bytes of memory for one element of the largest operand while it is cast."""
     gathers_in_8_bits: bool
-    """Whether sequence parallelism gathers what products read in 8 bits; else in 16."""
+    """Whether sequence parallelism gathers the inputs of products in 8 bits; else in 16."""
     keeps: Kept
-    """How it is kept for weight gradients: in 8 bits, in 16, or not at all where an element-wise kernel made it of what is kept."""
+    """How an input is kept for weight gradients: in 8 bits, in 16, or not at all if an element-wise kernel makes it again from what is kept."""
     experts: bool
-    """Whether products of stacked experts are among them."""
+    """Whether products of stacked experts are in 8 bits too."""
     shares_scales: bool
     """Whether ranks with parts of an operand agree on its scale, one number, by an all-reduce."""
     attention: bool = False
-    """Whether the products of fused attention are among them."""
+    """Whether the products of fused attention are in 8 bits too."""
     fused_experts: bool = False
-    """Whether products of stacked experts are one kernel, which has the activation between them and its casts."""
+    """Whether products of stacked experts are one kernel, together with the activation between them and its casts."""
 
 
 NVIDIAS_FP8 = Fp8Recipe(
     (4, 0), (4, 0), (0, 0), 0, gathers_in_8_bits=True, keeps="in_8_bits", experts=True, shares_scales=False
 )
-"""Activations and gradients are cast once by a fused kernel, which writes the transpose for the weight gradient with them."""
+"""Activations and gradients are cast once by a fused kernel, which also writes the transpose for the weight gradient."""
 
 EAGER_TORCHAO_FP8 = Fp8Recipe(
     (33, 33), (33, 29), (2, 29), 9, gathers_in_8_bits=False, keeps="in_16_bits", experts=False, shares_scales=True
 )
-"""torchao's casts, kernel by kernel: |x| and its maximum move 6 bytes of a 16-bit element; in fp32, scaled, clamped and rounded 27; a
-transpose of 8 bits 2. Scales are found once, casts of the input and the weight done again in backward (runtime/compute/fp8_product.py).
-Two fp32 copies and the result lie in memory at once."""
+"""torchao's casts, kernel by kernel: |x| and its maximum move 6 bytes per 16-bit element; conversion to fp32, scaling, clamping and rounding
+27; a transpose of 8 bits 2. Scales are found once; casts of the input and the weight are done again in backward
+(runtime/compute/fp8_product.py). Two fp32 copies and the result lie in memory at once."""
 FUSED_TORCHAO_FP8 = Fp8Recipe(
     (5, 5), (6, 4), (0, 4), 2, gathers_in_8_bits=False, keeps="made_again", experts=False, shares_scales=True
 )
-"""The same where a compiler makes one kernel of the maximum and one of the cast, with its transpose. What it casts it makes again rather than
-keep it: on an H100 a LLaMA block keeps neither the results of its norms nor that of its activation (torch 2.11, torchao 0.18)."""
+"""The same if a compiler makes one kernel for the maximum and one for the cast with its transpose. It computes cast inputs again rather than
+keep them: on an H100 a LLaMA block keeps neither the results of its norms nor that of its activation (torch 2.11, torchao 0.18)."""
 
 EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_OPERATORS = 336, 70
-"""Operators beside the products, forward and backward, of a block with seven of them: 48 and about 10 for each (counted on torchao 0.18)."""
+"""Operators besides the products, forward and backward, of a block with seven products: 48 and about 10 for each (counted on torchao 0.18)."""

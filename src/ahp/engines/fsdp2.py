@@ -1,4 +1,4 @@
-"""What engines have in common that shard weights by torch's FSDP2, and recompute by its checkpoint."""
+"""Shared by engines that shard weights with torch's FSDP2 and recompute with torch's checkpoint."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from ahp.engines.traits import CheckpointHost, GatherTraits
 
 
 def gathers(zero: int, *, pipelined: bool) -> GatherTraits:
-    """How weights are gathered: one unit ahead, beside the computation; under a pipeline a stage keeps them from one micro-batch to the
-    next forward (torch 2.13, distributed/fsdp/_fully_shard; pipelining/stage.py, backward_maybe_with_nosync).
+    """How weights are gathered: one unit ahead, overlapped with the computation; in a pipeline a stage keeps them from one micro-batch to
+    the next forward (torch 2.13, distributed/fsdp/_fully_shard; pipelining/stage.py, backward_maybe_with_nosync).
 
     ``zero``: ZeRO stage, 0 = nothing is sharded; ``pipelined``: whether there are several pipeline ranks.
     """
@@ -22,7 +22,7 @@ def gathers(zero: int, *, pipelined: bool) -> GatherTraits:
 
 
 def eager_checkpoint() -> CheckpointHost:
-    """Of blocks whose operators run one by one."""
+    """The host time of torch's checkpoint for blocks whose operators run one by one."""
     return CheckpointHost(
         full=(host.value("full_forward"), host.value("full_again")),
         selective=(host.value("selective_forward"), host.value("selective_again")),

@@ -1,4 +1,4 @@
-"""What engines ask of the host at each operator and each unit of communication, with its provenance; it lies in host.yaml."""
+"""Host work of engines for each operator and each unit of communication, with its provenance, from host.yaml."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def constants() -> Mapping[str, Constant]:
 
 
 def value(name: str) -> float:
-    """What ships for one constant, in the unit that host.yaml gives. An unknown name is a programmer's error."""
+    """The shipped value of one constant, in the unit that host.yaml gives. An unknown name is a programmer's error."""
     return constants()[name].value

@@ -35,39 +35,39 @@ SUPPORT = Support(
     mesh_orders=(AXES, ("dp_replicate", "dp_shard", "pp", "cp", "tp")),
 )
 """Megatron-Core d98e8a6: 1F1B and interleaved in core/pipeline_parallel/schedules.py, zero-bubble in its published fork
-(sail-sg/zero-bubble-pipeline-parallelism). Of a stage's blocks the first ``--recompute-num-layers`` can be recomputed in full
+(sail-sg/zero-bubble-pipeline-parallelism). The first ``--recompute-num-layers`` blocks of a stage can be recomputed in full
 (``--recompute-method block``). Ranks are numbered tp-cp-ep-dp-pp, innermost first, or tp-cp-ep-pp-dp under
-``--use-tp-pp-dp-mapping`` (training/initialize.py). Stage 1 is the distributed optimizer, 2 and 3 are Megatron-FSDP
-(optim_grads, optim_grads_params), which has no pipeline: a block's weights are gathered and its gradients reduced at once, beside the
-computation. In fp16 stage 3 is priced as its only published runs, Megatron's model under DeepSpeed: weights gathered one by one,
-behind nothing (arXiv 2104.04473, table 2)."""
+``--use-tp-pp-dp-mapping`` (training/initialize.py). ZeRO stage 1 is the distributed optimizer, 2 and 3 are Megatron-FSDP
+(optim_grads, optim_grads_params), which has no pipeline: a block's weights are gathered and its gradients reduced together, overlapped
+with the computation. In fp16 stage 3 is priced like its only published runs, Megatron's model under DeepSpeed: weights gathered one by
+one, without overlap (arXiv 2104.04473, table 2)."""
 
 
 LEAST_BUCKET_ELEMENTS, BUCKET_ELEMENTS_OF_RANK = 40_000_000, 1_000_000
-"""Megatron-Core d98e8a6, core/distributed/distributed_data_parallel.py: gradients that are sent beside the computation go in buckets of
-max(40,000,000, 1,000,000 x data-parallel ranks) elements on the first pipeline rank, and there of the first model chunk alone (training.py,
-disable_bucketing); all others, and all without overlap, have one bucket (so they had in 2021: 8aa4619f, model/distributed.py)."""
+"""Megatron-Core d98e8a6, core/distributed/distributed_data_parallel.py: gradients whose reduction overlaps with the computation go in buckets of
+max(40,000,000, 1,000,000 x data-parallel ranks) elements on the first pipeline rank, and there only for the first model chunk (training.py,
+disable_bucketing); all others, and all without overlap, have one bucket (as in 2021: 8aa4619f, model/distributed.py)."""
 
 
 class MegatronEngine(Engine):
     """What Megatron-LM can run, and how it behaves.
 
-    Gradients are kept in fp32 beside bf16 weights (``--accumulate-allreduce-grads-in-fp32``, the default in bf16) and in
-    fp16 beside fp16 weights; the fp32 master weights belong to the optimizer.
+    Gradients are kept in fp32 with bf16 weights (``--accumulate-allreduce-grads-in-fp32``, the default in bf16) and in
+    fp16 with fp16 weights; the fp32 master weights belong to the optimizer.
 
-    fp8 is priced as NVIDIA's recipes for it set their flags (examples/llama/train_llama3_8b_h100_fp8.sh, NeMo's performance
-    scripts): gradients kept and reduced in bf16, weights of blocks gathered in 8 bits (``--fp8-param-gather``; beside them lie their transposes),
-    both beside the computation in a pipeline too, and
-    tensor-parallel collectives in pieces beside the products (``--tp-comm-overlap``, which asks for sequence parallelism and Transformer
-    Engine). In other precisions these flags are off, as by default; ``engine.enable_async_tensor_parallel`` says the last one.
+    fp8 is priced with the flags of NVIDIA's recipes for it (examples/llama/train_llama3_8b_h100_fp8.sh, NeMo's performance scripts):
+    gradients are kept and reduced in bf16, and weights of blocks gathered in 8 bits (``--fp8-param-gather``; their transposes take memory
+    too), both overlapped with the computation, in a pipeline too; tensor-parallel collectives run in pieces overlapped with the products
+    (``--tp-comm-overlap``, which needs sequence parallelism and Transformer Engine). In other precisions these flags are off, as by
+    default; ``engine.enable_async_tensor_parallel`` sets the last one.
 
-    Tensor-parallel ranks divide every expert, Megatron's default; where expert ranks must span them, each holds whole ones
-    (``--expert-tensor-parallel-size 1``, as most recipes of Megatron-Bridge have it; core/parallel_state.py lays expert ranks over tensor, context and
-    data ranks, innermost first), which asks for sequence parallelism (training/arguments.py).
+    Tensor-parallel ranks divide every expert, Megatron's default; if expert ranks must span them, each holds whole experts
+    (``--expert-tensor-parallel-size 1``, as in most recipes of Megatron-Bridge; core/parallel_state.py lays expert ranks over tensor,
+    context and data ranks, innermost first), which needs sequence parallelism (training/arguments.py).
 
-    Experts on several nodes are priced as NVIDIA's recipes for them (Megatron-Bridge 067f987d, perf_recipes/): tokens travel by DeepEP or
-    HybridEP (``--moe-token-dispatcher-type flex``), beside the opposite pass of another micro-batch where the schedule has one
-    (``overlap_moe_expert_parallel_comm``). On one node they travel by NCCL, beside nothing.
+    Experts on several nodes are priced like NVIDIA's recipes for them (Megatron-Bridge 067f987d, perf_recipes/): tokens travel by DeepEP or
+    HybridEP (``--moe-token-dispatcher-type flex``), overlapped with the opposite pass of another micro-batch if the schedule has one
+    (``overlap_moe_expert_parallel_comm``). On one node they travel by NCCL, without overlap.
     """
 
     name = "megatron"
@@ -77,7 +77,7 @@ class MegatronEngine(Engine):
         return SUPPORT.refuses(self.name, job, parallelism, choice)
 
     def no_key_for(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
-        """Why no arguments of its own say the layout (key, value, rule), or None; the caller has asked ``refuses`` first."""
+        """Why Megatron-LM's own arguments cannot express the layout (key, value, rule), or None; the caller has checked ``refuses`` first."""
         p = parallelism
         if p.num_stages == 1 or p.pipeline_parallel_schedule in SCHEDULES_OF_ARGUMENTS:
             return None
@@ -85,7 +85,7 @@ class MegatronEngine(Engine):
         return f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule} (valid: {', '.join(SCHEDULES_OF_ARGUMENTS)})"
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
-        """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
+        """Its behavior for the forecast; the caller has checked ``refuses`` first."""
         zero = parallelism.zero_stage if parallelism.weight_shards > 1 else 0
         half = job.precision != "fp32"
         fp8 = job.precision == "fp8"
@@ -129,7 +129,7 @@ class MegatronEngine(Engine):
             tensor=TensorTraits(
                 in_pieces=fp8 if choice.enable_async_tensor_parallel is None else choice.enable_async_tensor_parallel,
                 few_keys="gathered",  # core/transformer/attention.py: num_query_groups below the tensor-parallel size
-                # With sequence parallelism a third, the gathering of the output's gradient, has no product to run beside.
+                # With sequence parallelism a third, the gathering of the output's gradient, has no product to overlap with.
                 overlap_backward=2 / 3 if parallelism.enable_sequence_parallel else 1.0,
             ),
             context=ContextTraits(ways=("ring",)),  # cp_comm_type p2p, the default

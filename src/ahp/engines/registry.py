@@ -20,7 +20,7 @@ ENGINES: tuple[Engine, ...] = (
 
 
 def names() -> list[str]:
-    """The engines that there are."""
+    """The names of all engines."""
     return [engine.name for engine in ENGINES]
 
 

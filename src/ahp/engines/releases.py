@@ -1,4 +1,4 @@
-"""What releases of an engine differ in, as data with its source (releases.yaml)."""
+"""Differences between releases of an engine, as data with its source (releases.yaml)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _NUMBER = re.compile(r"v?(\d+(?:\.\d+)*)")
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """What a program has in some spans of days: from the first on, until the day before the second (None = to this day)."""
+    """A feature that a program has in some spans of days: from the first day to the day before the second (None = until now)."""
 
     spans: tuple[Span, ...]
     meaning: str
     source: str
     in_recipes: bool = False
-    """Whether it is off unless somebody turns it on, as the recipes of these releases do."""
+    """Whether the feature is off by default, and turned on in the recipes of these releases."""
 
     def at(self, day: datetime.date | None) -> bool:
-        """Whether the program of that day has it; None = the newest."""
+        """Whether the program of that day has the feature; None = the newest."""
         if day is None:
             return self.spans[-1][1] is None
         return any(first <= day and (after is None or day < after) for first, after in self.spans)
@@ -42,9 +42,9 @@ class Releases:
     features: Mapping[str, Feature]
 
     def day(self, version: str) -> datetime.date | None:
-        """The day of a release; None = the newest there is. Raises LookupError for a name that means nothing.
+        """The day of a release; None = the newest. Raises LookupError for an unknown name.
 
-        A number between two known ones is the release before it (26.04.01: 26.04), one above the last the newest.
+        A number between two known releases means the earlier one (26.04.01: 26.04), a number above the last the newest.
         """
         if found := _DAY.fullmatch(version):
             return _day(version)
@@ -59,8 +59,8 @@ class Releases:
 
 
 def has(engine: str, feature: str, version: str | None) -> bool:
-    """Whether a release of an engine has a feature, or where nobody asks for it, its recipes; None = the newest as it comes. An unknown
-    name is a programmer's error."""
+    """Whether a release of an engine has a feature, by default or in its recipes; ``version`` None = the newest, by default alone. An
+    unknown name is a programmer's error."""
     found = releases()[engine]
     asked = found.features[feature]
     if version is None:
@@ -69,7 +69,7 @@ def has(engine: str, feature: str, version: str | None) -> bool:
 
 
 def refuses(engine: str, version: str | None) -> str | None:
-    """Why nothing is known of such a version, or None."""
+    """Why nothing is known about a version, or None."""
     if version is None:
         return None
     words = f"engine.version = {version!r}"

@@ -1,4 +1,4 @@
-"""Constants that were derived from measured steps of whole training runs; they lie in steps.yaml."""
+"""Constants that were derived from measured steps of whole training runs, from steps.yaml."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def constants() -> Mapping[str, StepConstant]:
 
 
 def value(name: str) -> float:
-    """What ships for one constant, in the unit that steps.yaml gives. An unknown name is a programmer's error."""
+    """The shipped value of one constant, in the unit that steps.yaml gives. An unknown name is a programmer's error."""
     return constants()[name].value

@@ -1,4 +1,4 @@
-"""What engines check alike before they accept a layout."""
+"""The checks that engines share before they accept a layout."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class Support:
     activation_checkpoints: tuple[str, ...] = ("none", "selective", "full")
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     async_tensor: Literal["never", "compiled", "always"] = "never"
-    """Whether collectives of sequence parallelism can travel in pieces beside products: never, with ``compile``, or always."""
+    """Whether collectives of sequence parallelism can run in pieces overlapped with products: never, with ``compile``, or always."""
     zero_stages_in_pipeline: tuple[int, ...] | None = None
     """None = the same as without a pipeline."""
     hybrid: bool = True
-    """Whether states are shared by some of the ranks that hold the same weights; else by none or all of them."""
+    """Whether states can be sharded over some of the ranks that hold the same weights; else over none or all of them."""
     tensor: bool = True
     sequence: bool = True
     context: bool = True
     expert: bool = True
     folds_experts: Literal["never", "where needed", "always"] = "never"
-    """Whether tensor-parallel ranks hold whole experts, instead of a part of each, where they share them and nobody says it: never, where the
-    ranks of the data and context axes alone cannot share them, or always."""
+    """Whether tensor-parallel ranks that share experts hold whole ones, instead of a part of each, if the layout does not say: never, if the
+    ranks of the data and context axes alone cannot share the experts, or always."""
     compile: bool = True
     mesh_orders: tuple[tuple[Axis, ...], ...] = (AXES,)
-    """Orders in which it can number ranks, of which the axes with a degree of 1 are left out."""
+    """Orders in which the engine can number ranks; axes with a degree of 1 do not count."""
     recomputed_layers: Literal["none", "the same"] = "none"
-    """Whether a stage can recompute some of its blocks alone: none does, or all stages the same number of them in full."""
+    """Whether a stage can recompute only some of its blocks: no, or the same number of them in every stage, in full."""
 
     def refuses(self, engine: str, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
         """The first thing that the engine cannot express, as ``key = value: rule (valid: ...)``."""
@@ -107,7 +107,7 @@ class Support:
         return None
 
     def folded(self, p: Parallelism) -> bool:
-        """Whether tensor-parallel ranks hold whole experts, as the layout says or else as the engine does."""
+        """Whether tensor-parallel ranks hold whole experts, as the layout says or else by the engine's default."""
         asked, expert = p.expert_tensor_parallel_degree, p.expert_parallel_degree
         if self.folds_experts == "never" or p.tensor_parallel_degree == 1 or not p.enable_sequence_parallel:
             return False
@@ -150,7 +150,7 @@ class Support:
 
 
 def _refuses_placement(engine: str, p: Parallelism) -> str | None:
-    """Engines beside AHP's own give every replica the same work, and stages to ranks in order."""
+    """Engines other than AHP's own give every replica the same work, and stages to ranks in order."""
     if p.micro_batches_per_replica is not None and len(set(p.micro_batches_per_replica)) > 1:
         return (
             f"micro_batches_per_replica = {list(p.micro_batches_per_replica)}: {engine} gives every replica as many "

@@ -31,7 +31,7 @@ SUPPORT = Support(
     schedules=tuple(schedule.name for schedule in SCHEDULES.values() if schedule.in_torch),
 )
 """torchtitan b5bcd76: all of torch's schedules; ``TrainingConfig.dtype`` is bfloat16 or float32, fp16 was closed (#2363).
-Stages 1 and 2 are FSDP2 with ``reshard_after_forward`` never, without and with a reduction for every micro-batch."""
+ZeRO stages 1 and 2 are FSDP2 with ``reshard_after_forward`` never, without and with a reduction for every micro-batch."""
 
 ALWAYS_SEQUENCE_PARALLEL = "torchtitan 0.2.2 has it on with tensor parallelism (valid: True)"
 
@@ -46,7 +46,7 @@ class TorchtitanEngine(Engine):
         return SUPPORT.refuses(self.name, job, parallelism, choice)
 
     def no_key_for(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
-        """Why no configuration of its own says the layout (key, value, rule), or None; the caller has asked ``refuses`` first."""
+        """Why torchtitan's own configuration cannot express the layout (key, value, rule), or None; the caller has checked ``refuses`` first."""
         p = parallelism
         stage = f"zero_stage = {p.zero_stage}"
         if p.context_parallel_degree > 1 and p.zero_stage == 0:
@@ -59,13 +59,13 @@ class TorchtitanEngine(Engine):
                 "without a pipeline torchtitan reduces gradients after every micro-batch, so that they are sharded too"
             )
             return f"{stage}: {rule} (valid: 2, 3)"
-        old = choice.version == "0.2.2" or job.precision == "fp8"  # which has no key from 0.3.0 on
+        old = choice.version == "0.2.2" or job.precision == "fp8"  # fp8 has no key from 0.3.0 on
         if old and p.tensor_parallel_degree > 1 and not p.enable_sequence_parallel:
             return f"enable_sequence_parallel = False: {ALWAYS_SEQUENCE_PARALLEL}"
         return None
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
-        """Its behaviour for the forecast; the caller has asked ``refuses`` first."""
+        """Its behavior for the forecast; the caller has checked ``refuses`` first."""
         sharded = parallelism.weight_shards > 1
         zero = parallelism.zero_stage if sharded else 0
         half = job.precision != "fp32"
@@ -104,16 +104,16 @@ class TorchtitanEngine(Engine):
                 ends="count_as_layers",  # generate_llm_fqn_per_model_part, input and output weight 1
             ),
             recompute=RecomputeTraits(
-                # ActivationCheckpointConfig.early_stop is off, but of a compiled checkpoint nothing is run that nobody reads.
+                # ActivationCheckpointConfig.early_stop is off, but a compiled checkpoint does not run what nobody reads.
                 stops_at_last_read=bool(choice.compile),
                 selective="every_second_product",  # distributed/activation_checkpoint.py
                 keeps_cudnn_attention=has("keeps_cudnn_attention"),
-                sends_again="gathers",  # results of reduce-scatters are on the list of what is kept
+                sends_again="gathers",  # results of reduce-scatters are on the list of what to keep
             ),
             experts=ExpertTraits(folded=SUPPORT.folded(parallelism)),
             kernels=KernelTraits(
                 fusion="fused" if choice.compile else "modules",
-                fusion_at_the_ends="modules",  # 0.2.2, models/llama3/infra/parallelize.py: apply_compile takes blocks alone
+                fusion_at_the_ends="modules",  # 0.2.2, models/llama3/infra/parallelize.py: apply_compile takes only blocks
                 fused_loss=bool(choice.compile) and has("compiled_loss"),
                 flash2_on=tuple(
                     generation

@@ -1,1 +1,1 @@
-"""Writes a plan or a config as what another program starts: one file for each target, listed in ``registry.py``."""
+"""Writes a plan or a config as a file that another program starts from: one module for each target, listed in ``registry.py``."""

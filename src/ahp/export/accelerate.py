@@ -39,7 +39,7 @@ VERSION, RESHARD, STRATEGY, RECOMPUTE = (
 )
 BACKEND, REGIONS = "dynamo_config.dynamo_backend", "dynamo_config.dynamo_use_regional_compilation"
 STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
-"""Of FSDP's first version, by name or by its number from 1 on."""
+"""ZeRO stages of the strategies of FSDP's first version; files have their name, or their number from 1 on."""
 
 
 def _write_layout(s: Subject) -> Settings:
@@ -60,7 +60,7 @@ def _write_layout(s: Subject) -> Settings:
 
 
 def _recompute_unsharded(p: Parallelism) -> Settings:
-    """The launcher hands FSDP's switch on to FSDP alone; it is written all the same, so that the file says the whole layout."""
+    """The launcher passes FSDP's switch to FSDP only; it is written anyway, so that the file has the whole layout."""
     if p.activation_checkpoint == "none":
         return {}
     told = f"activation_checkpoint = {p.activation_checkpoint!r}: nothing is sharded, so your model must call it (model.gradient_checkpointing_enable())"
@@ -86,7 +86,7 @@ def _read_recompute(settings: Settings) -> Fields:
 
 
 def _sharding(settings: Settings, ranks: int) -> Fields:
-    """Of version 2 a switch; of version 1 a strategy, of which the hybrid ones shard within a machine."""
+    """How states are sharded: version 2 has a switch, version 1 a strategy; the hybrid strategies shard within a machine."""
     if str(settings.get(VERSION, 1)) == "2":
         return {P + "zero_stage": 3 if settings.get(RESHARD, True) else 2}
     named = settings.get(STRATEGY, settings.get(RESHARD, "FULL_SHARD"))

@@ -1,4 +1,4 @@
-"""accelerate's YAML with its Megatron-LM plugin: Megatron-LM's arguments under other names. ``ahp check`` reads it; no plan is written as one.
+"""accelerate's YAML with its Megatron-LM plugin: Megatron-LM's arguments under other names. ``ahp check`` reads it; no plan is written in this form.
 
 Keys and defaults as in accelerate 1.15.0: utils/launch.py and MegatronLMPlugin in utils/dataclasses.py.
 """
@@ -24,7 +24,7 @@ OF = {PLUGIN + name: argument for name, argument in {
     "recompute_method": m.METHOD, "recompute_num_layers": m.NUMBER,
 }.items()}  # fmt: skip
 DEFAULTS = {m.CONTEXT: 2, m.GRANULARITY: "full", m.METHOD: "uniform", m.NUMBER: 1, "--clip-grad": 1.0}
-"""What the plugin takes where the file is silent: two context ranks and full recompute, unlike Megatron-LM itself."""
+"""The plugin's own defaults: two context ranks and full recompute, unlike Megatron-LM's."""
 RECOMPUTE = "parallelism.activation_checkpoint"
 MICRO_BATCHES, ACTIVATIONS = PLUGIN + "num_micro_batches", PLUGIN + "recompute_activations"
 SCRIPTS = ("--micro-batch-size", "--global-batch-size", "--seq-length", "--train-iters", "--seed", "--lr", "--min-lr", "--lr-warmup-iters", "--weight-decay",
@@ -98,5 +98,5 @@ DIALECT = replace(
 
 
 def filled(settings: Settings, nodes: int, per_node: int) -> Settings:
-    """Settings of a file that says no processes, with those of the cluster."""
+    """Settings with the cluster's processes, if the file has none."""
     return settings if PROCESSES in settings else {**settings, MACHINES: nodes, PROCESSES: nodes * per_node}

@@ -1,7 +1,7 @@
 """``ahp export deepspeed``: the JSON of ``deepspeed.initialize``.
 
 Keys as in DeepSpeed 0.19.8: runtime/config.py, runtime/zero/config.py, runtime/tensor_parallel/config.py, module_inject/auto_ep_presets/base.py,
-runtime/lr_schedules.py. Its pipeline is a class of the script (PipelineModule), which no key makes.
+runtime/lr_schedules.py. Its pipeline is a class in the script (PipelineModule), which no key can make.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _read_data(settings: Settings) -> Fields:
 
 
 def with_batch(settings: Settings, devices: int) -> Settings:
-    """Settings whose batches are numbers: where one of the three is not there, it is what the others make of the devices, as DeepSpeed
-    has it (runtime/config.py, _set_batch_related_parameters); 'auto' is the Trainer's to say, and stays. Raises Unreadable where they do not divide."""
+    """Settings with the missing ones of the three batch keys computed from the others and the devices, as DeepSpeed does (runtime/config.py,
+    _set_batch_related_parameters); 'auto' stays, for the Trainer to set. Raises Unreadable if they do not divide."""
     three = (BATCH, MICRO, ACCUMULATION)
     if any(settings.get(key) == "auto" for key in three):
         return settings
@@ -217,7 +217,7 @@ def _render(settings: Settings, subject: Subject, shape: Shape, head: list[str])
 def _parse(text: str) -> Settings:
     try:
         return flat(mapping(json.loads(text), "DeepSpeed's JSON"))
-    except BadInput:  # which is a ValueError too
+    except BadInput:  # a ValueError too
         raise
     except (ValueError, RecursionError) as error:
         raise BadInput(f"not JSON: {error}") from None

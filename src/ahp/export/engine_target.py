@@ -1,4 +1,4 @@
-"""What targets have in common that write a plan as another engine's own configuration."""
+"""Common parts of the targets that write a plan as another engine's own configuration."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Options:
 
 @dataclass(frozen=True)
 class Format:
-    """How the settings of one dialect stand in a file, and back."""
+    """How the settings of one dialect are written to a file and read back."""
 
     dialect: Dialect
     render: Callable[[Settings, Subject, Shape, list[str]], str]
     """The file's text from the settings, with the lines that head it."""
     parse: Callable[[str], Settings]
-    """Raises BadInput for text that is none of it."""
+    """The settings of a text. Raises BadInput for text of another form."""
     next: Callable[[Shape], tuple[str, ...]]
     """Commands that use the file, with {file} for its path."""
     suffix: str | None = None
-    """Of the file, where it is not the target's."""
+    """Suffix of the file, if it is not the target's."""
 
 
 def chosen(formats: Mapping[str, Format], plan: Plan, asked: str | None, engine: str) -> Format:
-    """The dialect that is asked for. Raises BadInput for an unknown one, or for one that engine.version denies."""
+    """The dialect that is asked for. Raises BadInput for an unknown one, or for one that contradicts engine.version."""
     own = plan.engine.version if plan.engine.name == engine else None
     if asked is not None and asked not in formats:
         raise bad_input("--target-version", asked, f"AHP knows no keys of this release of {engine}", formats)
@@ -55,25 +55,25 @@ def chosen(formats: Mapping[str, Format], plan: Plan, asked: str | None, engine:
 
 
 def _of_its_own(plan: Plan, version: str, options: Any) -> str:
-    """The script has the model, or the arguments say all of it."""
+    """No name: the script has the model, or the arguments describe all of it."""
     return ""
 
 
 @dataclass
 class EngineTarget:
-    """An engine whose own configuration a plan is written as: a ``Target``."""
+    """A ``Target`` that writes a plan as an engine's own configuration."""
 
     name: str
     what: str
     suffix: str
     formats: Mapping[str, Format]
-    """By release; the first is meant where none is named."""
+    """Keyed by release; the first is the default."""
     options: type[Any] = Options
     model: Callable[[Plan, str, Any], str] = _of_its_own
-    """What the engine calls the plan's model, by release and options. Raises NotExpressible for one that it has not."""
+    """The engine's name for the plan's model, by release and options. Raises NotExpressible for a model that it does not have."""
 
     def write(self, source: Source, options: Any) -> Exported:
-        """Raises BadInput for a config or a version that is none, NotExpressible for what the file cannot say."""
+        """The plan as a file. Raises BadInput for a config or an unknown version, NotExpressible if the file cannot express it."""
         from ahp.export.model_shape import layers_of
 
         engine = self.name
@@ -109,7 +109,7 @@ class EngineTarget:
 
 
 def torchrun(shape: Shape) -> str:
-    """The launcher of torch, on every node."""
+    """The torchrun command for every node."""
     several = (
         ' --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}"'
         if shape.most > 1

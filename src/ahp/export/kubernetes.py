@@ -1,7 +1,7 @@
 """``ahp export kubernetes``: a TrainJob of Kubeflow Trainer v2 (trainer.kubeflow.org/v1alpha1) with the runtime that it needs.
 
-A TrainJob itself cannot say how long pods may save, when they are started again, nor what of their exit codes ends the job: its runtime does. So
-the file has both, and the plan in a ConfigMap.
+A TrainJob itself cannot set how long pods have to save, when they are started again, or which exit codes end the job; its runtime can. So the
+file has both, and the plan in a ConfigMap.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ahp.optional import OptionalNumber, OptionalText
 
 API = "trainer.kubeflow.org/v1alpha1"
 GRACE_S = 300
-"""[Empirical] As in slurm.py; Kubernetes' own is 30 s."""
+"""[Empirical] As in slurm.py; Kubernetes' own default is 30 s."""
 FOLDER = PurePosixPath("/workspace")
 """Where the claim is mounted; a relative run.folder and job.data are found there."""
 PLAN_FOLDER = PurePosixPath("/etc/ahp")
 NODE = "node"
-"""Of the job and the container in Kubeflow's torch runtime (manifests/base/runtimes/torch_distributed.yaml)."""
+"""Name of the job and the container in Kubeflow's torch runtime (manifests/base/runtimes/torch_distributed.yaml)."""
 SHARED_MEMORY = "16Gi"
-"""[Empirical] A pod has 64 MB else, and NCCL takes some for each pair of GPUs of a node. Counts as memory of the pod once used."""
+"""[Empirical] A pod has 64 MB by default, and NCCL takes some for each pair of GPUs of a node. Once used it counts as memory of the pod."""
 KNOWN_THERE = {"kubernetes": "the training job"}
 DEVICES = {"MI": "amd.com/gpu"}
-"""Resource by the beginning of the device's name; NVIDIA's where none fits."""
+"""Resource, keyed by the beginning of the device's name; NVIDIA's if none matches."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Options:
     image: OptionalText = None
     """Needed: an image with Python, torch and ahp, which your cluster can pull."""
     claim: OptionalText = None
-    """Needed: a PersistentVolumeClaim that all nodes may write (ReadWriteMany): the run's folder, and what job.data names."""
+    """Needed: a PersistentVolumeClaim that all nodes can write (ReadWriteMany), for the run's folder and what job.data names."""
     name: OptionalText = None
-    """Of the TrainJob; without it the file's."""
+    """Name of the TrainJob; without it one from the file's name."""
     namespace: OptionalText = None
-    """Without it that of kubectl."""
+    """Namespace; without it kubectl's."""
     nodes: OptionalText = None
     """Nodes, with a config.yaml; a plan says how many it is for."""
     workers_per_node: OptionalNumber = None
@@ -51,7 +51,7 @@ class Options:
 
 
 class Kubernetes:
-    """One pod for each node, each with a launcher; ``ahp train`` meets at the address that Trainer gives the first."""
+    """One pod for each node, each with a launcher; they meet at the address that Trainer gives the first."""
 
     name = "kubernetes"
     what = "a TrainJob of Kubeflow Trainer v2 with its runtime and the plan: kubectl apply"
@@ -59,7 +59,7 @@ class Kubernetes:
     options = Options
 
     def write(self, source: Source, options: Options) -> Exported:
-        """Raises BadInput for options that are missing or none, NotExpressible for a mixed cluster."""
+        """The file with its commands. Raises BadInput for missing or invalid options, NotExpressible for a mixed cluster."""
         for key, why in (("image", "an image with torch and ahp"), ("claim", "a claim for the run's folder")):
             if getattr(options, key) is None:
                 raise BadInput(f"--{key} missing: pods need {why}, such as --{key} {EXAMPLES[key]}")
@@ -94,7 +94,7 @@ class Kubernetes:
 EXAMPLES = {"image": "registry.example.com/ahp:1", "claim": "runs", "namespace": "default"}
 FORMS = {"image": r"\S+", "claim": r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", "namespace": r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"}
 LONGEST_NAME = 40
-"""A pod's name, of 63 letters, has the job's number and more behind it."""
+"""Most letters: a pod's name, of at most 63 letters, has the job's number and more after it."""
 LABEL = "jobset.sigs.k8s.io/jobset-name"
 HEAD = """\
 # Trains {source} on {nodes} of {workers} workers, by Kubeflow Trainer v2. Written by ahp export kubernetes; yours to change.
@@ -142,9 +142,9 @@ def _runtime(source: Source, options: Options, shape: Shape, name: str) -> dict[
         "backoffLimit": source.run.elastic.max_restarts * shape.most,
         "podFailurePolicy": {
             "rules": [
-                # Refused: bad input, nothing fits, other hardware, not expressible. A new start would meet it again.
+                # Refused: bad input, nothing fits, other hardware, not expressible. A new start would be refused again.
                 {"action": "FailJob", "onExitCodes": {"containerName": NODE, "operator": "In", "values": [2, 3, 4, 5]}},
-                # Evicted, preempted, its node drained: no failure of the job's.
+                # Evicted, preempted, its node drained: not a failure of the job.
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },

@@ -1,6 +1,6 @@
-"""What a line that starts workers says: how many nodes of how many workers, and which configuration it gives to which program.
+"""Reads a line that starts workers: how many nodes of how many workers, and which configuration it gives to which program.
 
-torchrun, deepspeed, accelerate launch, srun and the #SBATCH lines above them.
+It can be of torchrun, deepspeed, accelerate launch or srun, with #SBATCH lines above.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ahp.export.shell import arguments, directives
 from ahp.export.table import Settings
 
 NODES, EACH = "--nnodes", "--nproc-per-node"
-"""torchrun's own, in which the sizes of all launchers are told."""
+"""torchrun's own arguments; the sizes of all launchers are kept under these names."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Launched:
     program: str
     """A name of ``reading.READERS``."""
     file: str | None
-    """Its configuration as the script names it; None where its arguments say all."""
+    """Its configuration as the script names it; None if the arguments have all of it."""
     settings: Settings
-    """What the line says over the file, under the program's own keys."""
+    """What the line sets over the file, under the program's own keys."""
 
 
 def sizes(text: str, found: list[str]) -> Settings:
-    """Nodes and workers of each, as far as the script says them. A launcher's own arguments win over the job's manager."""
+    """Nodes and workers of each, as far as the script has them. A launcher's own arguments win over the job manager's."""
     managed = directives(text)
     if "srun" in found:
         managed |= _short(found[found.index("srun") + 1 :])
@@ -45,12 +45,12 @@ def sizes(text: str, found: list[str]) -> Settings:
 
 
 def _known(own: object, managed: object) -> object:
-    """torchrun's argument; the manager's where it has none, or one that comes from outside."""
+    """torchrun's argument, or the manager's if torchrun's is missing or not a number."""
     return managed if managed is not None and not str(own).isdigit() else own
 
 
 def launched(text: str, found: list[str]) -> Launched | None:
-    """The program that a script starts, where it is not Megatron-LM's."""
+    """The program that a script starts; None for Megatron-LM's, or if it is not known."""
     given, line = arguments(found), " ".join(found)
     if re.search(r"maxtext", text, re.I) and any(word.endswith((".yml", ".yaml")) for word in found):
         pairs = (word.partition("=") for word in found if re.match(r"[a-z]\w*=", word))
@@ -112,7 +112,7 @@ def _short(line: list[str]) -> Settings:
 
 
 def _of_gres(value: object) -> str | None:
-    """8 of ``gpu:8`` and of ``gpu:h100:8``."""
+    """8 from ``gpu:8`` and from ``gpu:h100:8``."""
     found = re.match(r"gpu:(?:[\w-]+:)?(\d+)", str(value))
     return found[1] if found else None
 

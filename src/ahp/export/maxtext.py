@@ -1,7 +1,7 @@
-"""MaxText's YAML, and the line that starts it with ``key=value`` behind the YAML, as ``ahp check`` reads them; no plan is written as one.
+"""MaxText's YAML, and the line that starts it with ``key=value`` after the YAML, as ``ahp check`` reads them; no plan is written in this form.
 
-Keys and defaults as in MaxText e591f30: configs/base.yml, configs/pyconfig.py. AHP has no engine of it: XLA's compiled blocks with weights sharded
-over the fsdp axis are priced as the compiled ones of AHP's own runtime with ZeRO stage 3.
+Keys and defaults as in MaxText e591f30: configs/base.yml, configs/pyconfig.py. AHP has no engine for it: XLA's compiled blocks with weights
+sharded over the fsdp axis are priced as compiled blocks of AHP's own runtime with ZeRO stage 3.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ STRANGE = (
     "autoregressive",
     "pipeline",
 )
-"""Axes that no layout of AHP has; its pipeline is circular, with weights that go round."""
+"""Axes that no layout of AHP has; its pipeline is circular, with weights that move around."""
 AXES = (*DEGREES, *SHARDED, *STRANGE)
 DEFAULTS = {"dcn_data_parallelism": -1, "ici_fsdp_parallelism": -1}
-"""Of the keys of axes; all others are 1."""
+"""Defaults of the axis keys; all others are 1."""
 AXIS_KEYS = tuple(f"{net}_{axis}_parallelism" for net in ("ici", "dcn") for axis in AXES)
 BATCH, ACCUMULATION, LENGTH = "per_device_batch_size", "gradient_accumulation_steps", "max_target_length"
 POLICY, TYPE, QUANTIZED = "remat_policy", "dtype", "quantization"
 POLICIES = {"full": "full", "minimal_with_context": "selective", "none": "none"}
 """minimal_with_context keeps the results of products and of attention (layers/decoders.py, minimal_policy), as AHP's selective recompute does."""
 ALIKE = {"minimal_flash": "minimal_with_context", "minimal_with_context_and_quantization": "minimal_with_context"}
-"""An older name, and one that also keeps what was quantized, which is nothing without quantization."""
+"""Other names of one policy: an older name, and a policy that also keeps what was quantized, which is nothing without quantization."""
 BETWEEN = {
     "minimal": "the results of products, and recomputes attention",
     "minimal_with_quantization": "the results of products and what was quantized, and recomputes attention",
@@ -52,10 +52,10 @@ BETWEEN = {
     "qkv_proj_offloaded": "queries, keys and values in host memory",
     "minimal_offloaded": "the results of products in host memory",
 }
-"""What the other policies keep (get_remat_policy), of which no engine of AHP has any."""
+"""What the other policies keep (get_remat_policy); no engine of AHP has such a policy."""
 WHOLE = (("context",), ("out_proj",), ("mlpwo",), ("qkv_proj", "query_proj"), ("qkv_proj", "key_proj", "kv_proj"), ("qkv_proj", "value_proj", "kv_proj"),
          ("mlpwi", "mlpwi_0"), ("mlpwi", "mlpwi_1"))  # fmt: skip
-"""Results of a block that ``custom`` places, one of each group under the name that the model's layers give it."""
+"""Results of a block that ``custom`` places; each group has the names that models' layers give to one result."""
 PLACED = tuple(dict.fromkeys(name for group in WHOLE for name in group))
 TYPES = {"bfloat16": "bf16", "float32": "fp32"}
 OF_MODEL = {"base_emb_dim": "hidden_size", "base_mlp_dim": "intermediate_size", "base_num_decoder_layers": "num_hidden_layers",
@@ -65,7 +65,7 @@ DEFAULT_MODEL = {"base_emb_dim": 2048, "base_mlp_dim": 7168, "base_num_decoder_l
 
 
 def _axis(settings: Settings, axis: str) -> int:
-    """Ranks along an axis, within nodes and between them. Raises Unreadable for one that is left open."""
+    """Ranks along an axis, within nodes and between them. Raises Unreadable for an axis that is left open."""
     found = 1
     for key in (f"ici_{axis}_parallelism", f"dcn_{axis}_parallelism"):
         size = whole(settings.get(key, DEFAULTS.get(key, 1)), key, -1)
@@ -76,7 +76,7 @@ def _axis(settings: Settings, axis: str) -> int:
 
 
 def filled(settings: Settings, nodes: int, per_node: int) -> Settings:
-    """Settings whose one axis of -1 of each network has what the others leave: ici of a node, dcn of the nodes. Raises Unreadable where they do not divide."""
+    """Settings with each network's axis of -1 set to what its others leave (ici of a node, dcn of nodes). Raises Unreadable if they do not divide."""
     found = dict(settings)
     for net, devices in (("ici", per_node), ("dcn", nodes)):
         keys = [f"{net}_{axis}_parallelism" for axis in AXES]
@@ -99,7 +99,7 @@ def _read_layout(settings: Settings) -> Fields:
         if (size := _axis(settings, axis)) > 1:
             raise Unreadable(f"ici/dcn_{axis}_parallelism = {size}: no layout of AHP has this axis")
     found: Fields = {P + name: _axis(settings, axis) for axis, name in DEGREES.items()}
-    # The expert axis has sequences of its own, as the data axes have, and weights that are no experts' are sharded over it.
+    # The expert axis has its own sequences, like the data axes, and weights outside of experts are sharded over it.
     shards = _axis(settings, "fsdp") * _axis(settings, "fsdp_transpose") * found[P + "expert_parallel_degree"]
     zero = 3 if shards * found[P + "context_parallel_degree"] > 1 else 0
     return found | {
@@ -188,7 +188,7 @@ def _read_policy(settings: Settings) -> Fields:
 
 
 def _custom(settings: Settings) -> str:
-    """Of ``custom``, which places each result by its name: all kept is selective, none is full."""
+    """The recompute that ``custom`` means, which places each result by its name: all kept is selective, none is full."""
     places = {name: settings.get(name, "remat") for name in PLACED}
     if strange := [f"{name} = {place!r}" for name, place in places.items() if place not in ("remat", "device")]:
         raise Unreadable(f"{POLICY} = 'custom' with {', '.join(strange)}: AHP knows remat and device")
@@ -248,13 +248,13 @@ DIALECT = Dialect(
 
 
 def parse(text: str) -> Settings:
-    """Raises BadInput for what is no YAML mapping."""
+    """Keys with a value. Raises BadInput for text that is no YAML mapping."""
     found = from_yaml(text, "MaxText's YAML")
     return {key: value for key, value in found.items() if value not in (None, "None", "")}
 
 
 def model_of(settings: Settings) -> str | dict[str, Any] | None:
-    """A name of the catalogue, the config of a llama that the keys describe, or None: they name another model, or scale it."""
+    """A name of the catalog, or the config that the keys describe, of a llama or of a catalog model; None for another or a scaled model."""
     named = settings.get("model_name", "default")
     own = {name: settings[key] for key, name in OF_MODEL.items() if key in settings}
     if settings.get("global_parameter_scale", 1) not in (1, "1"):

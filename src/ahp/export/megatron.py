@@ -51,7 +51,7 @@ DATA=({data})
 
 def parse(text: str) -> Settings:
     """The arguments of a shell script or of a line: words that begin with --, each with what follows it; and the sizes that its launcher
-    says. Nothing is run. Raises BadInput for a text without any."""
+    has. Nothing is run. Raises BadInput for a text without arguments."""
     found = words(text)
     settings = arguments(found)
     if not settings:

@@ -1,7 +1,7 @@
-"""Megatron-LM's arguments, and the fields of a plan that they say.
+"""Megatron-LM's arguments, and the fields of a plan that they stand for.
 
-As in Megatron-LM d98e8a6 (Megatron-Core 0.20): training/arguments.py and the configs that it makes arguments of. ``--nnodes`` and
-``--nproc-per-node`` are torchrun's: the data-parallel degree is what they leave.
+As in Megatron-LM d98e8a6 (Megatron-Core 0.20): training/arguments.py and the configs that it turns into arguments. ``--nnodes`` and
+``--nproc-per-node`` are torchrun's: the data-parallel degree is what the other degrees leave of these devices.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ def _read_order(settings: Settings) -> Fields:
 
 
 def _count(key: str, name: str, default: int | None = None) -> Rule:
-    """A whole number that an argument says as it is."""
+    """A whole number that an argument has as it is."""
     plain = same(key, name, default)
 
     def read(settings: Settings) -> Fields:

@@ -69,11 +69,11 @@ MODEL_KEYS = (LAYERS, "--hidden-size", "--ffn-hidden-size", "--num-attention-hea
               "--normalization", "--norm-epsilon", "--swiglu", "--disable-bias-linear", "--attention-dropout", "--hidden-dropout", "--add-qkv-bias",
               "--qk-layernorm", "--untie-embeddings-and-output-weights", "--num-experts", "--moe-router-topk", "--moe-router-load-balancing-type",
               "--moe-aux-loss-coeff", "--vocab-size", "--make-vocab-size-divisible-by", "--use-rotary-position-embeddings", "--attention-backend")  # fmt: skip
-"""What a script says of its model, beside the layout."""
+"""Arguments that describe the model, not the layout."""
 
 
 def config_of(settings: Settings) -> dict[str, Any] | None:
-    """The Hugging Face config that a script's arguments describe; None where they are not all there, or of a family that is not known here."""
+    """The Hugging Face config that a script's arguments describe; None if some are missing, or for a family that is not known here."""
     if settings.get("--normalization") != "RMSNorm" or not settings.get("--swiglu"):
         return None
     try:

@@ -11,7 +11,7 @@ from ahp.graph.models import is_factory, load_config, read_keys
 
 
 def keys_of(model: str | dict[str, Any]) -> dict[str, Any]:
-    """Keys of its Hugging Face config. Raises NotExpressible for code, BadInput for what is no model."""
+    """Keys of a model's Hugging Face config. Raises NotExpressible for code, BadInput if there is no such model."""
     if isinstance(model, dict):
         return model
     if model in CATALOGUE:
@@ -22,12 +22,12 @@ def keys_of(model: str | dict[str, Any]) -> dict[str, Any]:
         )
     if Path(model).expanduser().exists():
         return read_keys(Path(model).expanduser())
-    load_config(model)  # says what is wrong, with the nearest names
+    load_config(model)  # raises the reason, with the nearest names
     raise AssertionError(model)
 
 
 def layers_of(model: str | dict[str, Any]) -> int:
-    """Blocks of a model. Raises NotExpressible where its config does not say."""
+    """Number of blocks of a model. Raises NotExpressible if its config does not have it."""
     keys = keys_of(model)
     found = next((keys[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in keys), None)
     if not isinstance(found, int):

@@ -1,6 +1,6 @@
-"""nanotron's YAML, as ``ahp check`` reads it; no plan is written as one.
+"""nanotron's YAML, as ``ahp check`` reads it; no plan is written in this form.
 
-Keys as in nanotron 2411b022: config/config.py, config/parallelism_config.py, parallel/context.py. AHP has no engine of it:
+Keys as in nanotron 2411b022: config/config.py, config/parallelism_config.py, parallel/context.py. AHP has no engine for it:
 its steps are priced as torchtitan's without compiled blocks, as its published runs are (benchmarks/accuracy_rows.py).
 """
 
@@ -180,17 +180,17 @@ DIALECT = Dialect(
 
 
 def parse(text: str) -> Settings:
-    """Keys with a value: null is as good as missing. Raises BadInput for what is no YAML mapping."""
+    """Keys with a value: null counts as missing. Raises BadInput for text that is no YAML mapping."""
     found = from_yaml(text, "nanotron's YAML")
     return {key: value for key, value in found.items() if value is not None and value != {} and value != []}
 
 
 def config_of(settings: Settings) -> dict[str, Any] | None:
-    """The Hugging Face config that it describes; None for another family than its llama and qwen2, and for experts."""
+    """The Hugging Face config that the settings describe; None for families other than its llama and qwen2, and for experts."""
     kinds = {kind for kind in ("llama", "qwen2") if settings.get(f"{MODEL}is_{kind}_config")}
     if not kinds or any(key.startswith(f"{MODEL}moe_config") for key in settings):
         return None
-    # Its Qwen2Config without biases is a llama's block (models/qwen.py).
+    # Its Qwen2Config without biases has llama's blocks (models/qwen.py).
     kind = "qwen2" if kinds == {"qwen2"} and settings.get(MODEL + "attention_bias") else "llama"
     found = {name: settings[MODEL + name] for name in OF_MODEL if MODEL + name in settings}
     needed = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")

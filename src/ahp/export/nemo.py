@@ -1,6 +1,6 @@
-"""NeMo's YAML and Megatron-Bridge's: Megatron-LM's arguments under other names. ``ahp check`` reads them; no plan is written as one.
+"""NeMo's YAML and Megatron-Bridge's: Megatron-LM's arguments under other names. ``ahp check`` reads them; no plan is written in this form.
 
-Keys as in NeMo 8cfedd7 (examples/nlp/language_modeling/conf) and Megatron-Bridge 067f987 (recipes/common.py, whose defaults a recipe's YAML leaves).
+Keys as in NeMo 8cfedd7 (examples/nlp/language_modeling/conf) and Megatron-Bridge 067f987 (recipes/common.py, whose defaults a recipe leaves out).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHARDING = ("distributed_fused_adam", "mcore_distributed_optim")
 """NeMo's optimizers that shard their states over the data-parallel ranks."""
 SAME = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "sequence_parallel",
         "num_layers")  # fmt: skip
-"""Keys of the model that are called as the arguments are."""
+"""Keys of the model that have the same names as the arguments."""
 NEMO = {f"model.{name}": f"--{name.replace('_', '-')}" for name in (*SAME, "micro_batch_size", "global_batch_size", "seed")} | {
     "trainer.devices": m.EACH, "trainer.num_nodes": m.NODES, "trainer.max_steps": "--train-iters", "trainer.gradient_clip_val": "--clip-grad",
     "model.virtual_pipeline_model_parallel_size": m.VIRTUAL, "model.encoder_seq_length": "--seq-length",
@@ -51,13 +51,13 @@ class Names:
 
     program: str
     of: Mapping[str, str]
-    """Of each key the argument."""
+    """The argument of each key."""
     extra: Callable[[Settings], Settings]
-    """Arguments that the file says in another way."""
+    """Arguments that the file has in another form, or that are the program's defaults."""
     back: Callable[[str, Any], Settings | None]
-    """Keys for an argument that has none in ``of``; None where the program cannot say it."""
+    """Keys for an argument that has none in ``of``; None if the program cannot express it."""
     also: Mapping[str, str]
-    """Of an argument that ``extra`` reads and ``back`` writes, the key."""
+    """The key of each argument that ``extra`` reads and ``back`` writes."""
 
     def arguments(self, settings: Settings) -> Settings:
         """The file's settings as Megatron-LM's arguments."""
@@ -125,7 +125,7 @@ def _nemo(settings: Settings) -> Settings:
 IMPLIED = ("--overlap-grad-reduce", "--overlap-param-gather", "--lr-decay-iters", "--lr-decay-style", "--optimizer", "--adam-beta1", "--adam-beta2",
            "--adam-eps", "--moe-token-dispatcher-type", "--moe-permute-fusion", "--moe-grouped-gemm", "--grad-reduce-in-bf16", "--ckpt-format",
            "--init-model-with-meta-device", "--fp8-param-gather")  # fmt: skip
-"""Arguments that a program gives by itself, or that say nothing of a layout."""
+"""Arguments that a program sets by itself, or that do not concern a layout."""
 
 
 def _nemo_back(argument: str, value: Any) -> Settings | None:
@@ -164,7 +164,7 @@ BRIDGE_DIALECT = BRIDGE_NAMES.dialect(
 
 
 def parse(text: str) -> Settings:
-    """Keys with a value, with ``${a.b}`` and ``${.b}`` put in where the file says them. Raises BadInput for what is no YAML mapping."""
+    """Keys with a value, with ``${a.b}`` and ``${.b}`` replaced where the file has them. Raises BadInput for text that is no YAML mapping."""
     found = from_yaml(text, "the YAML")
 
     def said(key: str, value: Any) -> Any:
@@ -178,5 +178,5 @@ def parse(text: str) -> Settings:
 
 
 def filled(settings: Settings, nodes: int, per_node: int) -> Settings:
-    """Settings of a recipe that says no devices, with those of the cluster."""
+    """Settings of a recipe, which has no devices, with those of the cluster."""
     return {**settings, m.NODES: nodes, m.EACH: per_node}

@@ -1,4 +1,4 @@
-"""Which program's configuration a file is, and the plan that it says."""
+"""Finds out which program a configuration file belongs to, and reads the fields of a plan from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ahp.export.table import Dialect, Read, Settings, Unreadable, whole
 from ahp.export.torchtitan_keys import with_rest
 
 Model = str | dict[str, Any] | None
-"""The model that a file names, where AHP knows it."""
+"""The model that a file names, if AHP knows it."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Reader:
 
     dialect: Dialect
     parse: Callable[[str], Settings]
-    """Raises BadInput for text that is none of it."""
+    """The settings of a text. Raises BadInput for text of another form."""
     model: Callable[[Settings], Model] = lambda settings: None
     fill: Callable[[Settings, int, int], Settings] = lambda settings, nodes, per_node: settings
-    """What the devices, nodes of so many each, say of what the file leaves open. Raises Unreadable where they do not divide."""
+    """Fills in what the file leaves open, from the nodes and the devices of each. Raises Unreadable if they do not divide."""
 
 
 def _titan_model(settings: Settings) -> Model:
@@ -61,7 +61,7 @@ READERS: dict[str, dict[str, Reader]] = {
     "nemo": {nemo.DIALECT.version: Reader(nemo.DIALECT, nemo.parse)},
     "bridge": {nemo.BRIDGE_DIALECT.version: Reader(nemo.BRIDGE_DIALECT, nemo.parse, fill=nemo.filled)},
 }
-"""By program and release; the first release is meant where none is named."""
+"""Keyed by program and release; the first release is the default."""
 BY_END = {
     ".toml": ("torchtitan", "0.2.2"),
     ".py": ("torchtitan", "0.3.0"),
@@ -73,27 +73,27 @@ BY_END = {
     ".slurm": ("megatron", "0.20"),
 }
 OWN_DEFAULTS = "base.yml"
-"""MaxText's file of all its defaults, which its rules have."""
+"""MaxText's file of all its defaults, which the rules already have."""
 MAINS = ("num_tokens_per_microbatch_per_dp_rank", "num_pp_microbatches", "max_context_length")
-"""Keys by which a Python file is of torchtitan's main."""
+"""Keys that mark a Python file as one of torchtitan's main."""
 BY_KEYS = (
     ("nanotron", ("parallelism.dp", "model.model_config.hidden_size")),
     ("maxtext", ("base_config", "per_device_batch_size", "ici_fsdp_parallelism", "ici_tensor_parallelism", "base_emb_dim")),
     ("nemo", ("trainer.devices", "trainer.num_nodes", "model.encoder_seq_length")),
     ("bridge", ("train.train_iters", "train.global_batch_size", "model.tensor_model_parallel_size")),
 )  # fmt: skip
-"""Keys by which a YAML is of another program than accelerate."""
+"""Keys that mark a YAML file as one of a program other than accelerate."""
 MEGATRONS = {
     *(f"--{axis}-parallel-size" for axis in ("tensor-model", "pipeline-model", "expert-model", "context")),
     *("--num-layers", "--use-distributed-optimizer"),
 }
-"""Arguments of Megatron's own. Beside DeepSpeed's JSON any of them says that a script starts the fork that takes both."""
+"""Megatron's own arguments. Together with DeepSpeed's JSON, any of them means that a script starts the fork that takes both."""
 KEYS_OF = {
     "torchtitan": "parallelism.tensor_parallel_degree",
     "megatron": "--tensor-model-parallel-size",
     "deepspeed": "train_micro_batch_size_per_gpu",
 }
-"""A key of each program whose files are known by their ending alone."""
+"""A key of each program whose files are recognized by their ending alone."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class Foreign:
 def read_foreign(
     path: str, engine: str | None, version: str | None, devices: int, per_node: int | None = None
 ) -> Foreign:
-    """A file by its ending and its keys, or by the program that is named, for so many devices, on nodes of ``per_node``. Raises BadInput for
-    one that cannot be read or is of no program."""
+    """Read a file, recognized by its ending and keys unless ``engine`` names its program, for ``devices`` on nodes of ``per_node``. Raises
+    BadInput for a file that cannot be read or belongs to no known program."""
     file, each = Path(path), per_node or devices
     text = _text(file, path)
     try:
@@ -125,7 +125,7 @@ def read_foreign(
 def _settings(
     file: Path, text: str, engine: str | None, version: str | None, shape: tuple[int, int]
 ) -> tuple[str, Settings, tuple[int, int]]:
-    """The program, what its file says, and the nodes and workers of each: the script's where it says them."""
+    """The program, its file's settings, and the nodes and workers of each: the script's, if it has them."""
     try:
         script = BY_END.get(file.suffix.lower(), ("", ""))[0] == "megatron" and engine in (None, *READERS)
         found = words(text) if script else []
@@ -154,8 +154,8 @@ def _settings(
 
 
 def _refuse_anothers(name: str, reader: Reader, settings: Settings, text: str, *, asked: bool) -> None:
-    """Raises BadInput for a file that has no key of its program and does not name it: what it does not say would be judged as that program's
-    defaults. The keys of a YAML have told the program."""
+    """Raise BadInput for a file that has no key of its program and does not name it: its missing keys would count as that program's
+    defaults. A YAML file was recognized by its keys already."""
     known = {key for rule in reader.dialect.rules for key in rule.keys if key not in (NODES, EACH)}
     words = (name,)
     if name == "megatron" and not asked:  # scripts of all programs have --bf16 and --lr
@@ -167,14 +167,14 @@ def _refuse_anothers(name: str, reader: Reader, settings: Settings, text: str, *
 def _plugged(
     name: str, file: Path, settings: Settings, shape: tuple[int, int]
 ) -> tuple[str, Settings, tuple[int, int]]:
-    """The program as it is named, or the one that accelerate's plugin runs."""
+    """The program that is named, or the one that accelerate's plugin runs."""
     if settings.get(KIND) == "MEGATRON_LM":
         return PLUGGED, settings, shape
     return _deepspeed(file, settings, shape) if settings.get(KIND) == "DEEPSPEED" else (name, settings, shape)
 
 
 def _deepspeed(file: Path, settings: Settings, shape: tuple[int, int]) -> tuple[str, Settings, tuple[int, int]]:
-    """accelerate with DeepSpeed's plugin (utils/dataclasses.py): DeepSpeed's JSON, which the YAML names or stands for."""
+    """accelerate with DeepSpeed's plugin (utils/dataclasses.py): DeepSpeed's JSON, which the YAML names or replaces."""
     plugin = "deepspeed_config."
     own = {key.removeprefix(plugin): value for key, value in settings.items() if key.startswith(plugin)}
     named = own.pop("deepspeed_config_file", None)
@@ -207,7 +207,7 @@ def _reader(name: str, version: str | None, file: Path, text: str) -> Reader:
 
 
 def _named(file: Path, text: str, engine: str | None) -> str:
-    """The program that is asked for, else the one that the file's ending and keys say."""
+    """The program that is asked for, else the one that the file's ending and keys indicate."""
     if engine is not None and engine not in READERS:
         raise bad_input("--engine", engine, "AHP reads no configuration of it", READERS)
     if engine is not None:
@@ -230,7 +230,7 @@ def _named(file: Path, text: str, engine: str | None) -> str:
 
 
 def _beside(script: Path, named: str) -> Path:
-    """The file that a script names: from its own folder or from one above. Raises BadInput where there is none."""
+    """The file that a script names, in the script's own folder or one above. Raises BadInput if there is none."""
     parts = [part for part in Path(named).parts if "$" not in part and part not in ("/", "..", ".")]
     for folder in (script.parent, *list(script.resolve().parents)[:8]):
         for start in range(len(parts)):
@@ -240,7 +240,7 @@ def _beside(script: Path, named: str) -> Path:
 
 
 def _text(file: Path, path: str) -> str:
-    if not path:  # an empty word of a command line, which Path takes for the folder that it is in
+    if not path:  # an empty word of a command line, which Path takes for the current folder
         raise BadInput("file = '': must be a configuration, or the script that starts it")
     try:
         return file.read_text(encoding="utf-8")

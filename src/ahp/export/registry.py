@@ -15,7 +15,7 @@ TARGETS: dict[str, Target] = {
 
 
 def get(name: str) -> Target:
-    """Raises BadInput for a name that is none."""
+    """The target with this name. Raises BadInput if there is none."""
     if name not in TARGETS:
         raise bad_input("target", name, "there is no such target; ahp export --help lists them", TARGETS)
     return TARGETS[name]

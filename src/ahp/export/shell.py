@@ -1,4 +1,4 @@
-"""Words of a shell script, with the variables and lists that it sets put in. Nothing of it is run."""
+"""Words of a shell script, with the variables and lists that it sets filled in. Nothing of it is run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ahp.errors import BadInput
 from ahp.export.table import Settings
 
 MOST_WORDS = 100_000
-"""Of a script that is read; longer ones are no launch scripts."""
+"""Most words of a script that is read; longer ones are not launch scripts."""
 LIST = re.compile(r"^[ \t]*(\w+)\+?=\((.*?)\)[ \t]*$", re.M | re.S)
 DIRECTIVE = re.compile(r"^[ \t]*#(?:SBATCH|PBS)[ \t]+(.*)$", re.M)
 NODES_OF_SLURM = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 
 
 def words(text: str) -> list[str]:
-    """Words of its lines, then those of its lists. Raises BadInput for one that is too long to be a launch script."""
+    """Words of a script's lines, then those of its lists. Raises BadInput if it is too long to be a launch script."""
     nodes = next((value for key, value in directives(text).items() if key in ("--nodes", "-N")), None)
     outside: dict[str, str] = {} if nodes is None else {name: str(nodes) for name in NODES_OF_SLURM}
     text = re.sub(r"\\\n", " ", text)
@@ -33,7 +33,7 @@ def words(text: str) -> list[str]:
 
 
 def _apart(word: str) -> list[str]:
-    """Arguments that stand in one word: a variable's value, or ``OPTIONS="--lr 1e-4 ..."`` for a script that reads this one."""
+    """Arguments in one word: a variable's value, or ``OPTIONS="--lr 1e-4 ..."`` for a script that reads this one."""
     name, _, value = word.partition("=")
     if name.isidentifier() and (" --" in value or value.lstrip().startswith("--")):
         return [f"{name}=", *value.split()]
@@ -53,7 +53,7 @@ def arguments(found: list[str]) -> Settings:
 
 
 def directives(text: str) -> Settings:
-    """What lines like ``#SBATCH --nodes=2`` or ``#SBATCH -N 2`` say."""
+    """The arguments in lines like ``#SBATCH --nodes=2`` or ``#SBATCH -N 2``."""
     found: Settings = {}
     for line in DIRECTIVE.findall(text):
         parts = _cut(line)
@@ -65,7 +65,7 @@ def directives(text: str) -> Settings:
 
 
 def _assignments(text: str, outside: dict[str, str]) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Variables, and lists of words, that a script sets; ``outside``: those that it finds set."""
+    """Variables and lists of words that a script sets; ``outside``: variables set before it."""
     lists: dict[str, list[str]] = {}
     for name, body in LIST.findall(text):
         lists.setdefault(name, []).extend(_cut(body))
@@ -77,7 +77,7 @@ def _assignments(text: str, outside: dict[str, str]) -> tuple[dict[str, str], di
 
 
 def _cut(text: str) -> list[str]:
-    """Words as a shell cuts them; of text whose quotes never end, line by line, and at spaces."""
+    """Words as a shell splits them; if quotes never end, line by line, and a line with such quotes at spaces."""
     try:
         return shlex.split(text, comments=True)
     except ValueError:
@@ -86,7 +86,7 @@ def _cut(text: str) -> list[str]:
 
 
 def _filled(word: str, known: dict[str, str]) -> str:
-    """With ``$NAME``, ``${NAME}``, ``${NAME:-default}`` and ``${NAME:=default}`` replaced where they are known."""
+    """A word with ``$NAME``, ``${NAME}``, ``${NAME:-default}`` and ``${NAME:=default}`` replaced where they are known."""
 
     def value(found: re.Match[str]) -> str:
         name, default = found[1] or found[3], found[2]
@@ -96,5 +96,5 @@ def _filled(word: str, known: dict[str, str]) -> str:
 
 
 def _ends(word: str) -> bool:
-    """Whether a word is no value of the argument before it."""
+    """Whether a word cannot be the value of the argument before it."""
     return word.startswith("--") or "[@]" in word or word.endswith((".py", ";", "|", "&&"))

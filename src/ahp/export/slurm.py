@@ -14,9 +14,9 @@ from ahp.export.target import UNKNOWN, Exported, Shape, Source, shape_of
 from ahp.optional import Flag, OptionalNumber, OptionalText
 
 GRACE_S = 300
-"""[Empirical] To finish a step and write a checkpoint; of large models on a slow file system it takes longer."""
+"""[Empirical] Enough to finish a step and write a checkpoint; for large models on a slow file system it takes longer."""
 LONGEST_GRACE_S = 65_535
-"""That sbatch takes after the @ of --signal."""
+"""The most that sbatch takes after the @ of --signal."""
 KNOWN_THERE = {"slurm": "the allocation"}
 
 
@@ -29,11 +29,11 @@ class Options:
     cpu: Flag = False
     """Workers compute on cores: ask for no GPUs. Needed where the config's cluster is slurm or local."""
     time: OptionalText = None
-    """Limit, in Slurm's words: 2-00:00:00. Without it the partition's own."""
+    """Time limit as Slurm writes it: 2-00:00:00. Without it the partition's own."""
     partition: OptionalText = None
-    """Without it the cluster's default."""
+    """Partition; without it the cluster's default."""
     account: OptionalText = None
-    """Whose time it is."""
+    """Account that the time is charged to."""
     grace_s: int = GRACE_S
     """Seconds before the limit at which Slurm tells the run to save and leave."""
     ahp: str = "ahp"
@@ -41,7 +41,7 @@ class Options:
 
 
 class Slurm:
-    """sbatch starts one launcher on each node; ``ahp train`` finds the others by srun's variables."""
+    """A batch script that starts one launcher on each node; the launchers find each other by srun's variables."""
 
     name = "slurm"
     what = "an sbatch script: one launcher on each node, requeued when it was told to save and leave"
@@ -49,7 +49,7 @@ class Slurm:
     options = Options
 
     def write(self, source: Source, options: Options) -> Exported:
-        """Raises BadInput for options that are none, NotExpressible for a mixed cluster."""
+        """The script with its command. Raises BadInput for invalid options, NotExpressible for a mixed cluster."""
         if not 1 <= options.grace_s <= LONGEST_GRACE_S:
             raise bad_input(
                 "--grace-s", options.grace_s, f"must be 1 to {LONGEST_GRACE_S}, what --signal of sbatch takes"
@@ -76,10 +76,10 @@ class Slurm:
 
 
 def time_s(said: str) -> int:
-    """A limit in Slurm's words in seconds; 0 is no limit: MINUTES[:SECONDS], HOURS:MINUTES:SECONDS or DAYS-HOURS[:MINUTES[:SECONDS]]."""
+    """Seconds of a limit as Slurm writes it: MINUTES[:SECONDS], HOURS:MINUTES:SECONDS or DAYS-HOURS[:MINUTES[:SECONDS]]; 0 is no limit."""
     days, dash, rest = said.rpartition("-")
     parts = [int(word) for word in rest.split(":")]
-    first = 0 if dash or len(parts) == 3 else 1  # hours, or minutes where they are alone
+    first = 0 if dash or len(parts) == 3 else 1  # hours first, or minutes
     units = (3600, 60, 1)[first : first + len(parts)]
     return int(days or 0) * 86_400 + sum(part * unit for part, unit in zip(parts, units, strict=True))
 
@@ -108,7 +108,7 @@ def script(source: Source, options: Options, shape: Shape) -> str:
             word = f"#SBATCH --{key}" + ("" if value is True else f"={value}")
             lines.append(f"{word:<42} # {why}" if why else word)
     train = [options.ahp, "train", str(source.file), "--workers-per-node", str(shape.workers)]
-    # Not above: with --ntasks-per-node there, Slurm 22.05 gives a job of 1 to 2 nodes one. And srun takes no --cpus-per-task from sbatch since then.
+    # For srun alone: with --ntasks-per-node for sbatch, Slurm 22.05 gives a job of 1 to 2 nodes one. And srun ignores sbatch's --cpus-per-task since.
     cores = "--cpu-bind=none" if on_gpus else f"--cpus-per-task={shape.workers}"
     return TEXT.format(
         cores=cores,

@@ -1,4 +1,4 @@
-"""Keys of an engine's configuration and the fields of a plan that they say: one table a dialect, used to write and to read."""
+"""Keys of an engine's configuration and the plan's fields that they stand for: one table per dialect, used to write and to read."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Fields = dict[str, Any]
 """Dotted keys of a plan (parallelism.zero_stage, job.sequence_length), with plain values."""
 
 NOTICE = "!"
-"""How a key begins under which a rule leaves not a setting, but a line about what the file cannot say."""
+"""Prefix of keys under which a rule puts a line about what the file cannot express, instead of a setting."""
 UNIFORM = ("parallelism.micro_batches_per_replica",)
-"""Fields that say nothing where the engine takes a plan: it has refused all but what is the same for every replica."""
+"""Fields without a meaning once an engine accepts a plan: it refuses them unless they are the same for every replica."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A plan, as an engine is told of it."""
+    """A plan, as it is written for an engine."""
 
     plan: Plan
     layers: int
-    """Blocks of the model."""
+    """Number of blocks of the model."""
     model: str
-    """The model as the engine calls it; empty where its file names none."""
+    """The engine's name for the model; empty if its file names none."""
 
     @property
     def p(self) -> Parallelism:
@@ -52,58 +52,58 @@ class Rule:
     keys: tuple[str, ...]
     fields: tuple[str, ...]
     write: Callable[[Subject], Settings]
-    """Raises NotExpressible for a value that these keys cannot say."""
+    """The keys of a plan. Raises NotExpressible for a value that these keys cannot express."""
     read: Callable[[Settings], Fields]
-    """Of all settings of a file. Raises Unreadable for a value that no plan has."""
+    """The fields from all settings of a file. Raises Unreadable for a value that no plan has."""
 
 
 class Unreadable(Exception):
-    """A setting of an engine's file that no plan can say: its key, its value and why."""
+    """A setting of an engine's file that no plan can express: its key, its value and why."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """What a file says of a plan."""
+    """The fields of a plan that a file sets."""
 
     fields: Fields
     not_understood: tuple[str, ...]
     unread: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Of settings that no plan can say: why, and the fields that they stand for, which have AHP's default."""
+    """Settings that no plan can express: why, and the fields that they stand for, which keep AHP's default."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """The configuration of some releases of one engine, or of a program whose cost is an engine's."""
+    """The configuration of some releases of one engine, or of a program that is priced as an engine."""
 
     engine: str
-    """Which prices it, and says what it can run."""
+    """The engine that prices it and decides what it can run."""
     version: str
     source: str
-    """What it was read from."""
+    """Where its keys were read."""
     rules: tuple[Rule, ...]
     agrees: tuple[str, ...] = ()
-    """Values of engine.version that are this dialect's, beside its own name."""
+    """Values of engine.version that mean this dialect, besides its own name."""
     beside: Mapping[str, str] = field(default_factory=dict)
-    """Fields of a layout that the file has no key for, and who says them in its place."""
+    """Fields of a layout that the file has no key for, and what sets them instead."""
     other: tuple[str, ...] = ()
-    """Beginnings of keys that say nothing of a layout or of what a step computes: logs, checkpoints, the data's place."""
+    """Prefixes of keys that do not affect the layout or what a step computes: logs, checkpoints, the data's place."""
 
     launcher: tuple[str, ...] = ()
     """Keys that are read and never written: the launch line has them."""
     program: str | None = None
-    """Whose files these are, where AHP has no engine of that name: what it does is priced as ``engine`` would do it."""
+    """The program whose files these are, if AHP has no engine of that name: it is priced as ``engine``."""
     why_priced: str = "AHP has no engine of it"
     """Why it is priced as ``engine``."""
     spaces: tuple[Mapping[str, Any], ...] = ({},)
-    """Keys of a layout with the values that the program has, where they are fewer than the engine's; together all layouts that it has."""
+    """Keys of a layout with the values that the program has, if fewer than the engine's; together they cover all its layouts."""
 
     @property
     def name(self) -> str:
-        """As people call the program."""
+        """The program's usual name."""
         return self.program or self.engine
 
     def settings(self, subject: Subject) -> tuple[Settings, tuple[str, ...]]:
-        """The file's keys, and what of the plan it does not say. Raises NotExpressible, with the field and its value."""
+        """The file's keys, and lines on what it lacks of the plan. Raises NotExpressible with the field and its value."""
         p, choice = subject.p, subject.plan.engine
         if reason := registry.get(self.engine).refuses(subject.job, p, choice):
             raise NotExpressible(reason)
@@ -128,7 +128,7 @@ class Dialect:
         return kept, (*told, *self._left(subject, covered))
 
     def _left(self, subject: Subject, covered: set[str]) -> list[str]:
-        """What the file does not say, a line each."""
+        """What the file lacks of the plan, one line each."""
         lines = [f"{name.partition('.')[2]} = {_value(subject, name)}: {who}" for name, who in self.beside.items()]
         for name in _job_fields(subject.job):
             if name not in covered:
@@ -136,7 +136,7 @@ class Dialect:
         return lines
 
     def read(self, settings: Settings) -> Read:
-        """The fields that a file says; what no rule knows is listed, and left at AHP's default."""
+        """The fields that a file sets; keys that no rule knows are listed, and their fields keep AHP's default."""
         fields: Fields = {}
         told = [
             f"{key} = {value!r}: not understood"
@@ -157,14 +157,14 @@ class Dialect:
 
 
 def refuse_what_has_no_key(s: Subject) -> None:
-    """For a rule of an engine's own files. Raises NotExpressible for a layout that none of them can say."""
+    """Raise NotExpressible for a layout that none of an engine's own files can express; for rules of these files."""
     engine = s.plan.engine
     if reason := registry.get(engine.name).no_key_for(s.job, s.p, engine):
         raise NotExpressible(reason)
 
 
 def plan_of(dialect: Dialect, fields: Fields, model: str | dict[str, Any], cluster: dict[str, Any] | None) -> Plan:
-    """The plan that fields say. Raises BadInput, in the words of AHP's keys, where they break a rule of plans."""
+    """The plan with these fields. Raises BadInput, in terms of AHP's keys, if they break a rule of plans."""
     data: dict[str, Any] = {"parallelism": {}, "job": {"optimizer": {}}, "engine": {}}
     for key, value in fields.items():
         place = data
@@ -179,7 +179,7 @@ def plan_of(dialect: Dialect, fields: Fields, model: str | dict[str, Any], clust
 
 
 def same(key: str, name: str, default: Any = None, *, skip: Any = ...) -> Rule:
-    """A key that says a field as it is. ``default``: the engine's, where the key is missing; None = AHP's is left. ``skip``: not written."""
+    """A key that has a field's own value. ``default``: the engine's, if the key is missing; None = AHP's stays. ``skip``: value not written."""
 
     def write(subject: Subject) -> Settings:
         value = _value(subject, name)
@@ -194,7 +194,7 @@ def same(key: str, name: str, default: Any = None, *, skip: Any = ...) -> Rule:
 
 
 def size(key: str, name: str, least: int = 1) -> Rule:
-    """A key that says a degree; where it is missing, ``least``."""
+    """A key that has a degree; if it is missing, the degree is ``least``."""
     field = f"parallelism.{name}"
     return Rule(
         (key,), (field,), lambda s: {key: getattr(s.p, name)}, lambda t: {field: whole(t.get(key, least), key, least)}
@@ -206,11 +206,11 @@ STATES = (
     "parallelism.data_parallel_shard_degree",
     "parallelism.zero_stage",
 )
-"""The fields of how replicas share states."""
+"""The fields that set how replicas share states."""
 
 
 def one_kind_of_replicas(ranks: int, stage: int, micro_batch: int, batch: int) -> Fields:
-    """Data-parallel ranks of a program that shards states over all of them or over none."""
+    """Fields of the data-parallel ranks of a program that shards states over all of them or over none."""
     one, other = ("shard", "replicate") if stage else ("replicate", "shard")
     return {
         f"parallelism.data_parallel_{one}_degree": ranks,
@@ -222,7 +222,7 @@ def one_kind_of_replicas(ranks: int, stage: int, micro_batch: int, batch: int) -
 
 
 def whole(value: Any, key: str, least: int = 1) -> int:
-    """A whole number of a file, which may have it as text. Raises Unreadable for anything else."""
+    """A whole number of a file, where it can be text. Raises Unreadable for anything else."""
     text = str(value)
     if isinstance(value, bool) or not text.lstrip("-").isdigit() or int(text) < least:
         raise Unreadable(f"{key} = {value!r}: must be a whole number from {least} on")
@@ -230,7 +230,7 @@ def whole(value: Any, key: str, least: int = 1) -> int:
 
 
 def cut_of(layers: list[int], ranks: int, ends: Ends, key: str) -> Fields:
-    """Virtual stages and blocks of each stage; a cut that is the engine's own says no blocks. Raises Unreadable for one that no plan has."""
+    """Fields of a cut: virtual stages, and blocks of each stage unless it is the engine's own cut. Raises Unreadable if no plan can have it."""
     if len(layers) % ranks:
         raise Unreadable(f"{key}: {len(layers)} stages do not divide among {ranks} ranks")
     virtual = len(layers) // ranks
@@ -272,7 +272,7 @@ def nested(settings: Settings) -> dict[str, Any]:
 
 
 def mapping(data: Any, what: str) -> dict[str, Any]:
-    """What a file's text was parsed to. Raises BadInput where it is no mapping."""
+    """The data parsed from a file's text. Raises BadInput if it is not a mapping."""
     if not isinstance(data, dict):
         raise BadInput(
             f"{what}: a mapping of keys was expected, {'and the file is empty' if data is None else f'not a {type(data).__name__}'}"
@@ -281,7 +281,7 @@ def mapping(data: Any, what: str) -> dict[str, Any]:
 
 
 def from_yaml(text: str, what: str) -> Settings:
-    """A YAML mapping as dotted keys. Raises BadInput for what is none."""
+    """A YAML mapping as dotted keys. Raises BadInput for any other text."""
     try:
         return flat(mapping(parse_yaml(text), what))
     except yaml.YAMLError as error:
@@ -289,18 +289,18 @@ def from_yaml(text: str, what: str) -> Settings:
 
 
 def understood(*keys: str) -> Rule:
-    """Keys that say nothing of a plan, and are read by themselves: those of the model."""
+    """Keys that set no field of a plan, because they are read separately: those of the model."""
     return Rule(keys, (), lambda s: {}, lambda settings: {})
 
 
 def _says_nothing(name: str, p: Parallelism) -> bool:
-    """Fields without effect in this layout."""
+    """Whether a field has no effect in this layout."""
     pipeline = ("pipeline_parallel_schedule", "virtual_stages_per_rank", "layers_per_stage")
     return name in pipeline and p.num_stages == 1
 
 
 def _job_fields(job: Job) -> list[str]:
-    """The job's keys that are not at their default's, and those that every run has."""
+    """The job's keys that are not at their default, and those that every run has."""
     optimizer = [f"job.optimizer.{name}" for name in type(job.optimizer).model_fields]
     names = [f"job.{name}" for name in Job.model_fields if name != "optimizer"] + optimizer
     always = {"job.data", "job.sequence_length", "job.global_batch_size", "job.steps", "job.precision", "job.seed"}

@@ -1,4 +1,4 @@
-"""What every target of ``ahp export`` is given, and what it answers."""
+"""The input and the output of every target of ``ahp export``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNKNOWN = "GPUs"
 
 @dataclass(frozen=True)
 class Source:
-    """A plan, or a config that is planned where it is started, and the file that says it."""
+    """A plan, or a config that is planned where it is started, with its file."""
 
     file: Path
     plan: Plan | None = None
@@ -25,7 +25,7 @@ class Source:
 
     @property
     def run(self) -> Run:
-        """A plan says nothing of the run's folder: ``ahp train`` takes the default."""
+        """The run keys; a plan has none, so ``ahp train`` takes the defaults, such as the run's folder."""
         return self.config.run if self.config is not None else Run()
 
 
@@ -37,9 +37,9 @@ class Exported:
     next: tuple[str, ...]
     """Commands that use it, with {file} for its path."""
     notices: tuple[str, ...] = ()
-    """What of the plan the file does not say, and who must."""
+    """What the file lacks of the plan, and who must set it."""
     suffix: str | None = None
-    """Of the file, where it is not the target's."""
+    """Suffix of the file, if it is not the target's."""
 
 
 class Target(Protocol):
@@ -47,13 +47,13 @@ class Target(Protocol):
 
     name: str
     what: str
-    """In a line."""
+    """A description in one line."""
     suffix: str
-    """Of the file, in the place of the source's."""
+    """Suffix of the file, in place of the source's."""
     options: type[Any]
 
     def write(self, source: Source, options: Any) -> Exported:
-        """Raises AhpError for what the target cannot express."""
+        """The source in the target's form. Raises AhpError if the target cannot express it."""
         ...
 
 
@@ -64,11 +64,11 @@ class Shape:
     least: int
     most: int
     workers: int
-    """Of a node."""
+    """Workers per node."""
     gpus: int
-    """Of a node; 0: its workers compute on cores."""
+    """GPUs per node; 0: its workers compute on cores."""
     device: str
-    """In words, for people."""
+    """The kind of device in words, for people."""
 
     @property
     def nodes(self) -> str:
@@ -76,9 +76,9 @@ class Shape:
 
 
 def shape_of(source: Source, nodes: str | None, workers: int | None, managers: Mapping[str, str]) -> Shape:
-    """How many nodes of how many workers: a plan says it, and so does a config that describes its cluster; else the options do.
+    """How many nodes of how many workers: from a plan, or from a config that describes its cluster; else from the options.
 
-    ``managers``: what a config's ``cluster`` may be called that is known only where the job runs, with why.
+    ``managers``: names of a config's ``cluster`` that is known only where the job runs, each with what knows it.
     """
     least, most = _range(nodes)
     if source.plan is not None:
@@ -124,7 +124,7 @@ def _of_plan(plan: Plan, file: Path, nodes: str | None, workers: int | None) -> 
 
 
 def shape_of_plan(plan: Plan, file: Path) -> Shape:
-    """The nodes of a plan's cluster that its workers fill. Raises BadInput where it says none, NotExpressible where they are not alike."""
+    """The nodes of a plan's cluster that its workers fill. Raises BadInput if the plan has no cluster, NotExpressible if nodes differ."""
     if plan.cluster is None:
         raise BadInput(
             f"{file}: the plan says no cluster, so not how many nodes; write one with: ahp plan MODEL CLUSTER"
@@ -135,7 +135,7 @@ def shape_of_plan(plan: Plan, file: Path) -> Shape:
 
 
 def _of_cluster(cluster: Any, workers: int | None, where: str) -> Shape:
-    """The nodes of a cluster that so many workers fill, one on each device."""
+    """The nodes of a cluster that ``workers`` fill, one on each device; None = all devices."""
     if cluster.is_mixed:
         names = ", ".join(group.name for group in cluster.groups)
         raise NotExpressible(

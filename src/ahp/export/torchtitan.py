@@ -27,16 +27,16 @@ MODELS = {
     "llama3-405b": ("llama3/405B", "llama3/llama3_405b"),
     "qwen3-8b": ("qwen3/8B", None),
 }
-"""Of the catalogue's models: name and flavor in 0.2.2 (models/*/__init__.py), module and function since (models/*/config_registry.py)."""
+"""Models of the catalog: name and flavor in 0.2.2 (models/*/__init__.py), module and function since then (models/*/config_registry.py)."""
 FUNCTION = "ahp_plan"
 RECOMPUTE = {"none": None, "selective": "SelectiveAC", "full": "FullAC"}
-"""Since 0.3.0 classes of distributed/activation_checkpoint.py."""
+"""Classes of distributed/activation_checkpoint.py since 0.3.0."""
 
 
 @dataclass(frozen=True)
 class Options(EngineOptions):
     model: Annotated[OptionalText, tyro.conf.arg(name="model", metavar="NAME/FLAVOR")] = None
-    """The model in torchtitan, where it is not one of AHP's catalogue: llama3/8B; from 0.3.0 on module and function, llama3/llama3_8b."""
+    """The model in torchtitan, if it is not in AHP's catalog: llama3/8B; from 0.3.0 on module and function, llama3/llama3_8b."""
 
 
 def _named(plan: Plan, version: str, options: Options) -> str:
@@ -66,7 +66,7 @@ def _model(model: str | dict[str, Any], version: str) -> str:
 def _toml(settings: Settings, subject: Subject, shape: Shape, head: list[str]) -> str:
     tables: dict[str, list[str]] = {}
     for key, value in settings.items():
-        if value is None:  # TOML has none, and a missing key is none
+        if value is None:  # TOML has no null: a missing key stands for it
             continue
         table, _, name = key.rpartition(".")
         tables.setdefault(table, []).append(f"{name} = {_toml_value(value)}")
@@ -116,7 +116,7 @@ def _python_value(value: Any) -> str:
 
 
 def _read_python(text: str) -> Settings:
-    """Assignments to attributes of one name, wherever they stand in the file; nothing of it is run."""
+    """Assignments to attributes of a name, wherever they are in the file; nothing of it is run."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:

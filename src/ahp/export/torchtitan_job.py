@@ -112,7 +112,7 @@ ADAMW = (
 
 
 def precision(*, converters: str | None) -> Rule:
-    """Types of computation. ``converters``: the key of the list that turns products into those of 8 bits."""
+    """The types of computation. ``converters``: the key of the list that converts products to 8 bits."""
     param, reduce, own = (f"training.{key}" for key in ("mixed_precision_param", "mixed_precision_reduce", "dtype"))
     eight = "quantize.linear.float8"
     gathers = [

@@ -39,7 +39,7 @@ SCHEDULE, PER_STAGE = "parallelism.pipeline_parallel_schedule", "parallelism.pip
 
 
 def degree(settings: Settings, name: str) -> int:
-    """A degree of a file; of the shard degree -1 = the ranks that are left."""
+    """A degree of a file; a shard degree of -1 = the ranks that are left."""
     return whole(settings.get(P + name, _least(name)), P + name, _least(name))
 
 
@@ -48,7 +48,7 @@ def _least(name: str) -> int:
 
 
 def with_rest(settings: Settings, devices: int) -> Settings:
-    """Settings whose shard degree is a number: -1 is what the other degrees leave of the devices. Raises Unreadable where they leave no whole number."""
+    """Settings with a shard degree of -1 replaced by what the other degrees leave of the devices. Raises Unreadable if that is no whole number."""
     key = P + "data_parallel_shard_degree"
     if degree(settings, "data_parallel_shard_degree") != -1:
         return settings
@@ -76,7 +76,7 @@ SHARDING = Rule((FSDP,), (P + "zero_stage",), _write_sharding, _read_sharding)
 
 
 def sequence(*, always: bool) -> Rule:
-    """Sequence parallelism; ``always``: no key, on with tensor parallelism."""
+    """Sequence parallelism; ``always``: it has no key, and is on with tensor parallelism."""
 
     def write(s: Subject) -> Settings:
         if s.p.tensor_parallel_degree == 1:
@@ -93,7 +93,7 @@ def sequence(*, always: bool) -> Rule:
 
 
 def stages(head: str) -> Rule:
-    """Which blocks each stage holds: written in full, so that it is the cut that was forecast. ``head``: the name of the last module."""
+    """The blocks that each stage holds, written in full, so that the cut is the one in the forecast. ``head``: the name of the last module."""
 
     def write(s: Subject) -> Settings:
         p = s.p
@@ -294,7 +294,7 @@ RECOMPUTE = Rule(
 
 
 MODEL_KEYS = ("model.name", "model.flavor")
-"""Of the TOML. A Python file says them by the function that it starts from."""
+"""Keys of the TOML file. In a Python file the function that it starts from gives them."""
 
 
 TOML_022 = Dialect(
@@ -332,7 +332,7 @@ def _whole_experts() -> Rule:
 
 
 def _write_graphs(s: Subject) -> Settings:
-    """CUDA graphs are on by default since 0.3.0, and refused beside these (trainer.py, _validate_cuda_graphs)."""
+    """CUDA graphs are on by default since 0.3.0, and refused with these degrees (trainer.py, _validate_cuda_graphs)."""
     return {GRAPHS: True} if s.p.pipeline_parallel_degree > 1 or s.p.expert_parallel_degree > 1 else {}
 
 

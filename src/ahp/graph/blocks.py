@@ -1,4 +1,4 @@
-"""Finds a model's list of repeated blocks, in any module, and tells which of them are alike."""
+"""Finds the list of repeated blocks in any model, and which of these blocks are equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from ahp.errors import BadInput
 
 MAX_CLASSES = 4
-"""A stack mixes at most this many block classes (hybrids have two: attention and state space); above it, a mere bag."""
+"""A stack mixes at most this many block classes (hybrids have two: attention and state space); a list with more is no stack."""
 
 NOT_PLAIN = object()
 
@@ -22,7 +22,7 @@ class NoBlocks(BadInput):
 
 
 Stack = nn.ModuleList | nn.Sequential
-"""A sequence counts when all its children are alike: of mixed ones it may well be a whole model."""
+"""A Sequential counts when all its children are of one class: one of mixed classes may well be a whole model."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class BlockList:
 def find_blocks(module: nn.Module) -> BlockList:
     """The list or sequence of modules with the most parameters whose children are of one or a few classes.
 
-    Of a list inside a list's child (experts inside a block) the outer wins, because it holds more. Raises NoBlocks.
+    If a list is inside another list's child (experts inside a block), the outer one wins, because it holds more. Raises NoBlocks.
     """
     best: tuple[int, str, Stack] | None = None
     for path, candidate in module.named_modules():
@@ -72,7 +72,7 @@ def block_kinds(blocks: Stack) -> tuple[int, ...]:
 
     Two blocks are of one kind when they have the same classes, the same shapes of parameters and buffers, and the same
     plain attributes, in themselves and in all their submodules. An attribute that merely counts the blocks
-    (``layer_idx``) is not looked at, so Gemma's sliding and full layers differ and LLaMA's layers do not.
+    (``layer_idx``) is ignored, so Gemma's sliding and full layers differ and LLaMA's layers do not.
     """
     facts = [dict(_facts(block)) for block in blocks]
     counting = _counting_keys(facts)
@@ -84,7 +84,7 @@ def block_kinds(blocks: Stack) -> tuple[int, ...]:
 
 
 def _facts(block: nn.Module) -> Iterator[tuple[str, Any]]:
-    """All that tells a block from another, as hashable values under dotted keys."""
+    """Everything in which blocks can differ, as hashable values under dotted keys."""
     for path, module in block.named_modules():
         yield f"{path}:class", type(module)
         for name, value in vars(module).items():
@@ -110,7 +110,7 @@ def _plain(value: Any) -> Any:
 
 
 def _counting_keys(facts: list[dict[str, Any]]) -> set[str]:
-    """Keys whose integer value is the block's position, from whatever it counts (0, 1, ...), wherever it stands."""
+    """Keys whose integer value is the block's position plus a constant, the same for all blocks (counts from 0, 1, ...)."""
     offsets: dict[str, list[int | None]] = {}
     for position, fact in enumerate(facts):
         for key, value in fact.items():

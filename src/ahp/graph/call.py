@@ -18,7 +18,7 @@ class Sight(NamedTuple):
     after: int | None = None
 
     def sees(self, ahead: torch.Tensor) -> torch.Tensor:
-        """Whether a key that lies so far ahead of a query is seen: bool of the shape of ``ahead``."""
+        """Whether a query sees a key that is ``ahead`` tokens after it: bool of the shape of ``ahead``."""
         seen = torch.ones_like(ahead, dtype=torch.bool)
         if self.before is not None:
             seen &= ahead >= -self.before
@@ -32,22 +32,22 @@ BIDIRECTIONAL, CAUSAL = Sight(), Sight(after=0)
 
 @dataclass(frozen=True)
 class Documents:
-    """How a model is told which tokens of a sequence are one document (``ahp.graph.document_mask`` finds it out)."""
+    """How a model is told which tokens of a sequence are one document (found by ``ahp.graph.document_mask``)."""
 
     first_position: int = 0
-    """Which row of its table of positions stands for the first token of a document."""
+    """The row of the model's table of positions for the first token of a document."""
     masks: tuple[tuple[str | None, Sight], ...] = ()
-    """What a token sees of its document, by the kind of layer as the model names it, or under None in every layer. Empty where the
-    model makes its masks of positions that start again: then none is handed in, which would take the place of its own."""
+    """How far a token sees in its document, for each kind of layer by the model's name for it, or under None for every layer. Empty if the
+    model makes its masks from positions that start again: then none is passed, because it would replace the model's own."""
     starts: bool = False
-    """Whether it is handed where documents start in the place of masks, for attention that goes by the lengths of documents
+    """Whether the model is given the starts of documents instead of masks, for attention that works with document lengths
     (``ahp.graph.document_starts``)."""
 
     def arguments(self, position_ids: torch.Tensor) -> dict[str, Any]:
-        """Keyword arguments of the model, ``position_ids`` [B, S] of each token the place in its document, from 0.
+        """Keyword arguments of the model; ``position_ids`` [B, S] is each token's place in its document, from 0.
 
-        A mask is bool [B, 1, S, S], true where a query sees a key: transformers hands such a one on to its blocks as it is, and of
-        several in a mapping each block its own. With ``starts`` it is bool [B, 1, 1, S], true at the first token of each document.
+        A mask is bool [B, 1, S, S], true where a query sees a key: transformers passes such a mask to its blocks unchanged, and gives
+        each block its own of several in a mapping. With ``starts`` it is bool [B, 1, 1, S], true at the first token of each document.
         """
         found: dict[str, Any] = {
             "position_ids": position_ids + self.first_position if self.first_position else position_ids
@@ -56,7 +56,7 @@ class Documents:
             return found
         if self.starts:
             first = position_ids == 0
-            first[:, 0] = True  # a document that began in the sequence before
+            first[:, 0] = True  # a document that began in the previous sequence
             masks = dict.fromkeys((kind for kind, _ in self.masks), first[:, None, None])
             return {**found, "attention_mask": masks.get(None, masks)}
         document = (position_ids == 0).cumsum(1)
@@ -75,9 +75,9 @@ def model_arguments(
     position_ids: torch.Tensor | None = None,
     documents: Documents | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of ``module`` for token ids [B, S], and their places in their documents where several share
-    a sequence (``documents``: how it is told): nothing else, no cache of keys, and no balance loss of a mixture of experts (the
-    runtime makes it from what the routers say)."""
+    """Positional and keyword arguments of ``module`` for token ids [B, S], and their places in their documents if several share a
+    sequence (``documents``: how the model is told). Nothing else: no cache of keys, and no balance loss of a mixture of experts (the
+    runtime computes it from the routers' outputs)."""
     positions = {} if position_ids is None else (documents or Documents()).arguments(position_ids)
     config = getattr(module, "config", None)
     if not hasattr(config, "use_cache") or not hasattr(module, "prepare_inputs_for_generation"):
@@ -92,7 +92,7 @@ def call_model(
     position_ids: torch.Tensor | None = None,
     documents: Documents | None = None,
 ) -> Any:
-    """What ``module`` returns for token ids [B, S], and their places in their documents where several share a sequence."""
+    """The output of ``module`` for token ids [B, S], and their places in their documents if several share a sequence."""
     args, kwargs = model_arguments(module, input_ids, position_ids, documents)
     return module(*args, **kwargs)
 

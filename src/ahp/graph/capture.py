@@ -1,6 +1,6 @@
 """The forward pass of one block as an executable graph of framework operators (torch.fx), with global shapes.
 
-The graph is what slicing decides on and what the runtime rewrites; the operator trace with costs is ``trace``.
+Slicing decides on this graph and the runtime rewrites it; the operator trace with costs is in ``trace``.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Capture:
     """Parameters, then buffers, in the order in which the graph takes them."""
     output_spec: pytree.TreeSpec
     trainable: tuple[bool, ...]
-    """For each activation in turn whether a gradient flows back to it."""
+    """For each activation, whether a gradient flows back to it."""
     places: tuple[int, ...]
-    """For each activation in turn which leaf of the call's arguments it is, those counted that are no tensors."""
+    """For each activation, its index among the leaves of the call's arguments, counting those that are not tensors."""
 
     @property
     def nodes(self) -> list[Node]:
@@ -61,7 +61,7 @@ class Capture:
         return self._placeholders()[len(self.names) :]
 
     def with_gradient(self) -> set[Node]:
-        """Nodes through which a gradient flows to a weight or to what the block was given (floating-point paths only)."""
+        """Nodes through which a gradient flows to a weight or to an input of the block (floating-point paths only)."""
         sources = {n for n in self.weight_nodes().values() if n.meta["val"].is_floating_point()}
         sources |= {n for n, trainable in zip(self.activation_nodes(), self.trainable, strict=True) if trainable}
         return _depends_on(self.nodes, sources)
@@ -71,8 +71,8 @@ class Capture:
 
 
 def weights_of(block: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, shared ones under each of their names; those of a module that stands in several places under its
-    first, because each has one place in memory to be put into."""
+    """Parameters and buffers by name, shared ones under each of their names; those of a module that occurs in several places only under
+    its first, because each has one place in memory to be put into."""
     found: dict[str, torch.Tensor] = {}
     modules = list(block.named_modules())
     for path, module in modules:
@@ -83,7 +83,7 @@ def weights_of(block: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tensor_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among a call's arguments, nested ones too, in a fixed order."""
+    """The tensors among a call's arguments, including nested ones, in a fixed order."""
     return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
 
 
@@ -92,9 +92,9 @@ def capture(
 ) -> Capture:
     """Trace ``block(*args, **kwargs)`` on fake tensors.
 
-    ``shapes`` replaces the shapes of weights whose local part alone is in memory. The arguments may be fake
-    themselves. The graph sets the gradient mode as the block does, so it is for the mode of the call. What the block writes into its buffers the graph writes
-    too. Raises whatever the block raises: data-dependent control flow cannot be traced.
+    ``shapes`` replaces the shapes of weights of which only the local part is in memory. The arguments can be fake themselves. The
+    graph sets the gradient mode as the block does, so it is valid for the mode of this call. It writes into buffers as the block
+    does. Raises whatever the block raises: data-dependent control flow cannot be traced.
     """
     fakes = [leaf for leaf in tensor_leaves(args, kwargs) if isinstance(leaf, FakeTensor)]
     mode = fakes[0].fake_mode if fakes else FakeTensorMode()
@@ -115,7 +115,7 @@ def capture(
         output_spec[:] = [tree]
         return flat
 
-    # A capture may happen while a checkpointed block counts what its forward saves: it must not see what is saved here.
+    # A capture can happen while a checkpointed block counts what its forward saves: it must not see what is saved here.
     unseen = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
     with as_on_data(), mode, unseen:
         weights = [_fake(like) for like in wanted.values()]
@@ -127,7 +127,7 @@ def capture(
 
 
 def _write_back(after: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:
-    """A buffer in whose place the block has put another tensor (``self.mean = ...``) takes the values of that one."""
+    """A buffer that the block has replaced by another tensor (``self.mean = ...``) takes that tensor's values."""
     changed = [name for name, tensor in after.items() if tensor is not before[name]]
     if changed:
         with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Models by name: plain Hugging Face config keys, each with its source and the parameter count that it was published with.
+"""Models by name: plain Hugging Face config keys, each with its source and its published parameter count.
 
-Dropout is 0 everywhere, also where the first papers used 0.1 (GPT-2, BERT): pre-training on more text than one epoch
-does without it, and the same loss under every plan needs it off. A config of one's own keeps what it says.
+Dropout is 0 everywhere, even where the first papers used 0.1 (GPT-2, BERT): pre-training on more text than one epoch
+does without it, and it must be off for the same loss under every plan. A user's own config keeps its dropout.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class CatalogueModel:
-    """``parameters`` is the published count (a tied weight counts once); ``source`` says where from."""
+    """``parameters`` is the published count (a tied weight counts once); ``source`` says where config and count come from."""
 
     config: dict[str, Any]
     parameters: int

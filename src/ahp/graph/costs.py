@@ -1,8 +1,8 @@
 """What one operator costs: floating-point operations, and bytes moved between memory and the processor.
 
-FLOPs follow ``torch.utils.flop_counter``: a multiply-add is two, matrix products, convolutions and attention count and
-element-wise operators are 0 (bytes are what they cost). Fused attention counts the full square of scores also when the
-mask is causal, as torch does: two products forward, five backward (the scores are computed again).
+FLOPs follow ``torch.utils.flop_counter``: a multiply-add is two; matrix products, convolutions and attention count, and
+element-wise operators are 0 (they cost bytes). Fused attention counts the full square of scores even when the mask is
+causal, as torch does: two products forward, five backward (the scores are computed again).
 
 Bytes: every input is read once and every output written once; a view moves nothing; an expanded tensor is read without
 its repetitions; a lookup reads the rows that it returns, not the table.
@@ -21,16 +21,16 @@ aten = torch.ops.aten
 Shape = tuple[int, ...]
 
 LOOKUPS = {"aten.embedding", "aten.index", "aten.index_select", "aten.gather"}
-"""They read as many elements of their first input as they return."""
+"""Operators that read as many elements of their first input as they return."""
 
 UNWRITTEN = {"aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided"}
-"""They reserve memory and write nothing."""
+"""Operators that reserve memory and write nothing."""
 
 OVERWRITES = {"aten.copy_", "aten.zero_", "aten.fill_"}
 """In-place operators that do not read what they replace."""
 
 PICKS = {"aten.nll_loss_forward", "aten.nll_loss_backward"}
-"""Of the log-probabilities they read one for each target, or none: their gradient is zeros but for these."""
+"""Operators that read one log-probability per target, or none: their gradient is zero except at the targets."""
 
 
 def flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
@@ -60,7 +60,7 @@ def traffic(
 
 
 def distinct_bytes(tensor: torch.Tensor) -> int:
-    """Bytes behind a tensor's elements, repetitions by ``expand`` (stride 0) not counted."""
+    """Bytes behind a tensor's elements, without repetitions by ``expand`` (stride 0)."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride != 0 or size == 0 else 1
@@ -110,4 +110,4 @@ OWN_FORMULAS: dict[str, Callable[[Sequence[Any], Any], int]] = {
     "aten.addmv": _matrix_vector,
     "aten.dot": _matrix_vector,
 }
-"""Operators that torch's registry lacks (2.13)."""
+"""Formulas of operators that torch's registry lacks (2.13)."""

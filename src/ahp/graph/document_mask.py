@@ -1,8 +1,8 @@
 """How a model is told to keep the documents of one sequence apart, and whether it then does.
 
 transformers makes masks from positions that start again, but not for every family; others take a whole mask, or one for each kind of
-layer, which they hand on to their blocks. A user's own module may do anything. So the model's own forward runs on a few made-up tokens, up to its blocks:
-what they are given shows who sees whom.
+layer, and pass it on to their blocks. A user's own module can do anything. So the model's own forward runs on a few made-up tokens, up
+to its blocks: the blocks' inputs show which token sees which.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from ahp.graph.capture import tensor_leaves
 from ahp.graph.initialize import initialize
 
 POSITIONS = ((0, 1, 2, 0, 1), (0, 0, 1, 2, 3))
-"""Two rows of two documents each, that lie otherwise: a mask that is one for all rows shows too."""
+"""Two rows of two documents each, with different lengths: this also exposes a mask that is the same for all rows."""
 
 FEWEST_TOKENS = 3
-"""Of a sequence in which the one in the middle is hidden, and who sees first and last is told all the same."""
+"""Tokens of the shortest sequence in which the middle one can be hidden and it still shows who sees the first and the last."""
 
 REPLACED = "a mask of documents would take the place of those that its blocks are given"
 
 SEEN_ABOVE = -1e4
-"""A mask's number that is added to the products: below it a weight is 0 in every precision, exp(-1e4)."""
+"""Threshold of an additive mask: for a number below it the weight, at most exp(-1e4), is 0 in every precision."""
 
 
 def documents_apart(module: nn.Module, sequence_length: int) -> Documents:
-    """By which arguments the model keeps documents apart: positions that start again, or a mask beside them.
+    """The arguments by which the model keeps documents apart: positions that start again, and a mask if it needs one.
 
-    Raises BadInput where tokens would see other documents, or positions that start again would mean something else: every block
-    must be given a mask [.., sequence, sequence], true where a key is seen or numbers that are added, that hides other documents. A
-    mask is handed in where the model makes none of positions, and where without it every token of ``sequence_length`` sees so many
-    before and after itself. Where that differs between blocks each kind of layer gets its own.
+    Raises BadInput if tokens would see other documents, or positions that start again would mean something else: every block must
+    be given a mask [.., sequence, sequence] that hides other documents, true where a key is seen, or numbers that are added. A mask
+    is passed if the model makes none from positions, and if without it all tokens of ``sequence_length`` see equally far before and
+    after themselves. If that differs between blocks, each kind of layer gets its own mask.
     """
     parameters = inspect.signature(module.forward).parameters.keys()
     if not {"position_ids", "kwargs"} & parameters:
@@ -62,7 +62,7 @@ def documents_apart(module: nn.Module, sequence_length: int) -> Documents:
 
 
 class NotApart(BadInput):
-    """A model cannot keep documents apart, for a reason."""
+    """A model cannot keep documents apart; ``reason`` says why."""
 
     def __init__(self, reason: str) -> None:
         rule = f"the model cannot keep documents apart: {reason}"
@@ -78,11 +78,11 @@ class Probe:
         self.blocks = find_blocks(self.model)
         padding = getattr(getattr(module, "config", None), "pad_token_id", None)
         self.token = 2 if padding == 1 else 1
-        """Not what the model pads with, which may have positions of its own; most pad with 0."""
+        """Not the model's padding token, which can have positions of its own; most models pad with 0."""
         self.positions = torch.tensor(POSITIONS)
 
     def unmasked(self, documents: Documents) -> str | None:
-        """A block that would see other documents."""
+        """The first block that would see other documents; None if there is none."""
         given = self.given(documents.arguments(self.positions))
         for number in range(len(self.blocks)):
             if not any(_keeps_apart(tensor) for tensor in given.get(number, [])):
@@ -90,9 +90,9 @@ class Probe:
         return None
 
     def own_masks(self, sequence_length: int) -> tuple[tuple[str | None, Sight], ...]:
-        """What tokens see where nothing is hidden, as ``Documents.masks`` has it; empty where a block is given no mask at all.
+        """How far tokens see if nothing is hidden, as in ``Documents.masks``; empty if a block is given no mask at all.
 
-        Raises BadInput where a mask that is handed in would show more or less than these do.
+        Raises BadInput if a mask that is passed in would show more or less than the model's own.
         """
         sights = self.sights(sequence_length)
         named = self.named(sights)
@@ -101,10 +101,10 @@ class Probe:
         return named
 
     def sights(self, sequence_length: int) -> tuple[Sight, ...]:
-        """How far tokens see in each block; empty where a block is given no mask at all.
+        """How far tokens see in each block; empty if a block is given no mask at all.
 
-        transformers makes no mask where it need not. So a token is said to be padding, and looked at is who sees the others.
-        Raises BadInput where they do not see equally far.
+        transformers makes no mask if it needs none. So one token is declared to be padding, and the mask shows who sees the others.
+        Raises BadInput if they do not see equally far.
         """
         length = max(sequence_length, FEWEST_TOKENS)
         padding = length // 2
@@ -116,7 +116,7 @@ class Probe:
         return () if any(mask is None for mask in masks) else tuple(found[id(mask)] for mask in masks)
 
     def named(self, sights: tuple[Sight, ...]) -> tuple[tuple[str | None, Sight], ...]:
-        """As ``Documents.masks`` has them: one for all blocks, or by the names that the config has for kinds of layers."""
+        """The sights as in ``Documents.masks``: one for all blocks, or keyed by the config's names for kinds of layers."""
         if len(set(sights)) <= 1:
             return tuple((None, sight) for sight in set(sights))
         kinds = getattr(getattr(self.model, "config", None), "layer_types", None) or ()
@@ -130,7 +130,7 @@ class Probe:
     def _check_handed_on(
         self, named: tuple[tuple[str | None, Sight], ...], sights: tuple[Sight, ...], length: int
     ) -> None:
-        """Whether of a mapping of masks each block is given its own."""
+        """Raises NotApart unless each block is given its own mask of a mapping of masks."""
         positions = torch.arange(length).expand(len(POSITIONS), -1) % (length // 2)
         arguments = Documents(masks=named).arguments(positions)
         given, handed = self.given(arguments), arguments["attention_mask"]
@@ -140,7 +140,7 @@ class Probe:
                 raise NotApart(f"of masks by kind of layer block {self.blocks.path}.{number} is not given its own")
 
     def first_position(self) -> int:
-        """From where it counts of its own accord."""
+        """The position from which the model counts by itself."""
         own, ours = (
             self._looked_up({}),
             self._looked_up({"position_ids": torch.arange(self.positions.shape[1]).expand_as(self.positions)}),
@@ -149,24 +149,24 @@ class Probe:
         return further.pop() if len(further) == 1 else 0
 
     def restarts(self, documents: Documents) -> bool:
-        """Whether a token's rows of tables of positions are those that it has in a document by itself."""
+        """Whether tokens read the same rows of position tables as in a document by itself."""
         own, ours = self._looked_up({}), self._looked_up(documents.arguments(self.positions))
         return len(own) == len(ours) and _further([self._restarted(rows) for rows in own], ours) <= {0}
 
     def _restarted(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of tokens that are all alike, the rows at the places in their documents instead of those in the sequence."""
+        """The rows at the tokens' places in their documents instead of in the sequence; the tokens are all equal."""
         if rows.dim() > 2 or rows.shape[-1] != self.positions.shape[1]:
             return rows
         return rows.expand(self.positions.shape).gather(1, self.positions)
 
     def _looked_up(self, arguments: dict[str, Any]) -> list[torch.Tensor]:
-        """Which rows of its embeddings the model reads before its blocks."""
+        """The rows of its embeddings that the model reads before its blocks."""
         with _LookUps() as found:
             self.given(arguments)
         return found.rows
 
     def given(self, arguments: dict[str, Any]) -> dict[int, list[torch.Tensor]]:
-        """The tensors that each block is called with, by its number. Blocks hand on what the first was given."""
+        """The tensors that each block is called with, keyed by block number. Blocks return the input of the first block."""
         given: dict[int, list[torch.Tensor]] = {}
 
         def standing_for(number: int) -> Callable[..., torch.Tensor]:
@@ -194,7 +194,7 @@ class Probe:
 
 
 def _without_memory(module: nn.Module) -> nn.Module:
-    """A copy on the CPU that can run: of every weight, and of buffers on the meta device, one zero stands for all elements."""
+    """A copy on the CPU that can run: one zero stands for all elements of each weight, and of each buffer on the meta device."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         zero = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
@@ -207,7 +207,7 @@ def _without_memory(module: nn.Module) -> nn.Module:
 
 
 def _integers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers on the meta device that number positions, it may be, with the values that they start from."""
+    """Buffers of integers on the meta device, which may number positions, with their initial values."""
     names = [name for name, buffer in module.named_buffers() if buffer.is_meta and not buffer.is_floating_point()]
     if not names:
         return {}
@@ -223,7 +223,7 @@ class _Done(BaseException):
 
 
 class _LookUps(TorchFunctionMode):
-    """Notes the rows that are read: what a module is called with need not be these (OPT's is given a mask, and counts)."""
+    """Records the rows that are read: a module can be called with something else (OPT's is given a mask, and counts)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,12 +236,12 @@ class _LookUps(TorchFunctionMode):
 
 
 def _further(some: list[torch.Tensor], others: list[torch.Tensor]) -> set[int]:
-    """By how much rows of the first lie behind those of the second, everywhere. One row of positions may stand for all."""
+    """All differences between rows of the first and of the second. One row of positions can stand for all."""
     return {int(more) for one, other in zip(some, others, strict=False) for more in (one - other).unique()}
 
 
 def _keeps_apart(tensor: torch.Tensor) -> bool:
-    """Whether it is a mask by which a token sees itself and no other document."""
+    """Whether a tensor is a mask with which each token sees itself and no other document."""
     batch, length = len(POSITIONS), len(POSITIONS[0])
     if tensor.dim() < 2 or tensor.shape[-2:] != (length, length):
         return False
@@ -254,7 +254,7 @@ def _keeps_apart(tensor: torch.Tensor) -> bool:
 
 
 def _hides(tensor: torch.Tensor, padding: int) -> bool:
-    """Whether it is a mask by which no token sees this one, but for itself."""
+    """Whether a tensor is a mask with which no other token sees the one at ``padding``."""
     if tensor.dim() < 2 or tensor.shape[-1] != tensor.shape[-2]:
         return False
     seen = _seen(tensor[..., padding])
@@ -262,7 +262,7 @@ def _hides(tensor: torch.Tensor, padding: int) -> bool:
 
 
 def _sight(mask: torch.Tensor, padding: int) -> Sight:
-    """How far every token sees by a mask of one document in which one token is hidden. Raises BadInput where they do not see alike."""
+    """How far all tokens see with a mask of one document that hides one token. Raises BadInput if it is not boolean, or they see unequally far."""
     if mask.dtype != torch.bool:
         raise NotApart("its attention is not fused, and a mask is handed to scaled_dot_product_attention alone")
     length = mask.shape[-1]

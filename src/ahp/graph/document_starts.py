@@ -1,8 +1,8 @@
-"""Whether a model's attention can be given where documents start, in the place of a mask: kernels that go by the lengths of documents
-need no more, and no mask [sequence, sequence] lies in memory.
+"""Whether a model's attention can be given the starts of documents instead of a mask: kernels that work with document lengths need no
+more, and no mask [sequence, sequence] takes memory.
 
-What is handed in is bool [batch, 1, 1, sequence], true at the first token of each document. As a mask it would be wrong. So it is handed in only
-where it is proven on the traced blocks that it arrives at ``scaled_dot_product_attention`` and nowhere else, and at every call of it.
+The starts are bool [batch, 1, 1, sequence], true at the first token of each document. As a mask they would be wrong. So they are passed
+only if the traced blocks prove that they arrive at every call of ``scaled_dot_product_attention``, and nowhere else.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ahp.graph.torch_compat import FakeTensorMode
 
 BATCH = 2
 LONGEST_PROBED = 4096
-"""Tokens with which a model is asked how far they see: its masks of as many are 17 MB a row. Windows that are longer are looked for in the config."""
+"""The most tokens with which a model is probed for how far they see: such a mask takes 17 MB per row. Longer windows are looked up in the config."""
 
 WINDOWS = ("window", "local", "chunk")
-"""Parts of the names by which configs of transformers call how far a token sees."""
+"""Parts of the names that transformers' configs have for how far a token sees."""
 
 WIDEST_HEAD, HEAD_STEP = 256, 8
-"""Of FlashAttention (torch 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd)."""
+"""Limits of FlashAttention (torch 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd)."""
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -43,20 +43,20 @@ HANDING_ON = {
     aten.slice.Tensor, aten.view.default, aten.reshape.default, aten.expand.default, aten.alias.default, aten.detach.default,
     aten.contiguous.default, aten.clone.default, aten.to.dtype, aten.to.device, aten._to_copy.default,
 }  # fmt: skip
-"""Operators that give the same tensor where its shape and type stay."""
+"""Operators that return the same values, if shape and type stay the same."""
 
 
 @dataclass(frozen=True)
 class DocumentStarts:
-    """How a model is called so that its attention is given where documents start."""
+    """How a model is called so that its attention is given the starts of documents."""
 
     documents: Documents
     sights: tuple[Sight, ...]
-    """Of each block, how far a token sees in its document."""
+    """For each block, how far a token sees in its document."""
 
 
 def document_starts(module: nn.Module, documents: Documents, sequence_length: int) -> DocumentStarts | str:
-    """``documents``: how it is called with masks. Where these must stay, the reason why."""
+    """How to call the model with document starts, or the reason why it needs masks. ``documents``: how it is called with masks."""
     if "attention_mask" not in inspect.signature(module.forward).parameters:
         return "its forward takes no attention_mask"
     probe = Probe(module)
@@ -76,7 +76,7 @@ def document_starts(module: nn.Module, documents: Documents, sequence_length: in
 
 
 def _lost(probe: Probe, documents: Documents) -> str | None:
-    """A block that the starts do not come to, or other positions than with masks."""
+    """Why starts do not work: a block does not get them, or positions differ from those with masks."""
     if not probe.restarts(documents):
         return "its positions would be others than with masks"
     given = probe.given(documents.arguments(probe.positions))
@@ -88,7 +88,7 @@ def _lost(probe: Probe, documents: Documents) -> str | None:
 
 
 def _long_window(module: nn.Module, sequence_length: int) -> str | None:
-    """A window that was too long to show, and is shorter than the sequence."""
+    """A window that is too long for the probe to see, and shorter than the sequence."""
     config = getattr(module, "config", None)
     if sequence_length <= LONGEST_PROBED:
         return None
@@ -102,7 +102,7 @@ def _long_window(module: nn.Module, sequence_length: int) -> str | None:
 
 
 def _misread(module: nn.Module, documents: Documents, sequence_length: int) -> str | None:
-    """What a block does with the starts beside giving them to each of its attentions as they are."""
+    """What a block does with the starts besides passing them unchanged to each of its attentions."""
     with in_training(module):
         if read := _read_outside(module, documents, sequence_length):
             return read
@@ -116,7 +116,7 @@ def _misread(module: nn.Module, documents: Documents, sequence_length: int) -> s
 
 
 def _read_outside(module: nn.Module, documents: Documents, sequence_length: int) -> str | None:
-    """Attention that is in none of the blocks, or what else there makes numbers of the starts."""
+    """Attention outside the blocks, or another function there that computes numbers from the starts."""
     with FakeTensorMode():
         fake = fake_copy(module)
         outside = _Outside(find_blocks(fake).blocks)
@@ -127,7 +127,7 @@ def _read_outside(module: nn.Module, documents: Documents, sequence_length: int)
 
 
 class _Outside(TorchFunctionMode):
-    """Looks at what runs in none of the blocks."""
+    """Watches what runs outside the blocks."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def _misread_in(captured: Capture, shape: tuple[int, ...]) -> str | None:
 
 
 def _misfit(attention: Node, starts: set[Node]) -> str | None:
-    """Why a call of attention is none of whole documents with a kernel of its shape."""
+    """Why a call of attention does not work with starts: it takes another mask or dropout, or no kernel has its shape."""
     if _argument(attention, 3, "attn_mask", None) not in starts:
         return "a block's attention has another mask"
     if _argument(attention, 4, "dropout_p", 0.0):

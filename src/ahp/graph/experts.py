@@ -1,7 +1,7 @@
-"""Which modules hold the experts of a mixture: seen by the shapes of their parameters and by how they are called.
+"""Finds the modules that hold a mixture's experts, by the shapes of their parameters and by how they are called.
 
-transformers writes them all alike: one module with stacked weights [experts, ...], called with the tokens, the experts
-that the router chose for each, and their weights. No family is known by name; a module of anyone's that is like that counts.
+In transformers they all have one form: one module with stacked weights [experts, ...], called with the tokens, the experts
+that the router chose for each, and their weights. No family is known by name; anyone's module of this form counts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 def num_stacked(module: nn.Module) -> int | None:
     """The number of experts whose weights are stacked in a module's own parameters, or None.
 
-    Every one of them is [experts, ...], some are matrices [experts, rows, columns], and no submodule has others.
+    Every parameter must be [experts, ...], at least one of them matrices [experts, rows, columns], and submodules must have none.
     """
     own = list(module.parameters(recurse=False))
     if not any(p.ndim == 3 for p in own) or len(own) != len(list(module.parameters())):
@@ -24,7 +24,7 @@ def num_stacked(module: nn.Module) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-# ``custom_op`` and ``register_fake`` would look for the source of their caller in every module there is, at each start.
+# ``custom_op`` and ``register_fake`` would search every loaded module for the source of their caller, at each start.
 torch.library.define(
     "ahp::experts", "(Tensor tokens, Tensor chosen, Tensor weights, str path, bool is_summand) -> Tensor"
 )
@@ -38,7 +38,7 @@ def _like_tokens(
 
 
 EXPERTS = torch.ops.ahp.experts.default
-"""Stands in a traced block for the call of the experts at ``path``, tokens [T, H] -> [T, H]: it is never run.
+"""Replaces the call of the experts at ``path`` in a traced block, tokens [T, H] -> [T, H]; it is never run.
 
 ``is_summand``: whether a tensor-parallel rank, which has a part of each expert, gets a summand of the results.
 """
@@ -47,12 +47,12 @@ EXPERTS = torch.ops.ahp.experts.default
 def experts(
     tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, path: str, is_summand: bool
 ) -> torch.Tensor:
-    """The operator, called."""
+    """Call the operator."""
     return EXPERTS(tokens, chosen, weights, path, is_summand)  # type: ignore[no-any-return]
 
 
 class Watch:
-    """Notes, while a model runs, which candidates below ``paths`` are called as experts are."""
+    """Records, while a model runs, which candidates below ``paths`` are called like experts."""
 
     def __init__(self, model: nn.Module, paths: list[str]) -> None:
         self._seen: dict[str, bool] = {}
@@ -70,7 +70,7 @@ class Watch:
         return hook
 
     def found(self) -> tuple[str, ...]:
-        """The names, in the order of their calls; nothing is noted any more."""
+        """The names, in the order of their calls; recording ends."""
         for handle in self._handles:
             handle.remove()
         return tuple(name for name, right in self._seen.items() if right)

@@ -19,10 +19,10 @@ PHASE_COLOURS = {"forward": "#dbe9f6", "backward": "#fbe3d4"}
 
 
 def to_json(graph: ModelGraph, *, indent: int | None = None) -> str:
-    """The whole graph; its law of growth goes with it, so ``at`` works on what ``from_plain`` makes of it.
+    """The whole graph with its law of growth, so that ``at`` works on the graph that ``from_plain`` reads.
 
     A tensor is ``[dtype, size, size, ...]``; sizes in elements, ``bytes_*`` in bytes, ``flops`` as in ahp.graph.costs.
-    ``totals`` counts repeated blocks as often as they stand in the model; it is for readers, not for ``from_plain``.
+    ``totals`` counts each repetition of a block; it is for readers, not for ``from_plain``.
     """
     totals = {
         "num_parameters": graph.num_parameters,
@@ -57,7 +57,7 @@ def to_dot(graph: ModelGraph, segment: str | None = None) -> str:
 
 
 def to_plain(graph: ModelGraph) -> dict[str, Any]:
-    """The graph as JSON has it, without its totals."""
+    """The graph as plain data for JSON, without its totals."""
     plain: dict[str, Any] = {name: getattr(graph, name) for name in PLAIN_FIELDS}
     plain["embedding"] = _segment_to_plain(graph.embedding)
     plain["blocks"] = [_segment_to_plain(block) for block in graph.blocks]
@@ -67,7 +67,7 @@ def to_plain(graph: ModelGraph) -> dict[str, Any]:
 
 
 def from_plain(data: dict[str, Any]) -> ModelGraph:
-    """The graph that ``to_plain`` has written."""
+    """The graph that ``to_plain`` wrote."""
     return ModelGraph(
         **{name: data[name] for name in PLAIN_FIELDS}
         | {

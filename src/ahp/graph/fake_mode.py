@@ -1,4 +1,4 @@
-"""Makes models take the same decisions on tensors without data as they take in training."""
+"""Makes models take the same decisions on tensors without data as in training."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 @contextmanager
 def as_on_data(*, document_mask: bool = False) -> Iterator[None]:
-    """Two decisions that transformers takes by looking at data or at kernels, taken as in real training; and no log of
-    every operator that fails on fake tensors, because the error itself is enough.
+    """Makes two decisions of transformers, which depend on data or on kernels, come out as in real training; and turns off
+    the log of every operator that fails on fake tensors, because the error itself is enough.
 
-    Whether a row packs several documents it finds out from the positions; on tensors without data it cannot, and builds a
-    mask: right for a job with a ``document_mask``, but training on plain batches does not have it. And the shape rule of torch's grouped product knows
-    bf16 only, though the kernel takes fp32; transformers' own operator stands in for it (it saves the same tensors but
-    for the offsets of the groups, 4 bytes an expert).
+    transformers finds out from the positions whether a row packs several documents; without data it cannot, and builds a
+    mask: right for a job with a ``document_mask``, but training on plain batches has none. And the shape rule of torch's
+    grouped product takes only bf16, though the kernel takes fp32; transformers' own operator replaces it (it saves the
+    same tensors, except for the offsets of the groups, 4 bytes per expert).
     """
     from transformers import masking_utils
     from transformers.integrations import moe

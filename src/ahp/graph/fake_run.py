@@ -1,4 +1,4 @@
-"""Runs a module's forward, loss and backward once on tensors without data, and says which part ran which operator."""
+"""Runs a module's forward, loss and backward once on tensors without data, and records which part ran which operator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IGNORED_LABEL = -100
 
 @dataclass
 class FakeRun:
-    """What one run gave: operators in order of execution, and what each place hands to the next."""
+    """The results of one run: operators in order of execution, and what each place passes to the next."""
 
     operators: list[Recorded]
     outputs: dict[Any, TensorSpec] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Subject:
     dtype: torch.dtype
     fused_attention: bool
     documents: Documents | None = None
-    """How the model is told which tokens are one document, where several share a sequence and do not see each other."""
+    """How the model is told which tokens are one document, if several share a sequence and do not see each other."""
 
 
 def fake_run(subject: Subject, batch: int, sequence: int) -> FakeRun:
@@ -90,9 +90,9 @@ def next_token_loss(logits: torch.Tensor, labels: torch.Tensor, *, shift: bool) 
 
 
 class _Passing(nn.Module):
-    """Stands for a block that is not run: hands on its input in the form in which the last real block answered.
+    """Replaces a block that is not run: returns its input in the form of the last real block's output.
 
-    Attributes that the model asks of a block (``attention_type``) are the real block's.
+    Attributes that the model reads from a block (``attention_type``) are the real block's.
     """
 
     def __init__(self, block: nn.Module, answer: list[Any]) -> None:
@@ -117,7 +117,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 @contextmanager
 def others_pass_on(found: BlockList | None, kept: frozenset[int]) -> Iterator[None]:
-    """Replace the blocks but those at the positions ``kept``, and put them back."""
+    """Replace all blocks except those at the positions ``kept``, and put them back at the end."""
     if found is None:
         yield
         return
@@ -144,7 +144,7 @@ def others_pass_on(found: BlockList | None, kept: frozenset[int]) -> Iterator[No
 
 @contextmanager
 def in_training(module: nn.Module) -> Iterator[None]:
-    """Within, every part of the module is in training; then as it was."""
+    """Put every part of the module into training mode; restore each part's mode at the end."""
     modes = {part: part.training for part in module.modules()}
     module.train()
     try:
@@ -155,7 +155,7 @@ def in_training(module: nn.Module) -> Iterator[None]:
 
 
 class _AttentionWithoutMask(TorchFunctionMode):
-    """Fused attention draws its dropout from a seed; the CPU has no such kernel and would fall back to the plain one."""
+    """Turns off dropout in fused attention, which draws it from a seed: the CPU has no such kernel and would fall back to the plain one."""
 
     def __init__(self, fused: bool) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class _AttentionWithoutMask(TorchFunctionMode):
 
 
 def _with_wide_values(attention: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Heads whose values are narrower than their queries (multi-head latent attention): kernels for GPUs take them or
+    """Attention with padded values, if they are narrower than queries (multi-head latent attention): GPU kernels take or
     pad them, the CPU's would fall back to the plain one."""
     query, value = args[0], args[2]
     width = value.shape[-1]
@@ -183,7 +183,7 @@ def _with_wide_values(attention: Any, args: Any, kwargs: Any) -> torch.Tensor:
 
 
 def _without_data(subject: Subject) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Stand-ins on the CPU: floating parameters in the compute dtype, buffers in their own."""
+    """Stand-ins for parameters and buffers on the CPU: floating parameters in the compute dtype, buffers in their own."""
 
     def empty(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=dtype, device="cpu")
@@ -197,7 +197,7 @@ def _without_data(subject: Subject) -> tuple[dict[str, torch.Tensor], dict[str, 
 
 @contextmanager
 def _follow(subject: Subject, where: Where, run: FakeRun) -> Iterator[None]:
-    """Hooks on every module that keep ``where`` up to date and note what the places hand on."""
+    """Hooks on every module that keep ``where`` up to date and record what the places pass on."""
     handles: list[Any] = []
     prefix = "" if subject.blocks is None else f"{subject.blocks.path}."
     try:
@@ -218,7 +218,7 @@ def _follow(subject: Subject, where: Where, run: FakeRun) -> Iterator[None]:
 def _steps(
     where: Where, run: FakeRun, short: str, position: int | None, subject: Subject
 ) -> tuple[Callable[..., None], Callable[..., None]]:
-    """What to do before and after one module; ``position`` is given for a block."""
+    """The hooks before and after one module; ``position`` is given for a block."""
     count = len(subject.blocks) if subject.blocks is not None else 0
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -1,7 +1,7 @@
-"""A traced graph without writes into fresh memory, without operators that take a tensor for its shape or type alone, and with one
-name for operators that have several.
+"""Rewrites a traced graph: no writes into fresh memory, no operators that take a tensor only for its shape or type, and one name for
+operators that have several.
 
-Each replacement computes the same. Writes that something else may see are left as they are.
+Each replacement computes the same. Writes that something else could see are left as they are.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _SYNONYMS: dict[Any, Any] = {
     aten.concatenate.default: aten.cat.default,
     aten.broadcast_to.default: aten.expand.default,
 }
-"""Other names of operators, which take the same arguments. Slicing and the cut of sequences know one name of each."""
+"""Other names of operators, with the same arguments. Slicing and the cutting of sequences know one name of each."""
 _OF_MATRICES = {aten.numpy_T.default, aten.mT.default}
-"""x.T and x.mT, which take no dims; of two dims they are one transposition (Falcon's layers multiply by weight.T)."""
+"""x.T and x.mT, which take no dims; for two dims both are one transposition (Falcon's layers multiply by weight.T)."""
 _EMPTY = {aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default}
 
 
@@ -46,7 +46,7 @@ def _take_usual_name(node: Node) -> None:
 
 
 def _take_no_example(graph: Graph, node: Node) -> None:
-    """x.view_as(y) and x.type_as(y) say only what y's shape or type is."""
+    """x.view_as(y) and x.type_as(y) need only y's shape or type: replace them by operators without y."""
     value: Any = node.meta.get("val")
     if node.target is aten.type_as.default:
         node.target, node.args = aten.to.dtype, (node.args[0], value.dtype)
@@ -95,7 +95,7 @@ def _start(piece: Node) -> int:
 
 
 def _tile(pieces: list[Node], whole: Node, dim: int) -> bool:
-    """Whether pieces in order cover the whole along ``dim``, each once."""
+    """Whether the ordered pieces cover the whole along ``dim`` exactly once."""
     at = 0
     for piece in pieces:
         if _start(piece) != at:
@@ -105,7 +105,7 @@ def _tile(pieces: list[Node], whole: Node, dim: int) -> bool:
 
 
 def _as_piece(graph: Graph, source: object, piece: Node) -> Node:
-    """What is copied, in the shape and type of the place it is copied to."""
+    """The copied tensor, in the shape and type of the place it is copied to."""
     assert isinstance(source, Node)
     value, given = piece.meta["val"], source.meta["val"]
     if given.dtype != value.dtype:
@@ -118,9 +118,9 @@ def _as_piece(graph: Graph, source: object, piece: Node) -> Node:
 
 
 def _without_writes(graph: Graph) -> None:
-    """Replace ``x.op_(...)`` by ``op(x, ...)`` wherever nothing else looks at the memory of x; leave the others.
+    """Replace ``x.op_(...)`` by ``op(x, ...)`` wherever nothing else reads the memory of x; leave the others.
 
-    So it is where x is what an operator returned in memory of its own, and no view of it was made before the write.
+    This holds if an operator returned x in memory of its own, and no view of x was made before the write.
     """
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
@@ -171,7 +171,7 @@ def _owns_memory(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Whether what a call returns may share memory with what it was given."""
+    """Whether the result of a call may share memory with its arguments."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return True
     if node.target in (aten.to.dtype, aten.contiguous.default, aten.reshape.default):

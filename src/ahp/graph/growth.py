@@ -1,9 +1,9 @@
-"""How a graph grows with the micro-batch: two traces, one sequence apart, fix every number for any size.
+"""How a graph grows with the micro-batch: two traces, one sequence apart, determine every number for any size.
 
 A size of a tensor is ``constant + slope * b`` (B, B*S, B*heads, or none of them), so two traces give it exactly.
 Bytes are sums of tensors and FLOPs are products over the distinct sizes of an operator's tensors. As long as no single
-tensor has two growing sizes, at most one factor of each product grows, so they are of the same form. Where one tensor
-has two (a product across the batch), the number is taken as ``slope * b + square * b**2``, which vanishes with b.
+tensor has two growing sizes, at most one factor of each product grows, so they are of the same form. If one tensor
+has two (a product across the batch), the number is taken as ``slope * b + square * b**2``, which is 0 for b = 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ahp.graph.operators import ModelGraph, Operator, Segment, TensorSpec
 
 
 def grows_alike(small: ModelGraph, large: ModelGraph) -> bool:
-    """Whether two traces have the same operators, so that one law joins them."""
+    """Whether two traces have the same operators, so that one law holds for both."""
     return len(small.blocks) == len(large.blocks) and all(
         [(o.name, o.phase, o.depends_on, len(o.inputs)) for o in a.operators]
         == [(o.name, o.phase, o.depends_on, len(o.inputs)) for o in b.operators]
@@ -24,7 +24,7 @@ def grows_alike(small: ModelGraph, large: ModelGraph) -> bool:
 
 
 def at(graph: ModelGraph, micro_batch_size: int) -> ModelGraph:
-    """The graph for another micro-batch size. Raises BadInput for a size below 1, or a graph without its pair."""
+    """The graph for another micro-batch size. Raises BadInput for a size below 1, or a graph without a ``larger`` one."""
     if not isinstance(micro_batch_size, int) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
         raise bad_input("micro_batch_size", micro_batch_size, "a whole number of sequences, at least 1")
     if micro_batch_size == graph.micro_batch_size:
@@ -34,9 +34,9 @@ def at(graph: ModelGraph, micro_batch_size: int) -> ModelGraph:
             f"micro_batch_size = {micro_batch_size}: {graph.name} runs other operators for other batches; "
             f"analyze it with micro_batch_size={micro_batch_size} instead of {graph.micro_batch_size}"
         )
-    # A batch of one often takes a path of its own (a dim of one needs no copy); then the law is that of two and three.
+    # A batch of one often takes a path of its own (a dim of one needs no copy); then the law comes from two and three.
     small, large = (graph.larger, graph.larger.larger) if graph.larger.larger is not None else (graph, graph.larger)
-    # The two traces are those of every other size as well.
+    # The same two traces serve every other size as well.
     return replace(_extended(small, large, micro_batch_size), larger=replace(small, larger=large))
 
 
@@ -74,7 +74,7 @@ class _Law:
         return self._grown(a, b)[0]
 
     def _grown(self, a: TensorSpec, b: TensorSpec) -> tuple[TensorSpec, int]:
-        """And how many of its sizes grow; most tensors are read by several operators."""
+        """The extended tensor, and how many of its sizes grow. Kept, because most tensors are read by several operators."""
         found = self._specs.get((a, b))
         if found is None:
             sizes = tuple(self.number(m, n) for m, n in zip(a.shape, b.shape, strict=True))

@@ -1,4 +1,4 @@
-"""A model's own initialisation: transformers' rules, or ``reset_parameters`` of its modules."""
+"""A model's own initialization: transformers' rules, or ``reset_parameters`` of its modules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def is_hub_model(module: nn.Module) -> bool:
-    """Whether it is one of transformers', which know how to initialise themselves."""
+    """Whether a module is one of transformers' models, which can initialize themselves."""
     return hasattr(module, "_init_weights") and hasattr(module, "config")
 
 
@@ -22,7 +22,7 @@ def initialize(module: nn.Module) -> None:
 
 
 def _initialize_hub_model(module: nn.Module) -> None:
-    """transformers' own initialisation; it skips what it believes to be loaded already, so that mark is taken off."""
+    """transformers' own initialization; it skips tensors and modules marked as loaded, so the marks are removed first."""
     for child in module.modules():
         if hasattr(child, "_is_hf_initialized"):
             del child._is_hf_initialized

@@ -1,9 +1,9 @@
-"""Graphs that were traced before, kept as data: what plans on them imports neither torch nor transformers.
+"""Traced graphs kept as data, so that planning on them imports neither torch nor transformers.
 
-A graph is a fact of the model's config, of the job (sequence length, precision, document mask), of the attention kernel, and of the
-code that traces it: torch, transformers and ``ahp.graph``. All of these are in its key, so that a graph is traced again where one of
-them has changed. The package ships those of the catalogue's models for the job that ``ahp plan`` chooses (``.ci/ship_graphs.py`` makes
-them, a test holds them to what is traced); others are kept in the user's cache. A live module and a factory are traced every time: their code may have changed.
+A graph depends on the model's config, the job (sequence length, precision, document mask, adapters), the attention kernel, and the
+code that traces it: torch, transformers and ``ahp.graph``. All of these are in its key, so that a graph is traced again if one of
+them changes. The package ships those of the catalogue's models for the job that ``ahp plan`` chooses (made by ``.ci/ship_graphs.py``,
+checked by a test); others are kept in the user's cache. Live modules and factories are traced every time: their code may have changed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Key = dict[str, Any]
 
 SHIPPED = Path(__file__).parent / "traced"
 TRACED_BY = "code.txt"
-"""Beside the shipped graphs: the digest of the code that they were traced by."""
+"""File next to the shipped graphs: the digest of the code that traced them."""
 
 MOST_KEPT = 200
-"""Files in the user's cache, some 20 KB each; beyond them the oldest go."""
+"""The most files in the user's cache, about 20 KB each; beyond that the oldest are deleted."""
 
 
 def analyze(
@@ -48,7 +48,7 @@ def analyze(
     """Trace one micro-batch of ``model`` under ``job`` (its sequence length, precision, document mask and adapters are used).
 
     ``model`` as in ``ahp.graph.models``; a live module is run in place and left as it was. ``attention``: ``flash``
-    (one fused operator) or ``math`` (scores are materialised). A model that was traced so before is read from the cache.
+    (one fused operator) or ``math`` (scores are materialized). A model that was traced like this before is read from the cache.
     Raises BadInput when the model cannot be built, or cannot run on tensors without data.
 
     Example:
@@ -84,7 +84,7 @@ def analyze(
 
 
 def context_of(model: Any) -> int | None:
-    """Tokens of the longest sequence that a model is made for, as far as it says so. Raises BadInput as ``analyze`` does."""
+    """Tokens of the longest sequence that a model is made for; None if its config does not say so. Raises BadInput like ``analyze``."""
 
     def found() -> int | None:
         from ahp.graph import positions
@@ -95,13 +95,13 @@ def context_of(model: Any) -> int | None:
 
 
 def kept(model: Any, key: Key, make: Callable[[], Any], *, made_by: Path | None = None) -> Any:
-    """Plain data of a model: as shipped or as kept, else made and kept, with the warnings that came of making it.
+    """Plain data about a model: shipped or kept, else made and kept, with the warnings from making it.
 
     Args:
-        model: any description of a model; where it is code, what it makes is made every time.
-        key: what the data depends on beside the model, its first entry what it is; plain.
-        make: what makes it.
-        made_by: a folder of the code that makes it, beside ``ahp.graph``.
+        model: any description of a model; if it is code, the data is made every time.
+        key: what the data depends on besides the model, as plain data; the first entry says what the data is.
+        make: makes the data.
+        made_by: a folder of code that makes the data, besides ``ahp.graph``.
     """
     asked = _asked(model, key, made_by)
     if asked is None:
@@ -120,12 +120,12 @@ def kept(model: Any, key: Key, make: Callable[[], Any], *, made_by: Path | None 
 
 
 def is_description(model: Any) -> bool:
-    """Whether a model is given as plain data that says all about it: a name, a config, its keys."""
+    """Whether a model is given as plain data that describes it fully: a name, a config, its keys."""
     return isinstance(model, dict) or (isinstance(model, (str, Path)) and not is_factory(model))
 
 
 def _asked(model: Any, key: Key, made_by: Path | None) -> str | None:
-    """The same text for the same key, model and code; None where the model is code, or of keys that are not plain data."""
+    """The same text for the same key, model and code; None if the model is code, or its keys are not plain data."""
     if not is_description(model):
         return None
     whole = {"model": _facts(model), **key, "libraries": _libraries()}
@@ -134,11 +134,11 @@ def _asked(model: Any, key: Key, made_by: Path | None) -> str | None:
     try:
         return json.dumps(whole, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError):
-        return None  # transformers will say what is wrong
+        return None  # transformers will raise an error that says what is wrong
 
 
 def _facts(model: str | Path | dict[str, Any]) -> Key:
-    """Of a model's description what a graph depends on: its name and its path are not."""
+    """What a graph depends on in a model's description: its keys, not its name or its path."""
     if isinstance(model, dict):
         return {"keys": model}
     name = str(model)
@@ -150,13 +150,13 @@ def _facts(model: str | Path | dict[str, Any]) -> Key:
 
 @cache
 def _libraries() -> dict[str, str]:
-    """The minor releases of what traces: a patch mends faults and leaves operators as they are."""
+    """The minor releases of the libraries that trace: a patch release fixes bugs and leaves operators as they are."""
     return {name: ".".join(metadata.version(name).split(".")[:2]) for name in ("torch", "transformers")}
 
 
 @cache
 def code(folder: Path = Path(__file__).parent) -> str:
-    """A digest of the code in a folder: of what traces graphs, where none is given."""
+    """A digest of the code in a folder, by default of the code that traces graphs."""
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
         digest.update(file.read_bytes())
@@ -164,7 +164,7 @@ def code(folder: Path = Path(__file__).parent) -> str:
 
 
 def _shipped(model: Any, asked: str) -> dict[str, Any] | None:
-    """What the package has of a catalogue's model under this key; releases of the libraries that trace the same share it."""
+    """The package's data for a catalogue model under this key; library releases that trace the same share it."""
     if not isinstance(model, str) or model not in CATALOGUE:
         return None
     file = SHIPPED / f"{model}.json.gz"
@@ -175,7 +175,7 @@ def _shipped(model: Any, asked: str) -> dict[str, Any] | None:
 
 
 def _read(file: Path, asked: str) -> dict[str, Any] | None:
-    """None where there is no such file, or a damaged one (gzip has a checksum), which is then written anew."""
+    """The kept data; None if the file is missing or damaged (gzip has a checksum), in which case it is written again."""
     try:
         found = unpacked(file.read_bytes())
     except (OSError, EOFError, ValueError, zlib.error):
@@ -184,7 +184,7 @@ def _read(file: Path, asked: str) -> dict[str, Any] | None:
 
 
 def _write(file: Path, found: dict[str, Any]) -> None:
-    """Where the cache cannot be written the next command traces again."""
+    """Write the data into the cache; if that fails, the next command traces again."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_aside(file, packed(found))
@@ -194,7 +194,7 @@ def _write(file: Path, found: dict[str, Any]) -> None:
 
 
 def packed(found: Any) -> bytes:
-    """The same bytes for the same data, whenever it is written."""
+    """The data as compressed JSON: the same bytes for the same data, whenever it is written."""
     return gzip.compress(json.dumps(found, separators=(",", ":")).encode(), mtime=0)
 
 

@@ -1,4 +1,4 @@
-"""Keys and values of fewer heads than queries have: where they are made, from the graph alone."""
+"""Finds where keys and values with fewer heads than queries are made, from the graph alone."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ if TYPE_CHECKING:
     from ahp.graph.operators import ModelGraph, Operator, Segment
 
 BATCHED = ("aten.bmm", "aten.baddbmm")
-"""Products of activations with activations: the scores of unfused attention, and what follows from them."""
+"""Products of activations with activations: the scores of unfused attention, and the product with the values."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """How the keys and values of one segment come about."""
+    """Where the keys and values of one segment are made. Operators are given by index."""
 
     heads: int = 0
-    """The fewest of any attention in it; 0 = it has none with fewer than queries."""
+    """The fewest key heads of any attention in the segment; 0 = none has fewer than query heads."""
     products: frozenset[int] = frozenset()
-    """Weight products that make keys and values of fused attention, and nothing else; none where they cannot be told apart."""
+    """Weight products that make keys and values of fused attention, and nothing else; empty if these cannot be told apart."""
     between: frozenset[int] = frozenset()
-    """What lies between them and attention."""
+    """Operators between these products and attention."""
     read: tuple[int, ...] = ()
-    """Of all these, those that attention reads."""
+    """Operators of ``products`` and ``between`` that attention reads."""
 
 
 def keys_of(segment: Segment) -> Keys:
@@ -43,7 +43,7 @@ def keys_of(segment: Segment) -> Keys:
 
 
 def is_fused(op: Operator) -> bool:
-    """Attention in one operator, of [batch, heads, tokens, width]."""
+    """Whether an operator is a whole attention, on [batch, heads, tokens, width]."""
     return "attention" in op.name and len(op.inputs) >= 3 and len(op.inputs[0].shape) == 4
 
 
@@ -53,7 +53,7 @@ def has_fused_attention(graph: ModelGraph) -> bool:
 
 
 def leads_to_attention(forward: list[Operator], products: set[int]) -> set[int]:
-    """Weight products with no other one between them and attention, before it or after it."""
+    """Weight products before or after attention with no other weight product in between."""
     core = {op.index for op in forward if is_fused(op) or op.name in BATCHED}
     after: set[int] = set()
     found: set[int] = set()
@@ -72,7 +72,7 @@ def leads_to_attention(forward: list[Operator], products: set[int]) -> set[int]:
 
 
 def _after_products(forward: list[Operator]) -> set[int]:
-    """Weight products, and what anything of them goes into."""
+    """Weight products, and all operators that depend on them."""
     after: set[int] = set()
     for op in forward:
         if (op.flops > 0 and op.parameters) or after & set(op.depends_on):
@@ -81,7 +81,7 @@ def _after_products(forward: list[Operator]) -> set[int]:
 
 
 def _repeated(forward: list[Operator], after: set[int]) -> list[int]:
-    """Heads of what is repeated, of one for several query heads, and then goes into attention by itself (``cat`` joins it with others)."""
+    """Heads of each tensor that is repeated for several query heads and then goes into attention by itself (``cat`` joins it with others)."""
     found: list[int] = []
     heads: dict[int, int] = {}
     for op in forward:
@@ -102,7 +102,7 @@ def _grows(op: Operator) -> bool:
 def _path(
     attention: Operator, forward: list[Operator], after: set[int]
 ) -> tuple[frozenset[int], frozenset[int], frozenset[int]] | None:
-    """Products that keys and values of fused attention come from, what lies between, and what is read; None where queries share any."""
+    """Products that make keys and values of fused attention, operators between, and operators read; None if queries share any."""
     by_index = {op.index: op for op in forward}
     of_keys = {i for i in attention.depends_on if i in after and set(by_index[i].outputs) & set(attention.inputs[1:3])}
     keys, queries = (
@@ -116,7 +116,7 @@ def _path(
 
 
 def _back_to_products(start: set[int], by_index: dict[int, Operator], after: set[int]) -> set[int]:
-    """All operators from ``start`` back to weight products, these included."""
+    """All operators from ``start`` back to weight products, including these."""
     found, waiting = set(start), list(start)
     while waiting:
         op = by_index[waiting.pop()]

@@ -1,7 +1,7 @@
-"""Adapters of low rank (LoRA) beside a model's linear layers, by peft: the model with them is another module, and all else follows.
+"""Low-rank adapters (LoRA) for a model's linear layers, by peft: the adapted model is just another module for the rest of AHP.
 
-peft puts a layer of its own in the place of each linear one: the layer as it was (``base_layer``), and two small matrices of which the
-product is added to it. Nothing else is trained.
+peft replaces each linear layer by a layer of its own: the original layer (``base_layer``), and two small matrices whose product is added
+to it. Nothing else is trained.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ADAPTER = "default"
 
 
 def peft_version() -> str:
-    """Of the peft that is installed. Raises BadInput where none is."""
+    """The version of the installed peft. Raises BadInput if none is installed."""
     from importlib import metadata
 
     try:
@@ -37,15 +37,15 @@ def peft_version() -> str:
 
 
 def key_of(lora: Lora | None) -> dict[str, Any]:
-    """What a graph with adapters depends on more than one without: plain data. Raises BadInput where peft is not installed."""
+    """Plain data that a graph with adapters depends on in addition. Raises BadInput if peft is not installed."""
     return {} if lora is None else {"lora": lora.model_dump(mode="json"), "peft": peft_version()}
 
 
 def with_adapters(module: nn.Module, lora: Lora | None, *, seed: int = 0) -> nn.Module:
-    """The module with peft's adapters in the places that ``lora`` says, in place, and everything else frozen; as it is for None.
+    """Add peft's adapters to the module where ``lora`` asks for them, in place, and freeze everything else; None: nothing changes.
 
-    On real tensors the adapters are initialised from ``seed`` as peft does, on the meta device they have no values. Raises BadInput where
-    peft is not installed, or finds nothing to adapt, or what AHP cannot split.
+    On real tensors the adapters are initialized from ``seed`` as peft does, on the meta device they have no values. Raises BadInput if
+    peft is not installed, finds nothing to adapt, or adapts what AHP cannot split, or if the module has adapters already.
     """
     if lora is None:
         return module
@@ -60,7 +60,7 @@ def with_adapters(module: nn.Module, lora: Lora | None, *, seed: int = 0) -> nn.
     config = LoraConfig(target_modules=targets, **lora.model_dump(include=keys))
     linear, usable = _linear_names(module), _usable_names(module)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.simplefilter("ignore")  # of layers whose weights are stored transposed: peft finds that out by itself
+        warnings.simplefilter("ignore")  # about weights that are stored transposed: peft finds that out by itself
         torch.manual_seed(seed)
         try:
             inject_adapter_in_model(config, module)
@@ -76,7 +76,7 @@ def with_adapters(module: nn.Module, lora: Lora | None, *, seed: int = 0) -> nn.
 
 
 def adapted_copy(module: nn.Module, lora: Lora | None) -> nn.Module:
-    """The same on a copy without memory, the module itself left as it is."""
+    """Like ``with_adapters``, on a copy without memory; the module itself is left as it is."""
     if lora is None:
         return module
     import torch
@@ -90,10 +90,10 @@ def adapted_copy(module: nn.Module, lora: Lora | None) -> nn.Module:
 
 
 def layers_of(module: nn.Module) -> dict[str, Any]:
-    """The layers of a module that have adapters, by their paths: peft's ``LoraLayer``."""
+    """The layers of a module that have adapters (peft's ``LoraLayer``), keyed by path."""
     import sys
 
-    if "peft" not in sys.modules:  # which whoever has put some there has imported
+    if "peft" not in sys.modules:  # whoever added adapters has imported it
         return {}
     from peft.tuners.lora.layer import LoraLayer
 
@@ -114,7 +114,7 @@ class Adapted:
     """Whether the weight is stored as [inputs, outputs]."""
 
     def merged(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """The weight with its adapter in it, in fp32."""
+        """The weight with its adapter added, in fp32."""
         change = (b.float() @ a.float()) * self.scaling
         return weight.float() + (change.T if self.transposed else change)
 
@@ -135,7 +135,7 @@ def adapted_weights(module: nn.Module) -> list[Adapted]:
 
 @contextmanager
 def base_alone(module: nn.Module) -> Iterator[None]:
-    """Within, the module is as it was before it got adapters, with the same parameters under their names of then."""
+    """Make the module as it was without adapters, with the same parameters under their original names; undone at the end."""
     layers = layers_of(module)
     for path, layer in layers.items():
         module.set_submodule(path, layer.base_layer)
@@ -152,13 +152,13 @@ def base_name(name: str) -> str:
 
 
 def initialize_adapters(module: nn.Module) -> None:
-    """Write every adapter as peft does: the first matrix at random, the second with zeros."""
+    """Initialize every adapter as peft does: the first matrix at random, the second with zeros."""
     for layer in layers_of(module).values():
         layer.reset_lora_parameters(ADAPTER, True)
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of a module with adapters is of one."""
+    """Whether a parameter of a module with adapters belongs to an adapter."""
     return f".lora_A.{ADAPTER}." in name or f".lora_B.{ADAPTER}." in name
 
 
@@ -171,7 +171,7 @@ def adapted_layer(path: str) -> str | None:
 
 
 def _linear_names(module: nn.Module) -> list[str]:
-    """What ``target_modules`` may name: the last parts of the paths of linear layers."""
+    """Names that ``target_modules`` can have: the last parts of the paths of linear layers."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -180,8 +180,8 @@ def _linear_names(module: nn.Module) -> list[str]:
 
 
 def _usable_names(module: nn.Module) -> list[str]:
-    """A list that ``target_modules`` may be, as a user writes it: linear layers that every block has, in parts of it without stacked weights (of
-    experts), of which peft takes some names for its own. None where there is no such list."""
+    """A list that works as ``target_modules``, as a user writes it: linear layers that every block has, in parts without stacked weights (of
+    experts), because peft treats some names of those in its own way. Empty if there is no such list."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -201,8 +201,8 @@ def _usable_names(module: nn.Module) -> list[str]:
 
 
 def _refuse_what_is_not_split(module: nn.Module, targets: Any, linear: list[str], usable: list[str]) -> None:
-    """Adapters are beside linear layers, not of weights that are used elsewhere too, and in every block: a stage of a pipeline without any
-    would have no gradient to send."""
+    """Raises BadInput unless adapters are on linear layers only, on no weight that is used elsewhere too, and in every block: a pipeline
+    stage without any would have no gradient to send."""
     from peft.tuners.lora.layer import Linear
 
     from ahp.graph.blocks import NoBlocks, find_blocks

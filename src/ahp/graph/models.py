@@ -2,7 +2,7 @@
 
 A description is a catalogue name, a path to a Hugging Face ``config.json`` or to a folder that holds one, a dict of
 config keys, an ``nn.Module``, or ``"pkg.mod:factory"``, a callable without arguments that returns an ``nn.Module``.
-Nothing here ever asks the network.
+Nothing here uses the network.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ POSITIVE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
             "num_key_value_heads", "head_dim", "max_position_embeddings", "num_local_experts", "num_experts_per_tok")  # fmt: skip
 
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
-"""Keys that name an activation function; the family says which."""
+"""Keys that name an activation function; each family uses its own."""
 
 LARGEST_SIZE = 1_000_000_000
-"""Of what ``POSITIVE`` names: far above any model, and far below what overflows torch's 64 bits as a product of two."""
+"""The largest value of a key in ``POSITIVE``: far above any model, and the product of two still fits in torch's 64 bits."""
 
 MOST_LAYERS = 10_000
-"""Every layer is built before those that are alike are told; published models have at most 1,000 (DeepNet, arXiv 2203.00555)."""
+"""All layers are built before equal ones are recognized; published models have at most 1,000 (DeepNet, arXiv 2203.00555)."""
 
 
 def load_config(model: Any) -> PretrainedConfig | None:
@@ -81,10 +81,10 @@ def is_factory(model: Any) -> bool:
 def build_model(
     model: Any, *, dtype: torch.dtype | None = None, device: Any = "meta", attention: str = "sdpa"
 ) -> nn.Module:
-    """Build the module: a causal language model, or a masked one for BERT and its like.
+    """Build the module: a causal language model, or a masked one for models such as BERT.
 
-    ``dtype`` is that of the floating parameters, None = float32. On a real ``device`` the weights are initialised as
-    the model does (seed torch first); on ``meta`` they take no memory. A live module is returned as it is.
+    ``dtype`` is that of the floating parameters, None = float32. On a real ``device`` the model initializes its own
+    weights (seed torch first); on ``meta`` they take no memory. A live module is returned as it is.
     ``attention`` is ``sdpa`` (alias ``flash``) or ``eager`` (alias ``math``); a model without sdpa gets eager, with a
     warning. Raises BadInput.
     """
@@ -114,7 +114,7 @@ def build_model(
 
 
 def plain(model: Any) -> str | dict[str, Any] | None:
-    """What a plan stores of a description: a string or a dict; None for a live module."""
+    """The form of a description that a plan stores: a string or a dict; None for a live module."""
     if isinstance(model, (str, Path)):
         return str(model)
     if isinstance(model, dict):
@@ -202,13 +202,13 @@ def _known_keys(kind: type[PretrainedConfig]) -> set[str]:
     fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     try:
         own = set(kind().to_dict())
-    except Exception:  # a few types have no valid default; their fields say enough
+    except Exception:  # a few types have no valid default; their fields are enough
         own = set()
     return fields | set(kind.attribute_map) | EARLIER_KEYS | own
 
 
 def _keys_asked_for(kind: type[PretrainedConfig]) -> set[str]:
-    """What the family's own module reads of a config that need not have it, such as the ``head_dim`` of Qwen3's experts."""
+    """Optional config keys that the family's own module reads, such as the ``head_dim`` of Qwen3's experts."""
     try:
         module = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
         source = inspect.getsource(module)
@@ -226,7 +226,7 @@ def _numbers(keys: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, floa
 
 
 def _check_sizes(keys: dict[str, Any], aliases: dict[str, str]) -> None:
-    """Sizes are positive and not absurd, and heads divide; ``aliases`` maps the common name to the model type's own (n_embd)."""
+    """Refuse sizes below 1 or absurdly large, and heads that do not divide; ``aliases`` maps a common name to the model type's own (n_embd)."""
     own = {name: next((k for k in (name, aliases.get(name, name)) if k in keys), None) for name in POSITIVE}
     for key in own.values():
         value = keys.get(key) if key else None
@@ -242,7 +242,7 @@ def _check_sizes(keys: dict[str, Any], aliases: dict[str, str]) -> None:
 
 
 def _check_values(keys: dict[str, Any]) -> None:
-    """What transformers takes as it is, and stumbles over when the model is built or run, in words that name no key."""
+    """Refuse values that transformers accepts unchecked, and fails on later with an error that names no key."""
     from transformers.activations import ACT2FN
 
     for key in ACTIVATIONS:

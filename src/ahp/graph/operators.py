@@ -1,4 +1,4 @@
-"""What is computed: operators, tensors, parameters, and the model graph that holds them."""
+"""The model graph, and the operators, tensors and parameters that it holds."""
 
 from __future__ import annotations
 
@@ -72,18 +72,18 @@ class Operator:
     bytes_read: int
     bytes_written: int
     saved_bytes: int = 0
-    """Bytes that autograd keeps from this forward operator's outputs until backward, parameters not counted."""
+    """Bytes that autograd keeps from this forward operator's outputs until backward, without parameters."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the model that is traced once: what precedes the blocks, one kind of block, what follows them."""
+    """A part of the model that is traced once: the part before the blocks, one kind of block, or the part after them."""
 
     name: str
     operators: tuple[Operator, ...]
     parameters: tuple[Parameter, ...]
     output: TensorSpec | None
-    """What it hands to the next segment (hidden states); None after the loss."""
+    """Its output to the next segment (hidden states); None after the loss."""
 
     @property
     def num_parameters(self) -> int:
@@ -131,16 +131,16 @@ class ModelGraph:
     document_mask: bool = False
     """Whether attention is masked between the documents of a sequence: then its kernel computes the whole square of scores."""
     lora: dict[str, Any] | None = None
-    """The keys of ``job.lora`` whose adapters the graph has, None where all weights are trained."""
+    """The keys of ``job.lora`` whose adapters the graph has, None if all weights are trained."""
     uncuttable: str | None = None
-    """Why ``ahp``'s runtime cannot cut the model between its blocks, None where it can: it runs them several times, or hands on more than
-    hidden states."""
+    """Why ``ahp``'s runtime cannot cut the model between its blocks (it runs blocks several times, or passes on more than hidden
+    states); None if it can."""
     larger: ModelGraph | None = field(default=None, repr=False, compare=False)
-    """The same model traced with one more sequence: two points fix what grows with the micro-batch. It has a ``larger``
-    of its own when this graph runs other operators than they do, or was made from them by ``at``. None: no law holds, ``at``
-    refuses."""
+    """The same model traced with one more sequence: two points determine what grows with the micro-batch. It has a ``larger``
+    of its own when this graph runs other operators than those two, or was made from them by ``at``. None: no law holds, and
+    ``at`` refuses."""
     _grown: dict[int, ModelGraph] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """By micro-batch size, what ``at`` has made: clusters and engines ask for the same sizes again."""
+    """Graphs that ``at`` has made, keyed by micro-batch size: clusters and engines ask for the same sizes again."""
 
     @property
     def num_layers(self) -> int:
@@ -156,12 +156,12 @@ class ModelGraph:
 
     @property
     def trained_share(self) -> float:
-        """Of the parameters those that are trained: all, or the adapters alone."""
+        """Fraction of the parameters that is trained: all, or only the adapters."""
         trained = sum(p.numel for segment in self.segments() for p in segment.parameters if p.trainable)
         return trained / max(1, self.num_parameters)
 
     def segments(self) -> Iterator[Segment]:
-        """Every segment in the order of execution, repeated blocks repeated."""
+        """Every segment in the order of execution, with each repetition of a block."""
         yield self.embedding
         for kind in self.layers:
             yield self.blocks[kind]
@@ -172,7 +172,7 @@ class ModelGraph:
         return self.embedding.flops(phase) + blocks + self.head.flops(phase)
 
     def at(self, micro_batch_size: int) -> ModelGraph:
-        """The same graph for another micro-batch size, see ``ahp.graph.growth``; cheap, nothing is traced. Kept, and made once."""
+        """The same graph for another micro-batch size, see ``ahp.graph.growth``; cheap: nothing is traced, and the result is kept."""
         if type(micro_batch_size) is int and micro_batch_size in self._grown:
             return self._grown[micro_batch_size]
         from ahp.graph.growth import at

@@ -23,10 +23,10 @@ from ahp.graph.fake_run import others_pass_on
 from ahp.graph.torch_compat import FakeTensorMode, pytree
 
 OF_OPERATORS = "GeneratedBackwardFor_"
-"""What torch calls the backward of a registered operator, which the operator has wherever it runs."""
+"""torch's name for the backward of a registered operator begins so; the operator has that backward wherever it runs."""
 
 AS_TRACED = ("GeLUFunction",)
-"""Functions whose backward is the derivative of their forward, so that the traced forward has the same: BLOOM's."""
+"""Functions (of BLOOM) whose backward is the derivative of their forward, so that the traced forward has the same backward."""
 
 
 @dataclass(frozen=True)
@@ -41,30 +41,30 @@ class Outline:
     after: tuple[str, ...]
     """Modules that ran after the last block, in order."""
     token_embedding: str | None
-    """The embedding that was given the token ids, where its rows are all that it holds."""
+    """The embedding of the token ids, if it holds nothing except its rows."""
     head: str | None
-    """The linear module whose output is the logits; None when the logits are not one module's output, or it holds more than its rows."""
+    """The linear module whose output is the logits; None when there is no such module, or it holds more than its rows."""
     hidden: TensorLike
-    """What crosses from block to block, for the batch and sequence that were traced."""
+    """The hidden states between blocks, for the batch and sequence that were traced."""
     logits: TensorLike
     block_output: str
     """``tensor`` or ``tuple``: whether a block returns its hidden states bare or first in a tuple."""
     num_outputs: int
-    """Of a block that returns a tuple; 1 of another."""
+    """Length of the tuple that a block returns; 1 if it returns a bare tensor."""
     shares_inputs: bool
-    """Blocks are given trainable tensors beside the hidden states (a table of relative positions): whatever makes them
-    must be on every stage."""
+    """Whether blocks are given trainable tensors besides the hidden states (a table of relative positions): whatever makes
+    these must be on every stage."""
     uncuttable: str | None
     """Why the model cannot be cut between its blocks, None when it can."""
     written: frozenset[str]
     """Modules before the blocks whose output the model writes into (CTRL scales its embeddings in place)."""
     read_after: frozenset[str]
-    """Modules before the blocks whose weights are read after them by something other than a module of their own (a head that is
-    ``x @ embedding.weight.T``): the last stage needs them too."""
+    """Modules before the blocks whose weights are read after the blocks although no module there holds them (a head that is
+    ``x @ embedding.weight.T``): the last stage needs these modules too."""
     own_backward: str | None
-    """A function up to the last block that brings its own backward, which a graph of the forward alone has not; None = there is none."""
+    """A function up to the last block with a backward of its own, which a graph of the forward alone lacks; None = there is none."""
     captures: tuple[Capture | BadInput, ...] = field(repr=False)
-    """For each kind of block its forward graph, or why it cannot be traced."""
+    """For each kind of block, its forward graph, or why it cannot be traced."""
     experts: tuple[str, ...] = ()
     """Modules of the blocks that hold a mixture's experts (``ahp.graph.experts``)."""
 
@@ -81,10 +81,10 @@ def outline(
     dtype: torch.dtype | None = None,
     documents: Documents | None = None,
 ) -> Outline:
-    """Run ``module(input_ids int64[batch, sequence])`` on fake tensors and note what happens.
+    """Run ``module(input_ids int64[batch, sequence])`` on fake tensors and record what happens.
 
-    The module is neither changed nor copied into memory; it may lie on the meta device. ``dtype`` is that of the
-    computation, None = as the parameters are. ``documents``: how it is told which tokens are one document, where several share a
+    The module is neither changed nor copied into memory; it can be on the meta device. ``dtype`` is that of the computation,
+    None = that of the parameters. ``documents``: how the model is told which tokens are one document, if several share a
     sequence and do not see each other. Raises BadInput when the module has no blocks or cannot run.
     """
     mode = FakeTensorMode()
@@ -103,7 +103,7 @@ def outline(
 def _run(
     record: _Record, mode: Any, batch_size: int, sequence_length: int, documents: Documents | None
 ) -> torch.Tensor:
-    """The logits of what is recorded."""
+    """Run the recorded copy; its logits."""
     with as_on_data(document_mask=documents is not None), mode, torch.enable_grad():
         input_ids = torch.zeros((batch_size, sequence_length), dtype=torch.int64)
         position_ids = torch.zeros_like(input_ids) if documents else None
@@ -118,8 +118,8 @@ def _run(
 
 
 def why_uncuttable(module: nn.Module, *, sequence_length: int, documents: Documents | None = None) -> str | None:
-    """``Outline.uncuttable``, sooner where there are many layers: the first block of each kind and the last run, and if the model does not run
-    so, all. Raises BadInput as ``outline`` does."""
+    """``Outline.uncuttable``, faster for many layers: only the first block of each kind and the last block run, or all blocks if the model
+    does not run that way. Raises BadInput like ``outline``."""
     kinds = find_blocks(module).kinds()
     first = {kinds.index(kind) for kind in range(max(kinds) + 1)}
     try:
@@ -143,8 +143,8 @@ def _why_uncuttable(
 def fake_copy(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """A copy whose tensors are fake (call it under a FakeTensorMode): same shapes, on the CPU, nothing in memory.
 
-    Frozen weights count as trained there: what crosses from block to block has a gradient all the same, and where logits come from is
-    read off what autograd notes.
+    Frozen weights are trainable in the copy: hidden states between blocks then still have a gradient, and the origin of the logits is
+    read from autograd's graph.
     """
     memo: dict[int, Any] = {}
     held = (value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor))
@@ -160,7 +160,7 @@ class _NoHidden(BadInput):
 
 
 class _Record:
-    """Hooks on a fake copy that note the order of its modules and the calls of its blocks."""
+    """Hooks on a fake copy that record the order of its modules and the calls of its blocks."""
 
     def __init__(self, fake: nn.Module, blocks_path: str, kinds: tuple[int, ...]) -> None:
         self.fake, self.blocks_path, self.kinds = fake, blocks_path, kinds
@@ -173,12 +173,12 @@ class _Record:
         self.block_output = "tensor"
         self.num_outputs = 1
         self.beside: list[torch.Tensor] = []
-        """What blocks returned beside their hidden states."""
+        """Tensors that blocks returned besides their hidden states."""
         self.versions: dict[str, int] = {}
-        """How often the output of a module had been written to when the module returned it."""
+        """How often each module's output had been written to when the module returned it."""
         self.last_output: torch.Tensor | None = None
         self.outputs: list[torch.Tensor] = []
-        """Of the blocks, in the order in which they ran."""
+        """Outputs of the blocks, in the order in which they ran."""
         self.shared: list[torch.Tensor] | None = None
         self.uncuttable: str | None = None
         self.experts = Watch(fake, [f"{blocks_path}.{number}" for number in range(len(self.blocks))])
@@ -209,7 +209,7 @@ class _Record:
         return hook
 
     def _look_between(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A cut is right when a block's output is the next one's input as it is, and nothing else trainable passes."""
+        """A cut is possible when a block's output is the next one's input unchanged, and nothing else trainable passes."""
         hidden = block_input(args, kwargs)
         given = [x for x in tensor_leaves(args, kwargs) if x is not hidden]
         others = [x for x in given if x.requires_grad]
@@ -273,13 +273,13 @@ class _Record:
         )
 
     def puts_others(self) -> str | None:
-        """Whether the forward changed the blocks themselves: BigBird takes another attention for sequences that are short."""
+        """A reason if the forward changed the blocks themselves, else None: BigBird takes another attention for short sequences."""
         if all(module in self.inside for block in self.blocks for module in block.modules()):
             return None
         return f"its forward puts other modules into the blocks of {self.blocks_path}"
 
     def _runs_otherwise(self) -> str | None:
-        """Whether the blocks do not run once each, one after the other: what is done at the first and the last one would be done at others."""
+        """A reason if the blocks do not run once each, in order, else None: work due at the first and last block would be done at others."""
         for index in range(len(self.blocks)):
             if (times := self.order.count(index)) != 1:
                 often = "never" if times == 0 else f"{times} times"
@@ -289,7 +289,7 @@ class _Record:
         return None
 
     def _reads_earlier(self, before: list[Any], logits: torch.Tensor) -> str | None:
-        """Whether the logits depend on what was before the last block's output by another way than through it."""
+        """A reason if the logits depend on something before the last block's output other than through that output, else None."""
         *earlier, last = self.outputs
         made = {x.grad_fn for x in (*earlier, *tensor_leaves(tuple(out for *_, out in before), {})) if x.grad_fn}
         waiting, seen = [logits.grad_fn], {last.grad_fn}
@@ -355,7 +355,7 @@ def _own_backward(hidden: torch.Tensor) -> str | None:
 
 
 def _is_plain(embedding: nn.Embedding) -> bool:
-    """Rows are looked up and nothing else: no renormalisation, no gradient that depends on the other tokens."""
+    """Whether rows are only looked up: no renormalization, no gradient that depends on the other tokens."""
     return (
         embedding.max_norm is None
         and not embedding.sparse
@@ -369,8 +369,8 @@ def _is_head(module: nn.Module) -> bool:
 
 
 def _has_rows_alone(module: nn.Module) -> bool:
-    """Whether every parameter has a row for each token. A norm within the module (Inkling's embedding) has none: a rank with some of the
-    rows would have the gradient of their tokens alone."""
+    """Whether every parameter has a row for each token. A norm inside the module (Inkling's embedding) has not: a rank with some of the
+    rows would have its gradient for their tokens only."""
     return {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
 
 

@@ -1,4 +1,4 @@
-"""How long a sequence a model takes: a table of positions ends somewhere, and rotary ones are trained up to a length."""
+"""The longest sequence that a model takes: a table of positions has an end, and rotary positions are trained up to a length."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ahp.errors import BadInput
 from ahp.graph.models import build_model, load_config
 
 ROTARY = ("rope", "rotary")
-"""What ``position_embedding_type`` says of rotary positions, in the configs that have it; some models of such a family have none."""
+"""Values of ``position_embedding_type`` for rotary positions, in configs with that key: some models of such a family are not rotary."""
 
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions that a model says it has."""
+    """The positions of a model, according to its config."""
 
     longest: int
-    """Tokens of a sequence."""
+    """Tokens of the longest sequence."""
     key: str
-    """The key of the model's config that says so."""
+    """The key of the model's config that sets it."""
     is_table: bool
-    """Whether they are rows of a table, beyond which the model cannot compute; else it computes what it was not made for."""
+    """Whether positions are rows of a table, beyond which the model cannot compute; else it computes, but was not made for it."""
 
 
 def positions_of(module: nn.Module) -> Positions | None:
-    """The positions of a model of transformers; None where its config sets no limit (ALiBi, none at all), or it has no config."""
+    """The positions of a transformers model; None if its config sets no limit (ALiBi, no positions at all), or it has no config."""
     from transformers import PretrainedConfig
 
     config = getattr(module, "config", None)
@@ -47,14 +47,14 @@ def positions_of(module: nn.Module) -> Positions | None:
 
 
 def context_of(model: Any) -> int | None:
-    """Tokens of the longest sequence that a model is made for, as far as it says so."""
+    """Tokens of the longest sequence that a model is made for; None if its config does not say so."""
     found = positions_of(build_model(model, device="meta", attention="eager"))
     context = found.longest if found is not None else getattr(load_config(model), "max_position_embeddings", None)
     return context if isinstance(context, int) and context > 1 else None
 
 
 def refuse_longer(module: nn.Module, sequence_length: int) -> None:
-    """Raises BadInput where a model would be trained on sequences that are longer than it says it takes."""
+    """Raises BadInput if a model would be trained on longer sequences than its config allows."""
     positions = positions_of(module)
     if positions is not None and sequence_length > positions.longest:
         raise BadInput(
@@ -64,7 +64,7 @@ def refuse_longer(module: nn.Module, sequence_length: int) -> None:
 
 
 def warn_of_longer(module: nn.Module, sequence_length: int) -> None:
-    """As ``refuse_longer`` where the model cannot compute that; else a warning: a forecast may be for a model that is yet to be changed."""
+    """Like ``refuse_longer`` if the model cannot compute that; else a warning: a forecast can be for a model that is yet to be changed."""
     positions = positions_of(module)
     if positions is None or sequence_length <= positions.longest:
         return
@@ -81,9 +81,9 @@ def _words(positions: Positions) -> str:
 
 
 def _rows(module: nn.Module, given: int) -> int | None:
-    """Rows of a table of positions that stand for tokens; None where there is no table.
+    """Rows for tokens in the model's table of positions; None if there is no table.
 
-    OPT keeps two more rows than it has positions, before the first. RoBERTa's first stand for padding, and count among those given.
+    OPT has two extra rows before the first position. RoBERTa's first rows are for padding, and are counted in ``given``.
     """
     from transformers import PreTrainedModel
 
@@ -94,7 +94,7 @@ def _rows(module: nn.Module, given: int) -> int | None:
         for m in tables
         if isinstance(m, nn.Embedding) and given <= m.num_embeddings <= given + 2
     ]
-    for part in module.modules():  # GPT-J looks its rotary angles up
+    for part in module.modules():  # GPT-J looks up its rotary angles
         angles = getattr(part, "embed_positions", None)
         if isinstance(angles, torch.Tensor) and angles.shape[0] == given:
             found.append(given)
@@ -102,9 +102,9 @@ def _rows(module: nn.Module, given: int) -> int | None:
 
 
 def _rotary(config: Any, given: int) -> int | None:
-    """Positions that rotary angles are made for, scaled ones included; None where the model has none, or they grow with the sequence.
+    """Positions that rotary angles are made for, including scaling; None if the model has none, or they grow with the sequence.
 
-    Configs on the hub have ``max_position_embeddings`` before scaling (Vicuna 16k) and after it (Llama 3.1): the longer counts.
+    Configs on the hub give ``max_position_embeddings`` before scaling (Vicuna 16k) or after it (Llama 3.1): the longer counts.
     """
     rope = getattr(config, "rope_parameters", None)
     if not rope or getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "rope") not in ROTARY:

@@ -1,11 +1,11 @@
 """Records every operator that a module's forward and backward run, on tensors that hold no data.
 
-The recorder sits below autograd, so it sees what the device would run. Two facts of autograd are used beside it:
+The recorder sits below autograd, so it sees what the device would run. It also uses two facts about autograd:
 - a forward operator runs right after its autograd node took a sequence number, and the same node runs its backward;
   so a backward operator is given the place and the module of the forward operator with that number. torch.fx's
-  tracer rests on the same rule (torch/fx/proxy.py, ``seq_nr``).
-- hooks on saved tensors tell what is kept from forward to backward.
-Tensors are told apart by storage, offset, shape and strides; storages are kept alive while recording (fake storages
+  tracer uses the same rule (torch/fx/proxy.py, ``seq_nr``).
+- hooks on saved tensors see what is kept from forward to backward.
+Tensors are identified by storage, offset, shape and strides; storages are kept alive while recording (fake storages
 hold no memory), so that no address is used twice.
 """
 
@@ -23,15 +23,15 @@ from ahp.graph.operators import Phase, TensorSpec
 from ahp.graph.torch_compat import TorchDispatchMode, backward_number, forward_number, memory_of, pytree
 
 ALIASES = {"aten.detach", "aten.alias", "aten.lift_fresh", "aten.lift"}
-"""The same tensor under another name: not an operator."""
+"""Calls that return the same tensor under another name; they are not recorded as operators."""
 
 SAME_DATA = {"aten._to_copy", "aten.clone", "aten.contiguous"}
-"""Beside views, operators whose result is still "the parameter": a cast or a copy of it."""
+"""Besides views, operators whose result is still "the parameter": a cast or a copy of it."""
 
 
 @dataclass(slots=True)
 class Recorded:
-    """One operator call; ``depends_on`` counts over the whole trace."""
+    """One operator call; ``depends_on`` has indices into the whole trace."""
 
     name: str
     phase: Phase
@@ -88,7 +88,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around the forward pass: counts what autograd saves, each storage once, parameters and buffers not at all."""
+        """Enter it around the forward pass: counts what autograd saves, each storage once, without parameters and buffers."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
             yield
 
@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
         self._phase = "backward"
 
     def finish(self) -> list[Recorded]:
-        """The operators; what was saved of the caller's own tensors is charged to the operator that first saved it."""
+        """The operators; saved tensors of the caller's own are charged to the operator that first saved them."""
         for index, count in self._saved_from_outside.items():
             self.operators[min(index, len(self.operators) - 1)].saved_bytes += count
         self._saved_from_outside.clear()
@@ -154,9 +154,9 @@ class Recorder(TorchDispatchMode):
             self._parameter_of[self._key(outputs[0])] = parameter
 
     def _depends_on(self, inputs: list[torch.Tensor], place: Any) -> tuple[int, ...]:
-        """The operator that made each input: this very view of it, unless its storage was written since.
+        """The operator that made each input: exactly this view, or the last write to its storage if that came later.
 
-        Every block may take the same view of something shared (rotary tables); a block's own comes first.
+        Every block can take the same view of something shared (rotary tables); a block's own comes first.
         """
         found = set()
         for tensor in inputs:
@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode):
         depends_on = self._depends_on(inputs, None)
         if not depends_on:
             return self._where.place, self._where.module, ()
-        last = self.operators[depends_on[-1]]  # the engine's own work on a gradient: with what made the gradient
+        last = self.operators[depends_on[-1]]  # autograd's own work on a gradient belongs to the operator that made it
         return last.place, last.module, depends_on
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Private PyTorch that the floors below the runtime need too; the rest is in ``ahp.runtime.torch_compat``. Written for 2.11 to 2.15."""
+"""Private PyTorch names that the floors below the runtime need too; the rest are in ``ahp.runtime.torch_compat``. Written for 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = [
 
 
 def forward_number() -> int:
-    """How many operators autograd has recorded in this thread: the one that runs now in forward has this number less one."""
+    """How many operators autograd has recorded in this thread: the one that now runs in forward has this number minus one."""
     return torch.autograd._get_sequence_nr()
 
 
 def backward_number() -> int:
-    """The number that the operator had in forward whose backward runs now, -1 for none."""
+    """The forward number of the operator whose backward runs now, -1 for none."""
     node = torch._C._current_autograd_node()
     return node._sequence_nr() if node is not None else -1
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """The same for tensors that share memory, also on the meta device, where there is none."""
+    """A number that is the same for tensors that share memory, even on the meta device, where there is no memory."""
     return tensor.untyped_storage()._cdata

@@ -1,7 +1,7 @@
 """Step 1: from a model to its compute graph, forward and backward, traced on tensors that hold no data.
 
-The model runs its own code; nothing here knows a family of models. Each kind of block runs once, the other blocks hand
-their input on, so that a 405 B model costs what one of its layers costs.
+The model runs its own code; nothing here knows a family of models. Each kind of block runs once and the other blocks pass
+their input on, so that a 405 B model costs as much as one of its layers.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ahp.job import Job
 from ahp.plan import validated
 
 UNALIGNED = "multiple of 16 bytes"
-"""What torch's grouped product says of matrices whose rows do not fill so many."""
+"""Part of the error that torch's grouped product raises for matrices with other row sizes."""
 
 DEPENDS_ON_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException")
-"""torch's names, which it does not export, for what only data can tell: a tensor in an ``if``, as many rows as a mask has ones."""
+"""Names of errors, which torch does not export, for code that depends on data: a tensor in an ``if``, as many rows as a mask has ones."""
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """fp8 recipes keep activations in bf16 and cast the operands of matrix products inside the product."""
@@ -58,7 +58,7 @@ def analyze(
     """Trace one micro-batch of ``model`` under ``job`` (its sequence length, precision, document mask and adapters are used).
 
     ``model`` as in ``ahp.graph.models``; a live module is run in place and left as it was. ``attention``: ``flash``
-    (one fused operator) or ``math`` (scores are materialised). Raises BadInput when the model cannot be built, or
+    (one fused operator) or ``math`` (scores are materialized). Raises BadInput when the model cannot be built, or
     cannot run on tensors without data.
     """
     contract: Job = job if isinstance(job, Job) else validated(Job, job or {}, "job")
@@ -78,7 +78,7 @@ def analyze(
 
 
 class _Tracer:
-    """A module made ready: its blocks, their kinds, its parameters by part."""
+    """A module prepared for tracing: its blocks, their kinds, its parameters by part."""
 
     def __init__(self, module: nn.Module, model: Any, job: Job, attention: str) -> None:
         self._module, self._job = module, job
@@ -131,11 +131,11 @@ class _Tracer:
             return None
         try:
             return why_uncuttable(self._module, sequence_length=self._job.sequence_length, documents=self._documents)
-        except BadInput:  # what the runtime says of such a model is of more than its cuts
+        except BadInput:  # the runtime refuses such a model for more than its cuts
             return None
 
     def _run(self, micro_batch_size: int) -> FakeRun:
-        """Run with one block of each kind; with all of them if the model does not run so."""
+        """Run with one block of each kind, or with all blocks if the model does not run that way."""
         everything = frozenset(range(len(self._kinds)))
         error: Exception | None = None
         for kept in dict.fromkeys([self._kept, everything]):
@@ -145,7 +145,7 @@ class _Tracer:
             except Exception as caught:
                 error = caught
         assert error is not None
-        says = str(error).partition("\n")[0]  # torch puts its C++ frames behind
+        says = str(error).partition("\n")[0]  # torch appends its C++ frames
         if UNALIGNED in says:
             elements = 16 // self._dtype.itemsize
             says += f" (experts: hidden size and intermediate size must be multiples of {elements} in {self._job.precision})"
@@ -165,7 +165,7 @@ class _Tracer:
         return [Parameter(name, tuple(p.shape), p.requires_grad) for name, p in own if id(p) not in self._shared]
 
     def _outer_parameters(self, run: FakeRun) -> tuple[list[Parameter], list[Parameter]]:
-        """Parameters outside the blocks, or of several blocks: the head's are those that the head is first to read."""
+        """Parameters of the embedding and of the head, outside the blocks or shared by several: the head's are those that it reads first."""
         seen: dict[str, Any] = {}
         for operator in run.operators:
             for name in operator.parameters:
@@ -213,7 +213,7 @@ def _tied(module: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def _shared(blocks: Stack) -> frozenset[int]:
-    """Identities of the parameters that several blocks hold: they are there once, so they are no block's own."""
+    """Ids of the parameters that several blocks hold: they exist once, so they belong to no single block."""
     counts = Counter(id(p) for block in blocks for p in block.parameters())
     return frozenset(identity for identity, count in counts.items() if count > 1)
 

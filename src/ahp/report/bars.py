@@ -10,12 +10,12 @@ from ahp.report.tables import LEAST_SHARE
 from ahp.words import part_words, percent
 
 COLOURS = 10
-"""Colours ``p0`` to ``p9`` of page.css; a further part begins again at the first."""
+"""Colors ``p0`` to ``p9`` of page.css; further parts start again at the first."""
 Amount = Callable[[float], str]
 
 
 def one_bar(parts: Mapping[str, float], amount: Amount) -> str:
-    """One bar, the largest part first, with what each is and its share. Parts of nothing are left out."""
+    """One bar, the largest part first, with the name, amount and share of each. Empty parts are left out."""
     whole = sum(parts.values())
     there = sorted(((name, value) for name, value in parts.items() if value > 0), key=lambda part: -part[1])
     cuts = "".join(_cut(number, name, value, whole, amount) for number, (name, value) in enumerate(there))
@@ -29,9 +29,9 @@ def one_bar(parts: Mapping[str, float], amount: Amount) -> str:
 def bars_of(
     rows: Iterable[tuple[str, Mapping[str, float], float, str]], amount: Amount, told: Mapping[str, float]
 ) -> str:
-    """A bar for each row: (name, its parts, what its full width stands for, words at its end). A part has one colour in all rows.
+    """A bar for each row: (name, its parts, what its full width stands for, words at its end). A part has one color in all rows.
 
-    The legend says the amounts of ``told``. A bar that is too long for its width has a red line where that ends.
+    The legend has the amounts in ``told``. A bar that is too long for its width has a red line where that ends.
     """
     rows = list(rows)
     sums: dict[str, float] = {}
@@ -68,5 +68,5 @@ def _cut(number: int, name: str, value: float, whole: float, amount: Amount) -> 
 
 
 def colour(number: int) -> str:
-    """The class of a part's colour."""
+    """The class of a part's color."""
     return f"p{number % COLOURS}"

@@ -43,7 +43,7 @@ FOLLOWS = {
     ),
     "mesh_order": tuple(DEGREE.values()),
 }
-"""Keys that count what others decide: where those change they are left out, which means the usual."""
+"""Keys whose values depend on other keys: if those change, these are left out, which means the default."""
 
 Price = Callable[[Parallelism], Forecast]
 Change = dict[str, Any]
@@ -53,16 +53,16 @@ Capacity = Callable[[Parallelism, Forecast], int]
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A layout that differs in what binds, and what became of it."""
+    """A layout that differs in what binds, and the verdict on it."""
 
     change: str
     part: str
-    """What it would relieve."""
+    """The part that it would relieve."""
     verdict: str
     forecast: Forecast | None
-    """None where the layout is refused."""
+    """None if the layout is refused."""
     helps: bool
-    """Whether it fits and is faster; where the layout itself does not fit, whether it fits."""
+    """Whether it fits and is faster; if the layout itself does not fit, whether it fits."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class Binding:
     part: str
     """``memory``, ``compute``, or a part of ``Forecast.step``."""
     share: float
-    """Of the step; of the device's memory where that binds."""
+    """Share of the step, or of the device's memory if that binds."""
     sentence: str
     memory: str
     neighbours: tuple[Neighbour, ...]
-    """Those of the part that binds; where none of them helps those of the next largest part too, and so on."""
+    """Neighbours for the part that binds; if none of them helps, also for the next largest part, and so on."""
 
     @property
     def relief(self) -> Neighbour | None:
@@ -101,9 +101,9 @@ def binding_of(graph: ModelGraph, cluster: Cluster, plan: Plan) -> Binding:
 def binding(
     layout: Parallelism, forecast: Forecast, capacity_bytes: int, price: Price, capacity_of: Capacity | None = None
 ) -> Binding:
-    """What binds ``layout``, and its neighbours. ``price`` raises BadInput or NotExpressible for what cannot run.
+    """What binds ``layout``, and its neighbours. ``price`` raises BadInput or NotExpressible for a layout that cannot run.
 
-    ``capacity_of``: memory of the device with the fullest rank of a neighbour, where devices differ.
+    ``capacity_of``: memory of the device with the fullest rank of a neighbour, if devices differ.
     """
     there = capacity_of or (lambda layout, forecast: capacity_bytes)
     used = sum(forecast.memory.values())
@@ -125,7 +125,7 @@ def binding(
 
 
 def _slowest(forecast: Forecast) -> tuple[str, float, str, list[str]]:
-    """(what binds, its share, in words, the parts that a layout may relieve, the largest first)."""
+    """(what binds, its share, in words, the parts that a layout can relieve, the largest first)."""
     step_s = forecast.step_time_s
     compute_s = sum(forecast.step.get(part, 0.0) for part in COMPUTATION)
     fixed = (*COMPUTATION, *NO_LAYOUT_CHANGES)
@@ -186,7 +186,7 @@ def _tried(
 
 
 def _with_followers(layout: Parallelism, change: Change) -> Change:
-    """The change, and null for what counts what it changes; a fixed pattern in the place of an order that goes."""
+    """The change, with None for keys that depend on what it changes; an order that is dropped becomes a fixed pattern."""
     gone = {
         key: None for key, leads in FOLLOWS.items() if getattr(layout, key) is not None and set(leads) & set(change)
     }
@@ -200,7 +200,7 @@ def _words(change: Change) -> str:
 
 
 def _without_key(refusal: str, change: Change) -> str:
-    """A refusal without the key and the value that stand beside it already."""
+    """A refusal without the key and the value that are shown next to it already."""
     for key, value in change.items():
         refusal = refusal.removeprefix("parallelism: ").removeprefix(f"{key} = {value!r}: ")
     return refusal
@@ -235,7 +235,7 @@ def _smaller(layout: Parallelism, part: str) -> list[Change]:
 
 
 def _more_at_once(layout: Parallelism) -> Iterator[Change]:
-    """Larger operators, and fewer times what happens for each micro-batch."""
+    """Larger operators, and less often the work done for each micro-batch."""
     yield {"micro_batch_size": 2 * layout.micro_batch_size}
     for how in LIGHTER.get(layout.activation_checkpoint, ()):
         yield {"activation_checkpoint": how}
@@ -274,7 +274,7 @@ def _shard_less(layout: Parallelism) -> Iterator[Change]:
 
 
 def _shard_more(layout: Parallelism) -> Iterator[Change]:
-    """Divide states over more ranks, and more of them."""
+    """Shard states over more ranks, or shard more of the states."""
     replicas, shards = layout.data_parallel_replicate_degree, layout.data_parallel_shard_degree
     if replicas > 1:
         whole = {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": replicas * shards}

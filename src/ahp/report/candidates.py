@@ -29,7 +29,7 @@ class Candidate:
 
 
 FAR = 1.25
-"""[Empirical] Of the largest memory: what needs more is drawn there, so that it does not press the others together."""
+"""[Empirical] Multiple of the largest memory: layouts that need more are drawn there, so that they do not press the others together."""
 KINDS = {
     "best": "the plan",
     "front": "Pareto frontier: none that fits is both faster and smaller",
@@ -39,7 +39,7 @@ KINDS = {
 
 
 def candidates_of(plan: Plan) -> list[Candidate]:
-    """The plan first, the others as they lost; those of before plans had their memory are left out."""
+    """The plan first, then the layouts that lost; those from older plans, which lack their memory, are left out."""
     forecast = plan.forecast
     if forecast is None:
         return []
@@ -72,7 +72,7 @@ def _kind(one: Candidate, in_front: bool) -> str:
 
 
 def _front(rows: Sequence[Candidate]) -> list[Candidate]:
-    """Those that fit and that nothing that fits beats, the smallest first."""
+    """The candidates that fit and that no other that fits beats, the smallest first."""
     fitting = [one for one in rows if one.fits]
     front = [one for one in fitting if not any(_beats(other, one) for other in fitting)]
     return sorted(front, key=lambda one: one.memory_bytes)
@@ -84,12 +84,12 @@ def _beats(one: Candidate, other: Candidate) -> bool:
 
 
 def picture(rows: Sequence[Candidate], limits: Mapping[str, int]) -> str:
-    """The picture and the table of its numbers. ``limits``: bytes of each type of device."""
+    """The picture and the table of its numbers. ``limits``: memory in bytes of each type of device."""
     x = _memory_axis(rows, [limit / GIB for limit in limits.values()])
     ends = [value for one in rows for value in (one.step_time_s, one.low_s, one.high_s)]
     y = axis("step time and its 90 % band", ends, seconds)
     over = "".join(_whisker(one, x, y) for one in rows)
-    # The first are drawn last: where dots lie on each other the better one is seen.
+    # The first are drawn last: if dots overlap, the better one is visible.
     over += "".join(_dot(number, one, x, y) for number, one in reversed([*enumerate(rows, 1)]))
     keys = [(kind, words) for kind, words in KINDS.items() if any(one.kind == kind for one in rows)]
     keys += [("today", "today's layout")] if any(one.is_today for one in rows) else []
@@ -99,7 +99,7 @@ def picture(rows: Sequence[Candidate], limits: Mapping[str, int]) -> str:
 
 
 def _memory_axis(rows: Sequence[Candidate], limits_gib: Sequence[float]) -> Axis:
-    """From the smallest to somewhat more than what fits: what is far too large is drawn at the edge."""
+    """An axis from the smallest to somewhat more than what fits: layouts that are far too large are drawn at the edge."""
     needs = [one.memory_bytes / GIB for one in rows]
     fitting = [one.memory_bytes / GIB for one in rows if one.fits]
     most = FAR * max([*fitting, *limits_gib] or needs)
@@ -126,7 +126,7 @@ def _dot(number: int, one: Candidate, x: Axis, y: Axis) -> str:
 
 
 def _stairs(rows: Sequence[Candidate], x: Axis, y: Axis) -> str:
-    """Stairs through the candidates that nothing beats."""
+    """A stair line through the candidates that no other beats."""
     points: list[tuple[float, float]] = []
     for one in _front(rows):
         at = SIDE * _across(one, x), SIDE * (1 - y.share(one.step_time_s))

@@ -1,6 +1,6 @@
 """Curves and points on two axes, as SVG and HTML that stretch with the page; the page's script only reads values off.
 
-The drawing area is stretched to whatever room there is, so that lines keep their width and letters their size from a phone to a wide
+The drawing area is stretched to the room there is, so lines keep their width and letters their size from a phone to a wide
 screen and on paper.
 """
 
@@ -16,14 +16,14 @@ from ahp.report.html_parts import data, legend
 Words = Callable[[float], str]
 
 MOST_POINTS = 1_500
-"""[Empirical] Points of a curve: more than a screen has columns for."""
+"""[Empirical] Most points of a curve: more than a screen has columns for."""
 SIDE = 1000
-"""Of the square that curves are drawn in before it is stretched."""
+"""Side of the square that curves are drawn in before it is stretched."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Points in the order of ``x``; ``style`` names a colour of page.css, and ``faint``, ``dashed`` or ``dots`` beside it."""
+    """Points in the order of ``x``; ``style`` names a color of page.css, and ``faint``, ``dashed`` or ``dots`` with it."""
 
     name: str
     x: Sequence[float]
@@ -33,7 +33,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Level:
-    """A height that is drawn from side to side, and what it is."""
+    """A line across the chart at one height, and what it is."""
 
     y: float
     words: str
@@ -42,7 +42,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows, between which ends, and how its numbers read."""
+    """What an axis shows, its two ends, and how its numbers are written."""
 
     title: str
     low: float
@@ -81,7 +81,7 @@ def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def number_words(value: float) -> str:
-    """A number of an axis in few letters: ``12 k``, ``0.05``, ``3e-05``."""
+    """A number on an axis in few letters: ``12 k``, ``0.05``, ``3e-05``."""
     if value and not 1e-3 <= abs(value) < 1e4:
         return (
             f"{value / 1e3:g} k"
@@ -132,7 +132,7 @@ class Chart:
 
     def _curve(self, curve: Curve) -> str:
         points = [(SIDE * self.x.share(x), _down(self.y.share(y))) for x, y in zip(curve.x, curve.y, strict=True)]
-        # A single point has no length: a line with round ends shows it all the same.
+        # A single point has no length, but a line with round ends still shows it.
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (points if len(points) != 1 else points * 2))
         return f"<polyline class='{curve.style}' points='{path}'/>"
 
@@ -151,7 +151,7 @@ def frame(x: Axis, y: Axis, svg: str, over: str = "") -> str:
 
 
 def thinned(curve: Curve) -> Curve:
-    """A curve with the lowest and the highest point of each stretch, where it has more points than a screen shows."""
+    """A curve reduced to the lowest and the highest point of each stretch, if it has more points than a screen shows."""
     count = len(curve.x)
     if count <= MOST_POINTS:
         return curve

@@ -1,4 +1,4 @@
-"""Several runs beside each other: what each reached, and their curves in the same charts."""
+"""Several runs side by side: what each reached, and their curves in the same charts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ahp.words import gib, percent, seconds
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of the folders' paths, as many as tell them apart."""
+    """The last parts of the folders' paths, as many as make them different."""
     paths = [folder.expanduser().resolve() for folder in folders]
     for count in range(1, max(len(path.parts) for path in paths) + 1):
         short = ["/".join(path.parts[-count:]) for path in paths]

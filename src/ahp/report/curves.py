@@ -1,4 +1,4 @@
-"""What the steps of one run, or of several beside each other, showed: one chart for each quantity of metrics.jsonl."""
+"""The steps of one run, or of several side by side: one chart for each quantity of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from ahp.report.charts import Axis, Chart, Curve, Level, Words, axis, number_wor
 from ahp.words import percent, seconds
 
 SMOOTHING_SHARE = 1 / 50
-"""[Empirical] Half life of the smoothed loss, of the steps there are: hides what differs between batches, keeps the
-trend."""
+"""[Empirical] Half-life of the smoothed loss as a share of all steps: hides differences between batches, keeps the trend."""
 COLOURS = 8
-"""Colours ``c0`` to ``c7`` of page.css; a further run begins again at the first."""
+"""Colors ``c0`` to ``c7`` of page.css; further runs start again at the first."""
 
 EVALUATION = "evaluation"
 """Key of metrics.jsonl, alone or with ``_NAME``, for what the user's function returned."""
@@ -38,7 +37,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A chart: its title, what it is called on its axis, and where a step has it."""
+    """A chart: its title, the title of its axis, and its key in a step's metrics."""
 
     title: str
     axis: str
@@ -89,7 +88,7 @@ def _is_result(key: str, value: Any) -> bool:
 
 
 def _curves(run: Measured, quantity: Quantity, number: int, of: int) -> list[Curve]:
-    known = [m for m in run.metrics if m.get(quantity.key) is not None]  # none where run.on_nan left a step out
+    known = [m for m in run.metrics if m.get(quantity.key) is not None]  # none if run.on_nan left a step out
     if not known:
         return []
     steps, values = [m["step"] for m in known], [float(m[quantity.key]) for m in known]

@@ -33,7 +33,7 @@ def _settings(plan: Plan) -> dict[str, object]:
 
 
 def _cluster(plan: Plan) -> dict[str, object]:
-    """Devices and links, as far as the plan says them."""
+    """Devices and links, as far as the plan has them."""
     groups = (plan.cluster or {}).get("groups", [])
     nodes = [f"{group['nodes']} x {group['devices_per_node']}" for group in groups]
     links = " + ".join(_rates(group.get("intra_node"), group.get("inter_node")) for group in groups)
@@ -42,6 +42,6 @@ def _cluster(plan: Plan) -> dict[str, object]:
 
 
 def _rates(within: dict[str, Any] | None, between: dict[str, Any] | None) -> str:
-    """What a device's links carry within a node, and a node's cards between nodes."""
+    """The rates of a device's links within a node, and of a node's network cards between nodes."""
     named = {"within": within, "between": between}
     return ", ".join(f"{of['bandwidth_bytes_per_s'] / 1e9:g} GB/s {where} nodes" for where, of in named.items() if of)

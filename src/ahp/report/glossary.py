@@ -40,6 +40,6 @@ MEMORY: dict[str, str] = {
 
 
 def lines(parts: Iterable[str]) -> list[tuple[str, str]]:
-    """(part, its meaning) of those that have one, in the order given."""
+    """(part, its meaning) of the parts that have one, in the order given."""
     words = STEP | MEMORY
     return [(part, words[part]) for part in parts if part in words]

@@ -1,4 +1,4 @@
-"""Pieces that every section of a page is made of. Text is escaped here, so that no file of a run writes into the page."""
+"""Pieces that every section of a page is made of. Text is escaped here, so that no file of a run can put markup into the page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ahp.report.tables import unbroken
 
 LONG = 24
-"""Letters of a cell from which on it may break, and has room to."""
+"""A cell with more letters than this can break into lines, and gets the room for it."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,6 @@ def legend(items: Iterable[tuple[str, str]]) -> str:
 
 
 def data(value: Any) -> str:
-    """Data for the page's script, which no text in it can end."""
+    """Data for the page's script, written so that no text in it can end the script element."""
     text = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
     return f"<script type='application/json'>{text}</script>"

@@ -1,4 +1,4 @@
-"""A timeline as lanes, one for each rank, which the page's script zooms; what no bar covers until the last action is bubble."""
+"""A timeline as lanes, one for each rank, which the page's script zooms; time without a bar before the last action is bubble."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ahp.schedule.simulate import Timeline
 from ahp.words import percent, seconds
 
 MOST_BARS = 6_000
-"""[Empirical] Bars that a phone's browser still lays out at once."""
+"""[Empirical] Most bars that a phone's browser can lay out at once."""
 KINDS = {
     "F": "F: forward",
     "B": "B: backward",
@@ -21,14 +21,14 @@ KINDS = {
     "other": "communication, optimizer and what else is waited for",
     "gap": "not drawn",
 }
-"""Colours of page.css, and what they stand for."""
+"""Colors of page.css, and what they stand for."""
 NOT_DRAWN = "actions not drawn"
 """What ``ahp.forecast.timeline`` calls the gap in a timeline that is too long."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that a rank does; ``depth`` counts what it lies in."""
+    """Something that a rank does; ``depth``: the number of bars that it lies in."""
 
     start_s: float
     end_s: float
@@ -37,7 +37,7 @@ class Bar:
 
     @property
     def kind(self) -> str:
-        """One of ``KINDS``, by torch's names of actions: ``2F0``."""
+        """One of ``KINDS``, from torch's name of the action, such as ``2F0``."""
         if self.name.endswith(NOT_DRAWN):
             return "gap"
         letters = self.name.lstrip("0123456789")
@@ -57,7 +57,7 @@ class Lane:
         return [bar for bar in self.bars if bar.depth == 0 and bar.kind not in ("other", "gap")]
 
     def bubble(self, until_s: float) -> float:
-        """Share of the time until then in which it does nothing."""
+        """Share of the time until ``until_s`` in which the rank does nothing."""
         covered_s = sum(min(bar.end_s, until_s) - min(bar.start_s, until_s) for bar in self.bars if bar.depth == 0)
         return max(0.0, 1 - covered_s / until_s) if until_s else 0.0
 
@@ -71,7 +71,7 @@ def lanes_of(timeline: Timeline) -> list[Lane]:
 
 
 def picture(lanes: Sequence[Lane], whole_s: float = 0.0) -> str:
-    """All lanes under one axis of time; ``whole_s`` where it shall be longer than they are."""
+    """All lanes with one time axis; ``whole_s``: the length of the axis, if longer than the lanes."""
     lanes, left_out = _fewer(lanes)
     whole_s = max([whole_s, *(bar.end_s for lane in lanes for bar in lane.bars)])
     acting_s = max((bar.end_s for lane in lanes for bar in lane.actions), default=0.0)
@@ -96,7 +96,7 @@ def picture(lanes: Sequence[Lane], whole_s: float = 0.0) -> str:
 
 
 def _naming(lanes: Sequence[Lane]) -> str:
-    """How the name of an action reads, by the last one there is."""
+    """How to read the name of an action, with the last one as the example."""
     for action in (bar for lane in reversed(lanes) for bar in reversed(lane.actions)):
         stage, micro_batch = action.name.split()[0].split(action.kind)
         _, _, words = KINDS[action.kind].partition(": ")
@@ -120,7 +120,7 @@ def _bar(bar: Bar, whole_s: float) -> str:
 
 
 def _fewer(lanes: Sequence[Lane]) -> tuple[Sequence[Lane], str]:
-    """Lanes that a browser can draw, and in words what was left out: first what lies inside actions, then the last ranks."""
+    """Lanes that a browser can draw, and what was left out, in words: first what lies inside actions, then the last ranks."""
     if sum(len(lane.bars) for lane in lanes) <= MOST_BARS:
         return lanes, ""
     plain = [Lane(lane.name, [bar for bar in lane.bars if bar.depth == 0]) for lane in lanes]

@@ -1,4 +1,4 @@
-// What the page does beside standing there: values of curves under the pointer, timelines that zoom, a page that loads itself again.
+// What moves on the page: values of curves under the pointer, timelines that zoom, a page that reloads itself.
 "use strict";
 const MOST_ZOOM = 400, LETTER_PX = 7.5;
 
@@ -84,7 +84,7 @@ function zoomable(figure) {
 }
 
 function loadAgain(every) {
-  // Not while somebody looks closely: what is zoomed would be lost.
+  // Not while a timeline is zoomed: the zoom would be lost.
   setInterval(() => { if (!document.querySelector("[data-zoomed=yes]") && !document.hidden) location.reload(); }, 1000 * every);
 }
 

@@ -1,4 +1,4 @@
-"""One HTML page about a run, a plan, or several runs beside each other: one file that opens without a network."""
+"""One HTML page about a run, a plan, or several runs side by side: one file that opens without a network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ahp.run_files import Status
 from ahp.whole_files import write_aside
 
 Told = Callable[[Plan], Facts]
-"""What makes the facts of a plan."""
+"""A function that computes the facts of a plan."""
 
 
 def write(source: str | Path, *, out: Path | None = None, facts: Told = facts_of, every_s: int = 0) -> Path:
@@ -28,11 +28,11 @@ def write(source: str | Path, *, out: Path | None = None, facts: Told = facts_of
 
     Args:
         source: a run's folder, or a plan.
-        out: the page; None = ``report.html`` in the run's folder, ``plan.html`` beside ``plan.yaml``.
-        facts: what makes that of the plan which plan.yaml does not hold.
-        every_s: seconds after which an open page loads itself again; 0 = never.
+        out: the page; None = ``report.html`` in the run's folder, ``plan.html`` next to ``plan.yaml``.
+        facts: computes what plan.yaml does not have about the plan.
+        every_s: seconds after which an open page reloads itself; 0 = never.
 
-    Raises BadInput when there is no plan.
+    Raises BadInput if there is no plan.
     """
     source = Path(source).expanduser()
     if source.is_dir():
@@ -45,7 +45,7 @@ def write(source: str | Path, *, out: Path | None = None, facts: Told = facts_of
 
 
 def write_compared(folders: Sequence[Path], out: Path) -> Path:
-    """Draw several runs beside each other. Raises BadInput for a folder without a plan, or where ``out`` cannot be written."""
+    """Draw several runs side by side. Raises BadInput for a folder without a plan, OSError if ``out`` cannot be written."""
     runs = [RunFiles.read(folder.expanduser()) for folder in folders]
     names = compared.names(folders)
     title = " beside ".join(names) if len(names) <= 3 else f"{len(names)} runs"
@@ -95,7 +95,7 @@ def _plan_parts(plan: Plan, told: Facts, trace: Any) -> list[str]:
 
 
 def _in_pairs(charts: Sequence[tuple[str, str]]) -> list[str]:
-    """Charts side by side where the page is wide."""
+    """Charts side by side if the page is wide."""
     return [f"<div class='two'>{''.join(section(title, chart) for title, chart in charts)}</div>"] if charts else []
 
 
@@ -121,7 +121,7 @@ def _save(out: Path, title: str, sections: Sequence[str], every_s: int) -> Path:
 
 
 def header(title: str, plan: Plan, status: Status | None, steps_done: int) -> str:
-    """What the page is about, and how far it came."""
+    """What the page is about, and how far the run came."""
     model = plan.model if isinstance(plan.model, str) else str(plan.model.get("model_type", "model"))
     state = ""
     if status is not None:
@@ -132,7 +132,7 @@ def header(title: str, plan: Plan, status: Status | None, steps_done: int) -> st
 
 
 def _vocabulary(plan: Plan) -> int | None:
-    """As the model's own config says, which is read as data."""
+    """The vocabulary size in the model's own config, which is read as data."""
     from ahp.graph.catalogue import CATALOGUE
     from ahp.graph.models import read_keys
 

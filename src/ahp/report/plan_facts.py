@@ -1,4 +1,4 @@
-"""What the page says of a plan beyond plan.yaml: its timeline, the memory of every rank, what binds. Made from its model and cluster."""
+"""What a page shows beyond plan.yaml: the timeline, the memory of every rank, what binds; computed from the plan's model and cluster."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ahp.report.upgrades import Upgrade
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one plan; empty, and why, where they cannot be made."""
+    """Facts about one plan; empty, with the reason, if they cannot be computed."""
 
     missing: str = ""
-    """Why there are none."""
+    """Why there are no facts."""
     trace: Any = None
     """The timeline, in Chrome's trace event format."""
     places: Sequence[PlaceMemory] = ()
@@ -30,7 +30,7 @@ class Facts:
 
 
 def facts_of(plan: Plan) -> Facts:
-    """Price the plan again. A model that is code is not run for a page; what is not here any more, or is refused, is said."""
+    """Price the plan again. A model that is code is not run for a page; if something is gone or refused, ``missing`` has the reason."""
     from ahp.cluster.model import Cluster
     from ahp.forecast import timeline
     from ahp.forecast.step import pricer

@@ -1,4 +1,4 @@
-"""What a page says of a plan: its layout, what it costs and why, what lost, the job."""
+"""The sections of a page about a plan: its layout, what it costs and why, what lost, the job."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def figures(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def layout(plan: Plan) -> str:
-    """The degrees beside the reasons."""
+    """The degrees next to the reasons."""
     rows: list[tuple[str, Any]] = [("engine", plan.engine.words())]
     rows += [
         (key.replace("_", " "), value)
@@ -96,7 +96,7 @@ def _neighbours(found: Binding) -> str:
 
 
 def lost(plan: Plan) -> list[str]:
-    """The candidates as a picture, or as a table where their memory was not kept."""
+    """The candidates as a picture, or as a table if their memory was not kept."""
     rows = candidates.candidates_of(plan)
     if len(rows) > 1:
         return [section("The candidates", candidates.picture(rows, device_limits(plan)))]
@@ -111,7 +111,7 @@ def lost(plan: Plan) -> list[str]:
 
 
 def schedules(facts: Facts) -> list[str]:
-    """A schedule made for the plan's own stages, beside the best fixed pattern."""
+    """A schedule made for the plan's own stages, next to the best fixed pattern."""
     found = facts.schedules
     if found is None:
         return []
@@ -132,7 +132,7 @@ def timeline(trace: Any) -> list[str]:
 
 
 def job(plan: Plan) -> str:
-    """What was asked for, and by which versions it was planned."""
+    """The job, and the versions that planned it."""
     rows: list[tuple[str, Any]] = [
         (key.replace("_", " "), value) for key, value in plan.job.model_dump().items() if key != "optimizer"
     ]
@@ -142,7 +142,7 @@ def job(plan: Plan) -> str:
 
 
 def _said(rows: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, str]]:
-    """Without the keys that say nothing."""
+    """Keys and values in plain words, without keys that have no value."""
     return ((key, plain_words(value)) for key, value in rows if value is not None)
 
 
@@ -153,7 +153,7 @@ def devices(plan: Plan) -> str:
 
 
 def fullest_device_bytes(plan: Plan) -> int | None:
-    """Memory of the device that holds the fullest rank; None where the plan does not say."""
+    """Memory of the device that holds the fullest rank; None if the plan does not have it."""
     if plan.forecast is None or not _groups(plan):
         return None
     with suppress(AhpError):
@@ -162,12 +162,12 @@ def fullest_device_bytes(plan: Plan) -> int | None:
 
 
 def device_limits(plan: Plan) -> dict[str, int]:
-    """Of each type of device its memory, bytes."""
+    """Memory of each type of device, in bytes."""
     return {name: memory for _, _, name, memory in _groups(plan)}
 
 
 def _groups(plan: Plan) -> list[tuple[int, int, str, int]]:
-    """Of each group of the cluster: nodes, devices of a node, their name and memory. Raises BadInput where a plan has another form."""
+    """(nodes, devices per node, device name, device memory) of each group of the cluster. Raises BadInput if the plan has another form."""
     given = (plan.cluster or {}).get("groups", [])
     found: list[tuple[int, int, str, int]] | None = None
     with suppress(TypeError, KeyError, IndexError):

@@ -11,13 +11,13 @@ from ahp.report.html_parts import note
 from ahp.words import gib, of_gib
 
 MOST_ROWS = 64
-"""[Empirical] Places that are drawn: the fullest, where there are more."""
+"""[Empirical] Most places that are drawn: the fullest, if there are more."""
 MOST_NAMED = 3
-"""Ranks that a row names of those it stands for, where they do not follow each other."""
+"""Most ranks that a row names if the ranks that it stands for are not consecutive."""
 
 
 def picture(forecast: Forecast, places: Sequence[PlaceMemory]) -> str:
-    """A bar for the ranks at each place of the pipeline, as long as its device's memory is full."""
+    """A bar for the ranks at each place of the pipeline, as long as the used share of their device's memory."""
     shown = places
     if len(places) > MOST_ROWS:
         fullest = sorted(places, key=lambda place: -place.memory.total / place.capacity_bytes)[:MOST_ROWS]
@@ -39,7 +39,7 @@ def picture(forecast: Forecast, places: Sequence[PlaceMemory]) -> str:
 
 
 def of_fullest(forecast: Forecast, capacity_bytes: int | None) -> str:
-    """The fullest rank alone, where nothing is known of the others."""
+    """The fullest rank alone, if nothing is known about the others."""
     used = sum(forecast.memory.values())
     words = of_gib(used, capacity_bytes) if capacity_bytes else gib(used)
     row = f"rank {forecast.fullest_rank}", forecast.memory, float(capacity_bytes or used), words
@@ -47,7 +47,7 @@ def of_fullest(forecast: Forecast, capacity_bytes: int | None) -> str:
 
 
 def rank_words(ranks: Sequence[int]) -> str:
-    """``ranks 0 to 7``, or some of them where they do not follow each other."""
+    """``ranks 0 to 7``, or some of them if they are not consecutive."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if ranks[-1] - ranks[0] == len(ranks) - 1:

@@ -1,4 +1,4 @@
-"""The ranked table of plans: a line for each where it fits with its reason, else the reason on a line below it."""
+"""The ranked table of plans: one line for each if it fits with its reason, else the reason on a line below."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ahp.words import count, of_gib, percent, seconds
 Columns = dict[str, list[str]]
 
 INDENT = 4
-"""Columns before a reason that stands on a line of its own."""
+"""Columns before a reason on a line of its own."""
 GAP = 2
-"""Spaces between columns; one less where the terminal is narrow."""
+"""Spaces between columns; one less if the terminal is narrow."""
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """Plans best first: the degrees, what they cost, and why each but the first lost. Every plan has a forecast."""
+    """Plans best first: the degrees, what they cost, and why all except the first lost. Every plan has a forecast."""
 
     plans: Sequence[Plan]
     values: Sequence[str] = ()
-    """What each plan is worth by the objective; none where that is the step time itself."""
+    """What each plan is worth by the objective; empty if that is the step time itself."""
     title: str = ""
-    """Of that column."""
+    """Title of that column."""
     beside: str = ""
     """What the table leaves out, on a line of its own below it."""
     wide: bool = False
@@ -89,14 +89,14 @@ class Ranked:
         return columns
 
     def _same(self) -> dict[str, str]:
-        """The degrees that all rows have in common, said once above the table."""
+        """The degrees that all rows have in common, shown once above the table."""
         if self.wide or len(self.plans) < 2:
             return {}
         degrees = _degrees([plan.parallelism for plan in self.plans], narrow=False)
         return {title: cells[0] for title, cells in degrees.items() if len(set(cells)) == 1}
 
     def _memory(self) -> list[str]:
-        """What the fullest rank needs; of how much stands below the table where all devices have the same."""
+        """What the fullest rank needs; with its device's memory, unless this is the same for all plans (the caption has it then)."""
         needs = [sum(plan.priced.memory.values()) for plan in self.plans]
         if (room := self._room()) is not None:
             return [of_gib(need, room).split()[0] for need in needs]
@@ -106,7 +106,7 @@ class Ranked:
         ]
 
     def _room(self) -> int | None:
-        """Memory of the fullest rank's device in all plans; None where they differ."""
+        """Memory of the fullest rank's device in all plans; None if it differs."""
         rooms = {capacity_bytes(plan) for plan in self.plans}
         return rooms.pop() if len(rooms) == 1 else None
 
@@ -134,7 +134,7 @@ def _lines(columns: Columns, gap: int) -> list[str]:
 
 
 def _degrees(layouts: Sequence[Parallelism], *, narrow: bool) -> Columns:
-    """The columns that say what the layouts are; context and expert degrees where one of them has any."""
+    """The columns that describe the layouts; context and expert degrees and the order only if some layout uses them."""
     columns = {
         "dp": [f"{p.data_parallel_replicate_degree}x{_each(shard for shard, _ in p.widths)}" for p in layouts],
         "zero": [str(p.zero_stage) for p in layouts],
@@ -153,7 +153,7 @@ def _degrees(layouts: Sequence[Parallelism], *, narrow: bool) -> Columns:
 
 
 def _each(degrees: Iterable[int]) -> str:
-    """``4|1``: where stages differ, each degree once."""
+    """``4|1``: each degree once, if stages differ."""
     return "|".join(map(str, dict.fromkeys(degrees)))
 
 

@@ -1,4 +1,4 @@
-"""What a run's folder shows beside its curves: figures that stand out, starts after failures, slow ranks, spikes."""
+"""What a run's page shows besides its curves: figures that stand out, starts after failures, slow ranks, spikes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RunFiles:
 
     @classmethod
     def read(cls, folder: Path) -> RunFiles:
-        """Raises BadInput where there is no plan."""
+        """Read a run's folder. Raises BadInput if it has no plan."""
         plan = Plan.load(folder / "plan.yaml")
         found = read_metrics(folder / "metrics.jsonl", DRAWN)
         metrics = [record for record in found if "loss" in record and record["step_time_s"] > 0]
@@ -39,7 +39,7 @@ class RunFiles:
         return cls(folder, plan, metrics, status, _ended(starts(folder / "starts.jsonl"), status))
 
     def measured(self, name: str, vocabulary: int | None = None) -> Measured:
-        """Its steps for the curves."""
+        """The run's steps, for the curves."""
         again = tuple(
             (start.first_step, _restarted(before, start))
             for before, start in zip(self.starts, self.starts[1:], strict=False)
@@ -48,17 +48,17 @@ class RunFiles:
 
     @property
     def steps_done(self) -> int:
-        """A heartbeat lies up to ten seconds behind the metrics."""
+        """Steps done so far: the heartbeat can be ten seconds behind the metrics."""
         return max([self.status.step if self.status else 0, *(m["step"] for m in self.metrics[-1:])])
 
     @property
     def median_s(self) -> float | None:
-        """Median step, without the first of the run, which waits for allocations."""
+        """Median step time, without the first step of the run, which waits for allocations."""
         return median([m["step_time_s"] for m in self.metrics[1:] or self.metrics])
 
     @property
     def mfu(self) -> float | None:
-        """Median of what was reached; of runs of before steps said so, from the forecast's FLOPs."""
+        """Median MFU that was reached; for older runs, whose steps do not have it, from the forecast's FLOPs."""
         reached = median([m["mfu"] for m in self.metrics if m.get("mfu") is not None])
         if reached is None and self.plan.forecast is not None and self.median_s:
             return self.plan.forecast.mfu * self.plan.forecast.step_time_s / self.median_s
@@ -71,19 +71,19 @@ class RunFiles:
 
     @property
     def losses(self) -> list[float]:
-        """Of the steps that were not left out."""
+        """Losses of the steps that were not left out."""
         return [m["loss"] for m in self.metrics if m["loss"] is not None]
 
 
 def _ended(found: Sequence[Start], status: Status | None) -> Sequence[Start]:
-    """With why the last one ended, where a run that goes on no more was killed before it wrote that down."""
+    """The starts, with the reason why the last one ended if the run was killed before it could write it."""
     if not found or found[-1].ended is not None or status is None or status.state == "running":
         return found
     return [*found[:-1], replace(found[-1], last_step=status.step, why=status.cause or status.state)]
 
 
 def median(values: Sequence[float]) -> float | None:
-    """The upper one of the two in the middle; None of nothing."""
+    """The middle value, the upper one of two; None if there are no values."""
     return sorted(values)[len(values) // 2] if values else None
 
 
@@ -95,15 +95,15 @@ def _restarted(before: Start, start: Start) -> str:
 
 
 def predicted_peak_bytes(plan: Plan) -> int:
-    """What a run measures at its peak, by the forecast: what the allocator holds; of workers on cores, whose whole process is measured, all
-    that they take."""
+    """Forecast of the peak that a run measures: what the allocator holds; for workers on cores, whose whole process is measured, all that
+    they take."""
     assert plan.cluster is not None, "a plan with a forecast has one"
     on_cores = all(group["device"]["name"].lower().startswith(CPU) for group in plan.cluster["groups"])
     return sum(plan.priced.memory.values()) if on_cores else plan.priced.memory_reserved_bytes
 
 
 def figures(run: RunFiles) -> list[tuple[str, str, str]]:
-    """(name, value, note) of what a run reached, beside what was forecast."""
+    """(name, value, note) of what a run reached, compared with the forecast."""
     plan, forecast, step_s = run.plan, run.plan.forecast, run.median_s
     if step_s is None:
         return []
@@ -140,7 +140,7 @@ def against(step_s: float, plan: Plan) -> str:
 
 
 def history(found: Sequence[Start]) -> list[str]:
-    """Every start of the workers, where there was more than one: its plan, how far it came, what was lost, why it ended."""
+    """Every start of the workers, if there was more than one: its plan, how far it came, what was lost, why it ended."""
     if len(found) < 2:
         return []
     rows = (
@@ -168,7 +168,7 @@ def history(found: Sequence[Start]) -> list[str]:
 
 
 def noticed(status_file: Path) -> list[str]:
-    """Slow ranks and spikes of the loss, where there are any."""
+    """Slow ranks and spikes of the loss, if there are any."""
     found = read_noticed(status_file)
     parts = []
     if slow := found.get("slow_ranks"):

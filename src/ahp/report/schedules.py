@@ -1,4 +1,4 @@
-"""A plan's schedule beside another: one made for its stages beside the best fixed pattern, or a pattern beside one made for its stages."""
+"""A plan's schedule compared with another: one made for its stages with the best fixed pattern, or a pattern with one made for its stages."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from ahp.forecast.pricer import Pricer
 
 RANKS = 16
-"""Pipeline ranks that are drawn as text, the first ones."""
+"""How many pipeline ranks, the first ones, are drawn as text."""
 
 WORTH = 0.02
-"""Share of a step that is bubble from which on another schedule is looked for."""
+"""The least share of bubble in a step for which another schedule is searched."""
 
 
 @dataclass(frozen=True)
 class ComparedSchedules:
-    """What the better one gains, and both, the slower first."""
+    """What the schedule made for the stages gains, and the timelines: the fixed pattern first, if there is one."""
 
     words: str
     timelines: dict[str, Timeline]
 
     def drawings(self) -> dict[str, list[str]]:
-        """Each as lines of text; all stand for as many seconds."""
+        """Each timeline as lines of text, all on the same time scale."""
         whole_s = max(timeline.makespan_s for timeline in self.timelines.values())
         return {name: drawing(timeline, whole_s=whole_s)[:RANKS] for name, timeline in self.timelines.items()}
 
@@ -44,7 +44,7 @@ class ComparedSchedules:
 
 
 def compared_schedules(pricer: Pricer | MixedPricer, layout: Parallelism) -> ComparedSchedules | None:
-    """None without a pipeline, for a pattern that hardly waits, and where no order can be found (another engine's).
+    """The comparison; None without a pipeline, for a pattern that hardly waits, and if no order can be found (another engine's).
 
     Raises what ``price`` raises for the layout itself.
     """
@@ -68,13 +68,13 @@ def _beside_pattern(pricer: Pricer | MixedPricer, layout: Parallelism) -> Compar
 
 
 def best_pattern(pricer: Pricer | MixedPricer, layout: Parallelism) -> Priced | None:
-    """The layout under the fastest fixed pattern with as many stages for each rank that fits."""
+    """The layout under the fastest fixed pattern that fits, with the same number of stages per rank."""
     priced = []
     for name in SCHEDULES:
         keys = {"pipeline_parallel_schedule": name, "pipeline_parallel_order": None}
         try:
             one = pricer.price(layout.model_copy(update=keys))
-        except AhpError:  # other numbers of stages or of micro-batches
+        except AhpError:  # it needs other numbers of stages or micro-batches
             continue
         if one.forecast.fits:
             priced.append(one)
@@ -82,7 +82,7 @@ def best_pattern(pricer: Pricer | MixedPricer, layout: Parallelism) -> Priced | 
 
 
 def compared_with_pattern(pricer: Pricer | MixedPricer, layout: Parallelism) -> ComparedSchedules | None:
-    """Of a layout with a schedule of its own; None for others."""
+    """A layout's own schedule next to the best fixed pattern; None if it has no schedule of its own."""
     if layout.pipeline_parallel_schedule != SYNTHESIZED or layout.pipeline_parallel_degree == 1:
         return None
     return _beside_pattern(pricer, layout)

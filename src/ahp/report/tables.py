@@ -1,4 +1,4 @@
-"""What a forecast says, as tables and bars for the terminal."""
+"""A forecast as tables and bars for the terminal."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ LEAST_SHARE = 0.0005
 ROUNDING = 1e-9
 """Share of the whole below which a part is nothing but rounding."""
 PLAIN_WIDTH = 10_000
-"""Columns where the output is no terminal: a file or a pipe has no edge to wrap at, unless $COLUMNS says where."""
+"""Columns if the output is not a terminal: a file or a pipe has no edge to wrap at, unless $COLUMNS gives one."""
 LEAST_WORDS = 20
-"""Columns of a line that hangs, however narrow the terminal."""
+"""Least columns of a hanging line, however narrow the terminal."""
 LEAST_WIDTH = 80
-"""A narrower terminal wraps the lines itself, rather than have figures cut off."""
+"""Least columns of an output: a narrower terminal wraps the lines itself, so that no figures are cut off."""
 Titles = tuple[str, str, str]
 TITLES: Titles = ("the plan", "the other", "difference")
-"""Of two forecasts beside each other."""
+"""Column titles of two forecasts side by side."""
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """The reader has gone (``ahp plan ... | head``): a matter for the command line, where rich's own would end the program with 1."""
+        """The reader is gone (``ahp plan ... | head``): left to the command line, as rich's own method would end the program with 1."""
         raise BrokenPipeError
 
 
@@ -55,12 +55,12 @@ _KEPT_SPACE = "\N{NO-BREAK SPACE}"
 
 
 def unbroken(words: str) -> str:
-    """The words with spaces before units at which no line is broken."""
+    """The words with no-break spaces before units."""
     return _QUANTITY.sub(_KEPT_SPACE, words)
 
 
 def lines_of(words: str, width: int) -> list[str]:
-    """A sentence on lines of ``width`` columns, broken between its clauses where they fit on a line; no figure loses its unit."""
+    """A sentence in lines of ``width`` columns, broken between clauses if these fit on a line; no figure loses its unit."""
     lines = [""]
     for clause in _CLAUSE.split(unbroken(words)):
         longer = f"{lines[-1]} {clause}".lstrip()
@@ -104,7 +104,7 @@ def memory_bar(forecast: Forecast, capacity: int) -> RenderableType:
 
 
 def meanings(forecast: Forecast) -> RenderableType:
-    """What each part that the bars show means, in their order."""
+    """The meaning of each part that the bars show, in their order."""
     shown = _largest_first(forecast.step, forecast.step_time_s) + _largest_first(forecast.memory, 1.0)
     rows = [(part_words(part), words) for part, words in glossary.lines(shown)]
     return Hanging([*rows, ("MFU", f"share of {forecast.mfu_peak}")])
@@ -112,7 +112,7 @@ def meanings(forecast: Forecast) -> RenderableType:
 
 @dataclass(frozen=True)
 class Hanging:
-    """Lines with something before them, under which they do not wrap."""
+    """Lines with a lead before each; wrapped text does not run under the lead."""
 
     rows: Sequence[tuple[str, str]]
     gap: int = 2
@@ -133,7 +133,7 @@ def bulleted(lines: Iterable[str], mark: str = "  -") -> Hanging:
 
 
 def part_by_part(other: Forecast, forecast: Forecast, titles: Titles = TITLES) -> Table:
-    """The step of two forecasts beside each other, and the difference of each part in seconds, the largest first."""
+    """The step of two forecasts side by side, and the difference of each part in seconds, the largest first."""
     table = _beside(titles)
     parts = dict.fromkeys([*other.step, *forecast.step])
     rows = [(part, forecast.step.get(part, 0.0), other.step.get(part, 0.0)) for part in parts]
@@ -149,7 +149,7 @@ def part_by_part(other: Forecast, forecast: Forecast, titles: Titles = TITLES) -
 def memory_by_part(
     other: Forecast, forecast: Forecast, capacity: int, its_capacity: int | None = None, titles: Titles = TITLES
 ) -> Table:
-    """The fullest ranks of two forecasts beside each other, and the difference of each part, the largest first."""
+    """The fullest ranks of two forecasts side by side, and the difference of each part, the largest first."""
     table = _beside(titles)
     parts = dict.fromkeys([*other.memory, *forecast.memory])
     rows = [(part, forecast.memory.get(part, 0), other.memory.get(part, 0)) for part in parts]
@@ -206,7 +206,7 @@ class _Bars:
 
 
 def band(forecast: Forecast) -> str:
-    """``6.1 .. 7.2 s``: what the measured step time should lie in nine times out of ten."""
+    """``6.1 .. 7.2 s``: where the measured step time should lie nine times out of ten."""
     low, high = seconds(forecast.step_time_low_s), seconds(forecast.step_time_high_s)
     if low.split(" ")[1] == high.split(" ")[1]:
         low = low.split(" ")[0]

@@ -12,16 +12,16 @@ from ahp.run_files import LARGEST
 Event = Mapping[str, Any]
 
 INSIDE_ITS_ACTION = ("forward", "backward", "input gradient", "weight gradient")
-"""Parts of an action that its own bar shows already: what is drawn inside it is what keeps it from computing."""
+"""Parts of an action that its own bar shows already: only what keeps it from computing is drawn inside it."""
 ON_THE_WAY = "pipeline sends"
-"""Thread of what a rank does not wait for: it would lie across the bars of the actions."""
+"""Thread of sends that a rank does not wait for: they would lie across the bars of its actions."""
 
 ROUNDING = 1e-3
-"""Share of an event by which it may begin before the last one has ended and still come after it: times are rounded."""
+"""Share of an event by which it can begin before the last one has ended and still count as later: times are rounded."""
 
 
 def lanes_of_trace(trace: Any) -> list[Lane]:
-    """A lane for each process that the trace names, with all its threads, else for each thread; what is no event is left out."""
+    """A lane for each process that the trace names, with all its threads, else for each thread; entries that are not events are left out."""
     events = trace.get("traceEvents") if isinstance(trace, dict) else trace
     if not isinstance(events, list):
         return []
@@ -40,7 +40,7 @@ def lanes_of_trace(trace: Any) -> list[Lane]:
 
 
 def _is_event(event: Any) -> bool:
-    """Whether it is a complete event, or the name of a process or a thread."""
+    """Whether an entry is a complete event, or the name of a process or a thread."""
     if not isinstance(event, dict):
         return False
     if not all(isinstance(event.get(key), kind) for key, kind in {"name": str, "pid": int}.items()):
@@ -59,18 +59,18 @@ def _is_drawn(event: Event, threads: Mapping[tuple[int, ...], str]) -> bool:
 
 
 def _names(events: Iterable[Event], what: str) -> dict[tuple[int, ...], str]:
-    """What the trace calls its processes, by (pid,), or its threads, by (pid, tid)."""
+    """The trace's names of its processes, keyed by (pid,), or of its threads, keyed by (pid, tid)."""
     told = (e for e in events if e["ph"] == "M" and e["name"] == what)
     return {(e["pid"],) if what == "process_name" else (e["pid"], e["tid"]): _short(e["args"]["name"]) for e in told}
 
 
 def _short(name: str) -> str:
-    """``rank 8 on a, stands for ranks 8 to 15``: without what stands in brackets."""
+    """``rank 8 on a, stands for ranks 8 to 15``: a name without its words in brackets."""
     return re.sub(r" ?\([^()]*\)", "", name)
 
 
 def _bars(events: Sequence[Event]) -> list[Bar]:
-    """In order of time, the longer first; each with how many of its lane it lies in. Times of a trace are microseconds."""
+    """Bars in order of time, longer ones first, each with the number of bars it lies in. Times in a trace are microseconds."""
     ends: list[float] = []
     bars = []
     for event in events:

@@ -23,16 +23,16 @@ NOTHING = 0.0005
 
 @dataclass(frozen=True)
 class Upgrade:
-    """One resource with more of it, and the plan's layout there."""
+    """More of one resource, and what it brings the plan's layout."""
 
     change: str
     gain: float
-    """Share by which each token takes less time; 0 where it cannot run."""
+    """Share by which each token takes less time; 0 if the layout cannot run."""
     words: str
 
 
 def upgrades_of(graph: ModelGraph, cluster: Cluster, plan: Plan) -> list[Upgrade]:
-    """Each piece of hardware and the batch, the most useful first. Raises AhpError where the plan itself cannot be priced."""
+    """Upgrades of each piece of hardware and of the batch, the most useful first. Raises AhpError if the plan cannot be priced."""
     from ahp.forecast.step import forecast
 
     today = forecast(graph, cluster, plan.job, plan.parallelism, plan.engine)
@@ -63,7 +63,7 @@ def _larger_batch(graph: ModelGraph, cluster: Cluster, plan: Plan, today: Foreca
 
     layout, batch = plan.parallelism, plan.job.global_batch_size
     at_once = layout.data_parallel_replicate_degree * layout.data_parallel_shard_degree * layout.micro_batch_size
-    # Where replicas differ or a schedule has an order of its own, their counts are made for this batch.
+    # If replicas differ or a schedule has an order of its own, their counts are made for this batch.
     counted = {"micro_batches_per_replica": None, "pipeline_parallel_order": None}
     larger = at_once * math.ceil(MORE * batch / at_once - 1e-9)
     change = f"global batch {larger:,}, {percent(larger / batch - 1)} more"
@@ -94,6 +94,6 @@ def _compared(gain: float, what: str) -> str:
 
 
 def _fit(today: Forecast, there: Forecast) -> str:
-    """What more memory changes for a layout that stays: how surely it fits."""
+    """What more memory changes if the layout stays: the probability that it fits."""
     before, after = f"{today.fit_probability:.2f}", f"{there.fit_probability:.2f}"
     return "" if before == after else f"; fits with probability {after} instead of {before}"

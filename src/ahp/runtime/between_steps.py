@@ -1,4 +1,4 @@
-"""What lies between two steps: no step adds to its own gradients what one that raised has left, or a backward pass of the user's own."""
+"""Between two steps: keeps gradients of a step that raised, or of a backward pass of the user's own, out of the next step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ahp.runtime.shard.ownership import LocalParameters
 
 
 def forget_step(runner: Accumulation | Pipeline, local: LocalParameters, sharding: Sharding) -> None:
-    """Drop what a step that raised before its end has left. Raises BadInput where that cannot be."""
+    """Drop what a step left behind when it raised. Raises BadInput if that is impossible."""
     if isinstance(runner, Pipeline):
         raise BadInput(
             "step: the step before raised in the middle of a pipeline, whose other ranks wait for it; start the workers anew, and load a checkpoint"
@@ -19,7 +19,7 @@ def forget_step(runner: Accumulation | Pipeline, local: LocalParameters, shardin
 
 
 def refuse_gradients(local: LocalParameters, sharding: Sharding) -> None:
-    """Raises BadInput where a parameter has a gradient before a step begins, and drops all of them."""
+    """Raises BadInput if a parameter has a gradient before a step begins, and drops all gradients."""
     if (name := local.with_gradient()) is not None:
         local.forget_gradients()
         sharding.forget()

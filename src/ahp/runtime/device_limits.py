@@ -13,14 +13,14 @@ from ahp.plan import EngineChoice
 from ahp.runtime.optimizer.offload import refuse_without_host
 
 CPU_COMPILERS = ("g++", "clang++")
-"""What torch's compiler looks for beside the variable CXX (torch/_inductor/config.py, cpp.cxx)."""
+"""Compilers that torch looks for if the variable CXX names none (torch/_inductor/config.py, cpp.cxx)."""
 
 GPU_COMPILERS = ("gcc", "clang")
-"""What Triton builds its launchers with, beside the variable CC (triton/runtime/build.py)."""
+"""Compilers that Triton builds its launchers with if CC names none (triton/runtime/build.py)."""
 
 
 def refuse_kernels(engine: EngineChoice, device: torch.device) -> None:
-    """Raises HardwareMismatch for what no plan can have on this device."""
+    """Raises HardwareMismatch for a choice that no plan can have on this device."""
     if engine.compile:
         refuse_without_compiler(device)
     if engine.offload_optimizer:
@@ -28,13 +28,13 @@ def refuse_kernels(engine: EngineChoice, device: torch.device) -> None:
 
 
 def refuse_without_compiler(device: torch.device) -> None:
-    """Raises HardwareMismatch where nothing can compile kernels for the device."""
+    """Raises HardwareMismatch if nothing can compile kernels for the device."""
     if (reason := why_not_compiled(device)) is not None:
         raise HardwareMismatch(f"engine.compile = True: {reason} (valid: False)")
 
 
 def why_not_compiled(device: torch.device) -> str | None:
-    """What is missing on this host for kernels of torch.compile; None where nothing is."""
+    """What this host lacks to compile kernels with torch.compile; None if nothing."""
     on_cpu = device.type == "cpu"
     variable, known = ("CXX", CPU_COMPILERS) if on_cpu else ("CC", GPU_COMPILERS)
     wanted = (os.environ[variable],) if variable in os.environ else known
@@ -47,6 +47,6 @@ def why_not_compiled(device: torch.device) -> str | None:
 
 
 def compiles_sliced_blocks() -> bool:
-    """Whether gradients of compiled blocks are added up over tensor-parallel ranks. [Empirical] torch 2.11 leaves sums out without a word (a small
-    LLaMA on two ranks: a norm of 0.95 instead of 1.39, on Python 3.13); 2.13, 2.14 and 2.15 do not, 2.12 was not tried."""
+    """Whether this torch sums gradients of compiled blocks over tensor-parallel ranks. [Empirical] torch 2.11 silently leaves sums out (a small
+    LLaMA on two ranks: a norm of 0.95 instead of 1.39, on Python 3.13); 2.13, 2.14 and 2.15 do not; 2.12 was not tried."""
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and how a disk or a checksum says that they are not."""
+"""Writes files whole or not at all, and checks them by free disk space and by checksum."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 from ahp.whole_files import write_aside as write_aside
 
 FULL_DISK_BYTES = 1 << 20
-"""[Empirical] With less than this free, a write that failed failed for want of space, whatever its message says
+"""[Empirical] If a write fails with less than this free, the disk is full, whatever the error says
 (torch's archive writer reports a full disk as RuntimeError)."""
 
 
 def is_full(folder: Path) -> bool:
-    """Whether the disk behind a folder takes nothing more."""
+    """Whether the disk that holds a folder is full."""
     return shutil.disk_usage(folder).free < FULL_DISK_BYTES
 
 
 def write_over(path: Path, text: str) -> None:
-    """Replace a file where it lies, which takes no more room: for a disk that takes no file beside it. A crash may leave half of each."""
+    """Overwrite a file in place, for a disk without room for a second file. A crash can leave a mix of old and new text."""
     content = text.encode()
     with path.open("r+b") as file:
         file.write(content.ljust(path.stat().st_size))
@@ -40,10 +40,10 @@ def crc32(file: Path) -> int:
 
 
 def read_back(file: Path) -> int:
-    """Put a file onto the disk, and read it from there: the checksum of its bytes. Raises OSError where they are not those that were written."""
+    """Flush a file to the disk and read it from there. Returns the checksum of its bytes; raises OSError if they differ from what was written."""
     written = crc32(file)
     flush(file)
-    if hasattr(os, "posix_fadvise"):  # else the system reads its copy in memory
+    if hasattr(os, "posix_fadvise"):  # else the system reads its cached copy
         with file.open("rb") as stream:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if crc32(file) != written:

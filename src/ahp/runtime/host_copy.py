@@ -1,4 +1,4 @@
-"""What is on its way from the device to the host: numbers, waited for only when somebody reads them, and memory to copy to."""
+"""Copies from the device to the host: numbers that are waited for only when they are read, and memory to copy to."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 PINNED_IN_PLACE_BYTES = 1 << 20
-"""Smaller pieces share pages with others, which cannot be locked twice."""
+"""Smaller tensors share memory pages with others, and a page cannot be locked twice."""
 
 
 class HostCopy:
-    """A copy of a small tensor on the host. On a GPU it goes beside what is queued next: nothing waits until ``read``."""
+    """A copy of a small tensor on the host. From a GPU it is queued on the current stream: the host waits only in ``read``."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.arrived = tensor, None
         if tensor.is_cuda:
             self.tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self.tensor.copy_(tensor, non_blocking=True)
-            self.arrived = torch.cuda.Event(blocking=True)  # sleeps, so that other threads have the core
+            self.arrived = torch.cuda.Event(blocking=True)  # waiting sleeps, so other threads get the core
             self.arrived.record(torch.cuda.current_stream(tensor.device))
 
     def read(self) -> torch.Tensor:
@@ -36,9 +36,9 @@ class HostCopy:
 
 
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Page-locked host memory like a tensor, without values. Where the system locks no more it is plain, with a warning.
+    """Page-locked host memory like a tensor, without values. If the system cannot lock more, the memory is pageable, with a warning.
 
-    torch's own allocator of such memory rounds each piece up to a power of two, so the large ones are locked where they lie.
+    torch's own allocator of page-locked memory rounds sizes up to a power of two, so large tensors are locked in place.
     """
     if tensor.nbytes < PINNED_IN_PLACE_BYTES:
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -50,6 +50,6 @@ def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
             f"host memory: {memory.nbytes} bytes cannot be page-locked; copies to it are slower", stacklevel=2
         )
         return memory
-    # Not at the end of the process, when CUDA may be gone before.
+    # Not at process exit: CUDA may be gone by then.
     weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
     return memory

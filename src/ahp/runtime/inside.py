@@ -1,4 +1,4 @@
-"""What is inside of a model that a layout divides: its blocks, its outline, how its products are sliced."""
+"""The parts of a model that a layout divides: its blocks, its outline, and how its products are sliced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ahp.search.slicing.model import ModelSlicing, slice_outline
 
 
 def blocks_of(module: nn.Module, p: Parallelism) -> BlockList | None:
-    """The model's blocks, None where it has none. Raises BadInput when they are what the layout divides."""
+    """The model's blocks, None if it has none. Raises BadInput if it has none and the layout divides them."""
     try:
         return find_blocks(module)
     except NoBlocks as error:
@@ -25,15 +25,15 @@ def blocks_of(module: nn.Module, p: Parallelism) -> BlockList | None:
 
 
 def needs_outline(plan: Plan) -> bool:
-    """Whether what happens inside of the model matters, not only which modules are its blocks: a run on fake tensors takes most of
-    a second, which replicas and shards alone need not wait for."""
+    """Whether the plan needs the model's outline, not only its blocks. The outline takes a run on fake tensors, most of a second,
+    which plans with only replicas and shards can skip."""
     p = plan.parallelism
     inside = p.pipeline_parallel_degree, p.tensor_parallel_degree, p.context_parallel_degree, p.expert_parallel_degree
     return max(inside) > 1 or plan.engine.loss_chunk_tokens is not None
 
 
 def outline_of(module: nn.Module, plan: Plan, documents: Documents | None) -> Outline:
-    """By a run of one micro-batch of the plan on fake tensors."""
+    """The model's outline, from a run of one of the plan's micro-batches on fake tensors."""
     return outline(
         module,
         batch_size=plan.parallelism.micro_batch_size,
@@ -44,7 +44,7 @@ def outline_of(module: nn.Module, plan: Plan, documents: Documents | None) -> Ou
 
 
 def slicing_of(found: Outline | None, p: Parallelism) -> ModelSlicing | None:
-    """How the model is split over the tensor-parallel ranks, None where it is not."""
+    """How the model is split over the tensor-parallel ranks, None if it is not."""
     if found is None or p.tensor_parallel_degree == 1:
         return None
     return slice_outline(found, p.tensor_parallel_degree, enable_sequence_parallel=p.enable_sequence_parallel)

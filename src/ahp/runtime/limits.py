@@ -1,4 +1,4 @@
-"""What a plan asks of this runtime, its devices and a model that they cannot do, told before anything is changed."""
+"""Refuses what a plan asks and this runtime, its devices or the model cannot do, before anything is changed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ahp.search.slicing.model import ModelSlicing
 
 
 def refuse_plan(plan: Plan, device: torch.device) -> None:
-    """Raises NotExpressible or BadInput for a plan that no model could run under on this device."""
+    """Raises NotExpressible, BadInput or HardwareMismatch for a plan that no model could run under on this device."""
     p, job = plan.parallelism, plan.job
     if plan.engine.name != "ahp":
         raise NotExpressible(f"engine.name = {plan.engine.name!r}: this runtime runs plans for 'ahp' only")
@@ -54,7 +54,7 @@ def refuse_plan(plan: Plan, device: torch.device) -> None:
 
 
 def refuse_length(job: Job, layout: Parallelism, length: int) -> None:
-    """Raises BadInput for sequences of a step that are shorter or longer than the job's where the layout was prepared for those."""
+    """Raises BadInput if a step's sequences are shorter or longer than the job's and the layout cannot run that length."""
     if length == job.sequence_length:
         return
     if layout.num_stages > 1:
@@ -67,8 +67,8 @@ def refuse_length(job: Job, layout: Parallelism, length: int) -> None:
 
 
 def refuse_micro_batches(layout: Parallelism, count: int, ordered: int | None) -> None:
-    """Raises BadInput for a step of so many micro-batches that a pipeline cannot run. ``ordered``: of the order that was given, None = there is
-    none."""
+    """Raises BadInput for a number of micro-batches that a pipeline cannot run. ``ordered``: the number that a given order has, None = no
+    order is given."""
     p, v, name = (layout.pipeline_parallel_degree, layout.virtual_stages_per_rank, layout.pipeline_parallel_schedule)
     if ordered is not None:
         reason = None if count == ordered else f"pipeline_parallel_order has {ordered} (valid: {ordered})"
@@ -80,11 +80,11 @@ def refuse_micro_batches(layout: Parallelism, count: int, ordered: int | None) -
 
 
 def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | None, plan: Plan) -> None:
-    """Raises BadInput for a model that cannot run under this plan. ``found``: None too where the plan asks nothing of it."""
+    """Raises BadInput for a model that cannot run under this plan. ``found``: also None if the plan does not need it."""
     p = plan.parallelism
     refuse_longer(module, plan.job.sequence_length)
     if blocks:
-        layers_of_stages(p, len(blocks))  # raises where they do not go round
+        layers_of_stages(p, len(blocks))  # raises if the layers do not fit the stages
         if reason := rules.recomputed(len(blocks), plan.job, p, plan.engine):
             raise BadInput(reason)
     _refuse_for_fsdp2(module, blocks, plan)
@@ -101,9 +101,9 @@ def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | N
 
 
 def refuse_what_stays_outside(plan: Plan, sliced: ModelSlicing | None, method: ContextMethod | None) -> None:
-    """Raises BadInput where something of a block would stay outside of its compiled graph that must be in it.
+    """Raises BadInput if a block must be one compiled graph and a part of it would stay outside.
 
-    ``method``: how ranks share sequences, None where they do not.
+    ``method``: how ranks share sequences, None if they do not.
     """
     if not needs_one_graph(plan.parallelism, plan.engine):
         return
@@ -120,14 +120,14 @@ def refuse_what_stays_outside(plan: Plan, sliced: ModelSlicing | None, method: C
 
 
 def _refuse_chunks(tokens: int, blocks: BlockList | None) -> None:
-    """The logits of some tokens alone need a model with blocks that end before them."""
+    """Raises BadInput for a model without blocks: the chunks run what follows the blocks."""
     if blocks is None:
         rule = "the model has no blocks, and what follows them is what it computes in chunks"
         raise BadInput(f"engine.loss_chunk_tokens = {tokens}: {rule} (valid: null)")
 
 
 def _refuse_for_fsdp2(module: nn.Module, blocks: BlockList | None, plan: Plan) -> None:
-    """FSDP2, which both shards and casts, takes parameters with a dim and an element alone, and each of one block alone."""
+    """FSDP2, which both shards and casts, needs parameters with at least one dim and one element, held by one block only."""
     what = _scalar(module) or _empty(module) or _shared(module, blocks)
     if what is None:
         return
@@ -139,7 +139,7 @@ def _refuse_for_fsdp2(module: nn.Module, blocks: BlockList | None, plan: Plan) -
 
 
 def _refuse_gradient_hooks(module: nn.Module, plan: Plan) -> None:
-    """Another tensor in the place of a parameter has none of its hooks, and what adds to a gradient by itself runs none."""
+    """A tensor that replaces a parameter does not have its hooks, and code that adds to a gradient directly runs none."""
     name = next((name for name, parameter in module.named_parameters() if has_gradient_hook(parameter)), None)
     if name is None:
         return
@@ -162,13 +162,13 @@ def _scalar(module: nn.Module) -> str | None:
 
 
 def _empty(module: nn.Module) -> str | None:
-    """torch's ``_chunk_cat`` takes no gradient without elements."""
+    """torch's ``_chunk_cat`` refuses a gradient without elements."""
     name = next((name for name, parameter in module.named_parameters() if parameter.numel() == 0), None)
     return name and f"{name} has no elements"
 
 
 def _shared(module: nn.Module, blocks: BlockList | None) -> str | None:
-    """A parameter that several blocks hold, or a block and what is outside of the blocks."""
+    """A parameter held by several blocks, or by a block and a module outside of the blocks."""
     if blocks is None:
         return None
     holders: dict[int, set[int | None]] = {}

@@ -74,21 +74,21 @@ def parallelize(
     device: torch.device | str | None = None,
     initialize: bool = True,
 ) -> Parallel:
-    """Split a model over the ranks of the job, by a plan. Collective. Under torchrun, and in a process alone, it makes the default
-    process group where the program has made none (NCCL on the GPU of LOCAL_RANK, gloo on CPUs).
+    """Split a model over the ranks of the job, by a plan. Collective. If the program has no default process group, one is made,
+    under torchrun or in a single process (NCCL on the GPU of LOCAL_RANK, gloo on CPUs).
 
-    ``module``: built on every rank alike, or on the meta device (then it is initialised from ``plan.job.seed``, or each rank
-    reads its parts of ``plan.init_from``); called
-    with token ids [batch, sequence] it gives logits [batch, sequence, vocabulary]. With ``pipeline_parallel_degree`` 1
-    it is changed in place, else its parts are taken over; with ``job.lora`` it gets adapters. ``plan``: a Plan, or ``{"job": {...}, "parallelism": {...}}``.
-    ``device``: where to compute; None = a GPU where each worker of the node has one and the process group carries it, else the CPU,
-    with a warning where GPUs stay idle.
-    ``initialize``: False leaves a module on the meta device without values, which is quicker where ``Parallel.load`` comes next.
+    ``module``: built with the same values on every rank, or on the meta device (then it is initialized from ``plan.job.seed``,
+    or each rank reads its parts of ``plan.init_from``). It maps token ids [batch, sequence] to logits [batch, sequence, vocabulary].
+    With ``pipeline_parallel_degree`` 1 it is changed in place, else its parts are taken over; with ``job.lora`` it gets adapters.
+    ``plan``: a Plan, or ``{"job": {...}, "parallelism": {...}}``.
+    ``device``: where to compute; None = a GPU if each worker of the node has one and the process group supports it, else the CPU,
+    with a warning if GPUs stay idle.
+    ``initialize``: False leaves a module on the meta device without values, which is quicker if ``Parallel.load`` comes next.
 
     Raises BadInput, NotExpressible or HardwareMismatch before anything is changed when the layout cannot run, NoAnswer when
-    a rank does not come or an axis of the mesh does not carry.
+    a rank does not come or an exchange along a mesh axis fails.
 
-    Example, a loop of one's own under torchrun; ``batch``: int64 [sequences, tokens] of the global batch, the same on every rank::
+    Example: your own training loop under torchrun. ``batch``: int64 [sequences, tokens], the global batch, the same on every rank::
 
         parallel = ahp.parallelize(module, ahp.Plan.load("plan.yaml"))
         for step, batch in enumerate(batches):
@@ -107,7 +107,7 @@ def parallelize(
 
 
 def rehearse(module: nn.Module, plan: Plan, device: torch.device, *, initialize: bool = True) -> Parallel:
-    """``parallelize`` on a joined rank, where processor cores may stand for devices with products in 8 bits: the same products, very
+    """``parallelize`` on a rank that has joined. CPU cores can stand in for devices with 8-bit products: the same products, very
     slowly."""
     refuse_plan(plan, device)
     mesh = build_mesh(plan.parallelism, device)
@@ -122,26 +122,26 @@ class Parallel:
     def __init__(self, module: nn.Module, plan: Plan, mesh: Mesh, hosts: Hosts, *, initialize: bool = True) -> None:
         self.plan, self.mesh, self.hosts = plan, mesh, hosts
         p = self.layout = plan.parallelism.of_rank(mesh.rank("pp"))
-        """The plan's as this rank has it: with the width of its own stages."""
+        """The plan's parallelism as this rank sees it: with the width of its own stages."""
         own = plan.model_copy(update={"parallelism": self.layout})
         hold_in_fp32(module)
         with_adapters(module, plan.job.lora, seed=plan.job.seed)
         self.config = getattr(module, "config", None)
         self.adapter = Adapter.of(module, plan)
-        """What peft needs beside its matrices, None for a model without adapters."""
+        """What peft needs besides the adapter matrices; None for a model without adapters."""
         self._saver: BackgroundSaver | None = None
         self._in_step = False
-        """Whether micro-batches may have left gradients behind: still so at the next step where one has raised."""
+        """Whether micro-batches may have left gradients behind. Still true at the next step if one raised."""
         self.halts_at_fault = False
-        """Whether, once a loss or a gradient was no number, no later step changes a weight either: for a loop that calls the next step
-        before it has read that of the one before."""
+        """Whether a failed step (``StepResult.failed``) stops all later updates too: for a loop that calls the next step before it
+        has read the last result."""
         self._halted = torch.zeros((), dtype=torch.bool, device=mesh.device)
         blocks, balance = blocks_of(module, plan.parallelism), balance_of(module)
         documents = documents_apart(module, plan.job.sequence_length) if plan.job.document_mask else None
         self.documents: DocumentAttention | None = None
-        """What attends within documents by their lengths, None = masks, or there are none to keep apart."""
+        """Attention within documents by their lengths; None = masks, or no documents to keep apart."""
         self.attention_reason = ""
-        """By what documents are kept apart, and why; empty where they are not."""
+        """How documents are kept apart, and why; empty if they are not."""
         if documents is not None:
             self.documents, self.attention_reason = document_attention(module, documents, own, mesh.device)
             documents = documents if self.documents is None else self.documents.documents
@@ -151,8 +151,8 @@ class Parallel:
         self.tokens = (
             SequenceSharding(module, found, plan, mesh, documents) if found and p.context_parallel_degree > 1 else None
         )
-        """How sequences are cut over the context ranks, None where they are not."""
-        # At every stage's width: what one stage cannot do is refused on all ranks, or the others would wait.
+        """How sequences are cut over the context ranks, None if they are not."""
+        # Checked at every stage's width on all ranks: if only one stage refused, the other ranks would wait.
         ways = {each.tensor_parallel_degree: slicing_of(found, each) for each in plan.parallelism.layouts_of_ranks}
         for degree, sliced in ways.items():
             if found and sliced and plan.job.precision == "fp8":
@@ -167,7 +167,7 @@ class Parallel:
             self._shapes = shapes_of(module)
         real = not start.streamed and plan.init_from is None
         self._unlike = first_unlike(module, mesh.device) if real else None
-        """A parameter that ranks built unlike, until weights are loaded."""
+        """The first parameter whose values differ between ranks, until weights are loaded."""
         stages = cut_stages(module, found, plan, documents)
         self.ties = TiedParameters([self.names.on(stage.model) for stage in stages], mesh, plan.parallelism)
         self.stages = {i: stages[i] for i in stages_of_rank(mesh.rank("pp"), p)}
@@ -200,7 +200,7 @@ class Parallel:
     def _training_state(
         self, stages: list[Stage], prepare: StageSetup, start: StartingValues, matrices: frozenset[str]
     ) -> TrainingState:
-        """This rank's parts of weights, with their values, and of optimizer states; ``stages``: of the whole pipeline."""
+        """This rank's parts of the weights, filled with values, and of the optimizer states. ``stages``: of the whole pipeline."""
         local = LocalParameters([stage.model for stage in self.stages.values()], self.names)
         layout = ParameterLayout(
             self.mesh,
@@ -212,7 +212,7 @@ class Parallel:
         )
         buffers = (named for stage in self.stages.values() for named in stage.model.named_buffers())
         self.bytes_read = start.fill(layout, buffers)
-        """Of ``plan.init_from``, by this rank."""
+        """How many bytes of ``plan.init_from`` this rank read."""
         local.refresh_twins()
         return TrainingState(
             layout,
@@ -231,7 +231,7 @@ class Parallel:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of which this rank holds a part, by the hub's names; DTensors where they are split."""
+        """The parameters that this rank holds a part of, keyed by the hub's names; DTensors where they are split."""
         return self.state.parameters
 
     @property
@@ -286,18 +286,18 @@ class Parallel:
         )
 
     def _num_copies(self, name: str) -> int:
-        """Ranks that hold the very same elements of a parameter as this one, itself included."""
+        """How many ranks hold the same elements of a parameter as this one, itself included."""
         tensor = 1 if name in self.state.layout.splits else self.mesh.size("tp")
         return self.mesh.num_replicas * tensor * self.ties.num_holders(name)
 
     def shard(self, global_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's part of ``{"input_ids", "labels"}`` int64 [global batch, sequence]: rows by data-parallel rank.
 
-        With ``job.document_mask`` beside them ``position_ids``, alike: of each token the place in its document, from 0.
+        With ``job.document_mask`` also ``position_ids``, of the same type and shape: each token's place in its document, from 0.
         """
         rows = self.rows(len(global_batch["input_ids"]))
         part = slice(rows.start, rows.stop)
-        # Where documents start is read on the host too.
+        # The starts of documents are read on the host too.
         stay = () if self.documents is None else ("position_ids",)
         return {
             key: value[part] if key in stay else value[part].to(self.mesh.device, non_blocking=True)
@@ -305,8 +305,8 @@ class Parallel:
         }
 
     def rows(self, num_rows: int) -> range:
-        """Which rows of a global batch of so many are this rank's, for a reader that reads no others: replica by replica as many
-        as its micro-batches, and within a replica shard by shard."""
+        """This rank's rows of a global batch of ``num_rows``, for a reader that reads no others. Each replica has consecutive rows,
+        in proportion to its micro-batches, and each of its shards an equal run of them."""
         p, replica, shard = self.layout, self.mesh.rank("dp_replicate"), self.mesh.rank("dp_shard")
         counts = p.micro_batches_per_replica or (1,) * p.data_parallel_replicate_degree
         share = sum(counts) * p.data_parallel_shard_degree
@@ -325,19 +325,19 @@ class Parallel:
         return range(start, start + counts[replica] * each)
 
     def _micro_batches(self, num_rows: int) -> int:
-        """Of the global batch, over all replicas and shards, where this rank has so many rows."""
+        """How many micro-batches the global batch has over all replicas and shards, if this rank has ``num_rows`` rows."""
         p = self.layout
         counts = p.micro_batches_per_replica or (1,) * p.data_parallel_replicate_degree
         mine = counts[self.mesh.rank("dp_replicate")]
         return num_rows // p.micro_batch_size * sum(counts) * p.data_parallel_shard_degree // mine
 
     def step(self, part: dict[str, torch.Tensor]) -> StepResult:
-        """Forward, backward, clip, update. Collective. Where the gradient is no number, no weight changes.
+        """Forward, backward, clip, update. Collective. If the loss or the gradient norm is not finite, no weight changes.
 
-        ``part``: as ``shard`` gives it, ``labels`` unshifted, -100 = not scored. Ranks may hold different numbers of
-        scored tokens: the loss is the mean over all of them. Random numbers (dropout) are those of the job's seed and the step; the
-        program's own generators are left as they were. After a step that raised the next one begins anew. Raises BadInput for other keys, kinds
-        and shapes, and for gradients that no step made.
+        ``part``: as ``shard`` gives it, ``labels`` unshifted, -100 = not scored. Ranks can hold different numbers of
+        scored tokens: the loss is the mean over all of them. Random numbers (dropout) depend on the job's seed and the step; the
+        program's own generators are left as they were. If a step raised, the next one drops its gradients, or raises BadInput if it
+        cannot (a pipeline; FSDP2 before torch 2.13). Raises BadInput for other keys, types and shapes, and for gradients that no step made.
         """
         if self._unlike is not None:
             raise BadInput(
@@ -379,7 +379,7 @@ class Parallel:
         return StepResult(copied, rate, squares, index=state.num_steps_done - 1)
 
     def _leaves_out(self, figures: torch.Tensor, can_shrink: torch.Tensor) -> torch.Tensor:
-        """Whether the update of this step is not made, bool scalar on the device: loss or norm is no number, or training has halted."""
+        """Whether this step's update is skipped, bool scalar on the device: loss or norm is not finite, or training has halted."""
         bad = ~figures.isfinite().all()
         if self.halts_at_fault:
             failed = ~figures[0].isfinite() | (bad & ~can_shrink)
@@ -390,23 +390,23 @@ class Parallel:
     def evaluate(self, parts: Iterable[dict[str, torch.Tensor]]) -> float:
         """Mean loss over the scored tokens of some global batches, without training on them: no dropout, no gradient.
 
-        ``parts``: for each, this rank's rows as ``shard`` gives them. Collective; the same on every rank, under every plan.
+        ``parts``: this rank's rows of each batch, as ``shard`` gives them. Collective; the result is the same on every rank, under every plan.
         """
         size = self.layout.micro_batch_size
         with deterministic(self.plan.job.deterministic):
             return evaluate(self.runner, self.mesh, size, (self._checked(part) for part in parts), self.plan.job.seed)
 
     def find_fault(self, part: dict[str, torch.Tensor], result: StepResult) -> str:
-        """After a step whose loss or norm is no number, and which left the weights as they were: what it comes from, in words.
+        """Why a step's loss or norm is not finite, in words. To be called after that step, which left the weights as they were.
 
-        ``part``, ``result``: what ``step`` had and gave. Collective; the same on every rank.
+        ``part``, ``result``: what ``step`` took and returned. Collective; the result is the same on every rank.
         """
         size, bad = self.layout.micro_batch_size, result.bad_gradients
         with numbers_of_step(self.mesh, self.plan.job.seed, result.index):
             return find_fault(self.runner, size, *self._checked(part), names=list(self.names.shapes), bad_gradients=bad)
 
     def _checked(self, part: dict[str, torch.Tensor]) -> tuple[Inputs, torch.Tensor]:
-        """What the model is called with, and the labels."""
+        """The inputs of the model, and the labels."""
         if self._awaits_load:
             raise _without_values()
         check_part(part, self.plan.job, self.layout.micro_batch_size)
@@ -420,7 +420,7 @@ class Parallel:
         return found, labels
 
     def memory_bytes(self) -> int:
-        """Most memory that this rank has used so far: allocated on a GPU, resident in a process on a CPU."""
+        """The most memory that this rank has used so far: allocated on a GPU, resident in the process on a CPU."""
         return most_bytes(self.mesh.device)
 
     def save(self, folder: str | Path) -> None:
@@ -439,10 +439,10 @@ class Parallel:
         return self._saver
 
     def load(self, folder: str | Path, *, weights_alone: bool = False) -> None:
-        """Continue from what ``save`` wrote, under whatever plan of the same model and job. Collective. Raises BadInput before anything is changed
-        where the checkpoint holds other tensors than this model and its optimizer have.
+        """Continue from what ``save`` wrote, under any plan of the same model and job. Collective. Raises BadInput, before anything is changed,
+        if the checkpoint holds other tensors than this model and its optimizer.
 
-        ``weights_alone``: read weights and buffers, and leave the optimizer and the number of steps as they are: for looking at a model.
+        ``weights_alone``: read weights and buffers, and leave the optimizer and the number of steps as they are, to look at a model.
         """
         from ahp.runtime.weights.checkpoint import load, load_weights
 
@@ -451,20 +451,20 @@ class Parallel:
         self._awaits_load = False
 
     def skip_to(self, step: int) -> None:
-        """Count the steps before this one, from 0, as done: the next one is this, with its learning rate and random numbers."""
+        """Count the steps before ``step`` (from 0) as done: it comes next, with its learning rate and random numbers."""
         self.state.num_steps_done = step
 
     @cached_property
     def in_files(self) -> dict[str, InFiles]:
-        """How transformers writes each parameter. Asked for where it is needed: it takes longer than all else of a small model's start."""
+        """How transformers writes each parameter. Computed on first use: it takes longer than the rest of a small model's start."""
         model = next(iter(self.stages.values())).model
         with base_alone(model):
             return in_files(model, self._shapes)
 
     def export_hf(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write the weights as safetensors under the hub's names, adapters merged into them, and config.json where there is one. Collective.
+        """Write the weights as safetensors under the hub's names, adapters merged into them, and config.json if there is one. Collective.
 
-        ``dtype``: None = float32 where the job computes in fp32, else bfloat16.
+        ``dtype``: None = float32 if the job computes in fp32, else bfloat16.
         """
         from ahp.runtime.weights.hf_export import export_hf
 

@@ -1,4 +1,4 @@
-"""What a step is called with: refused at once where it is not what ``Parallel.shard`` gives."""
+"""The input of a step, refused at once if it is not what ``Parallel.shard`` gives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def keys_of_part(job: Job) -> list[str]:
 
 
 def check_part(part: dict[str, Any], job: Job, micro_batch_size: int) -> None:
-    """Raises BadInput for other keys, kinds and shapes than a step takes."""
+    """Raises BadInput if the keys, types or shapes are not those that a step takes."""
     wanted = keys_of_part(job)
     missing, unused = sorted(set(wanted) - set(part)), sorted(set(part) - set(wanted))
     if missing or unused:

@@ -1,4 +1,4 @@
-"""The most memory that this rank has used at a time, step by step."""
+"""Peak memory of this rank, step by step."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import NamedTuple
 import torch
 
 RESET_PEAK = "5"
-"""Written to /proc/PID/clear_refs sets the peak of the resident memory to what is resident now (man 5 proc_pid_clear_refs)."""
+"""Writing this to /proc/PID/clear_refs resets the peak resident memory to what is resident now (man 5 proc_pid_clear_refs)."""
 
 
 class Peak(NamedTuple):
-    """In bytes. On a CPU both are what was resident."""
+    """Peak memory in bytes. On a CPU both are resident memory."""
 
     allocated_bytes: int
     reserved_bytes: int
-    """With what torch's allocator keeps for later: what the device cannot give to others."""
+    """Including what torch's allocator keeps for later, which the device cannot give to others."""
 
 
 def take_peak(device: torch.device) -> Peak:
-    """The most since this was last asked on this process, or since it began. The host waits for nothing."""
+    """The peak since the last call in this process, or since the process began. The host does not wait for the device."""
     if device.type != "cuda":
         resident = _resident_peak_bytes()
         return Peak(resident, resident)
@@ -32,12 +32,12 @@ def take_peak(device: torch.device) -> Peak:
 
 
 def most_bytes(device: torch.device) -> int:
-    """The most since ``take_peak`` was last asked, or since the process began: allocated on a GPU, resident on a CPU."""
+    """The peak since ``take_peak`` was last called, or since the process began: allocated on a GPU, resident on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident_bytes()
 
 
 def _resident_peak_bytes(process: Path = Path("/proc/self")) -> int:
-    """Where the system cannot start anew, the most since the process began."""
+    """Also resets the peak. If the system cannot reset it, this is the peak since the process began."""
     try:
         lines = (process / "status").read_text().splitlines()
         (process / "clear_refs").write_text(RESET_PEAK)

@@ -1,4 +1,4 @@
-"""A stage made ready to take steps: sliced, its products put in 8 bits, its experts divided, compiled, recomputed, sharded, in the
+"""Makes a stage ready to take steps: sliced, its products in 8 bits, its experts divided, compiled, recomputed, sharded, in the
 one order that works."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ahp.search.slicing.placement import Split
 
 
 def cut_stages(module: nn.Module, found: Outline | None, plan: Plan, documents: Documents | None) -> list[Stage]:
-    """The model as the stages of its pipeline, on every rank all of them."""
+    """All stages of the model's pipeline, made on every rank."""
     stages = _stages(module, found, plan)
     for stage in stages:
         stage.documents = documents
@@ -60,7 +60,7 @@ def _stages(module: nn.Module, found: Outline | None, plan: Plan) -> list[Stage]
 
 @dataclass
 class StageSetup:
-    """What a rank's stages have in common, and what was found out about their parameters on the way."""
+    """What a rank's stages have in common. Calling it prepares a stage, and notes how its parameters are split."""
 
     plan: Plan
     mesh: Mesh
@@ -70,22 +70,22 @@ class StageSetup:
     """None for a model without blocks."""
     num_layers: int
     found: Outline | None
-    """None too where nothing is divided inside of the blocks."""
+    """None if the plan does not need it (``needs_outline``), or for a model without blocks."""
     sliced: ModelSlicing | None
     balance: Balance | None
     tokens: SequenceSharding | None
     documents: DocumentAttention | None
     streamed: bool
-    """Whether parameters are on the meta device till they are cut."""
+    """Whether parameters stay on the meta device until they are cut."""
     ends: tuple[str, str] | None
-    """Paths of the embedding and the head, None where they are not apart from the rest."""
+    """Paths of the embedding and the head; None if they are not separate modules."""
     splits: dict[str, Split] = field(default_factory=dict)
     """Parameters that are split over the tensor-parallel axis, and how."""
     experts: set[str] = field(default_factory=set)
     """Parameters that are divided over the expert-parallel axis."""
 
     def __call__(self, index: int, stage: Stage) -> None:
-        """In place. Collective."""
+        """Prepare a stage, in place. Collective."""
         layers = self._layers(index, stage)
         stage.train()
         if not self.streamed:
@@ -95,7 +95,7 @@ class StageSetup:
         splits = self._slice(stage, layers, self._fp8(stage))
         experts = self._divide_experts(stage, splits)
         self._wrap_blocks(index, stage, layers)
-        if self.streamed and not self.sharding.uses_fsdp:  # whose hooks sit on the parameters themselves
+        if self.streamed and not self.sharding.uses_fsdp:  # ``Replicas`` hooks the parameters themselves
             allocate_on(stage, self.mesh.device)
         embedding, head = units_of(stage.model, self.ends)
         if head is not None and self.plan.engine.loss_chunk_tokens is not None:
@@ -105,7 +105,7 @@ class StageSetup:
             allocate_on(stage, self.mesh.device)
 
     def _layers(self, index: int, stage: Stage) -> dict[int, nn.Module]:
-        """The blocks that are on a stage, by their number in the whole model; one that stands in the list twice by its first."""
+        """The blocks on a stage, keyed by their number in the whole model; a block listed twice has its first number."""
         if self.blocks_path is None:
             return {}
         blocks = stage.model.get_submodule(self.blocks_path)
@@ -127,7 +127,7 @@ class StageSetup:
         return splits
 
     def _fp8(self, stage: Stage) -> Fp8 | None:
-        """How the stage's blocks compute their linear layers in 8 bits, None where they do not."""
+        """How the stage's blocks compute their linear layers in 8 bits; None if they do not."""
         if self.plan.job.precision != "fp8":
             return None
         return Fp8(() if self.tokens is None else (self.mesh.group("cp"),), stage.later)
@@ -140,7 +140,7 @@ class StageSetup:
         return list(experts.values())
 
     def _wrap_blocks(self, index: int, stage: Stage, layers: dict[int, nn.Module]) -> None:
-        """What surrounds the forward of each block, from the inside out."""
+        """Wrap the forward of each block, from the inside out."""
         p = self.plan.parallelism
         if self.balance is not None:
             stage.routers = Routers(stage.model, layers.values(), self.balance)
@@ -155,7 +155,7 @@ class StageSetup:
         if self.tokens is not None:
             for block in layers.values():
                 self.tokens.attend(block)
-        if self.documents is not None:  # around the above, whose attention of whole sequences it then is
+        if self.documents is not None:  # outside of the above, so its mode sees attention over whole sequences
             for number, block in layers.items():
                 self.documents.attend(block, number)
         for block in recomputed:
@@ -169,5 +169,5 @@ class StageSetup:
 
 
 def _parameter_names(modules: dict[str, nn.Module]) -> Iterator[str]:
-    """By the names of the model that they are in."""
+    """Names of the modules' parameters, in the model that holds the modules."""
     return (f"{path}.{name}" for path, module in modules.items() for name, _ in module.named_parameters())

@@ -1,4 +1,4 @@
-"""What a step gives its caller, without making the host wait for the device."""
+"""The result of a step. Returning it does not make the host wait for the device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ahp.runtime.optimizer.norm import SquareSum
 
 @dataclass(frozen=True, repr=False, eq=False)
 class StepResult:
-    """What one step gave; but for ``bad_gradients`` the same on every rank.
+    """The result of one step; the same on every rank except for ``bad_gradients``.
 
-    On a GPU the step may still be running when it is returned: reading ``loss``, ``grad_norm`` or ``skipped`` waits for the end of this
-    step, and for nothing that was queued after it. So a loop that reads a step's numbers after it called the next step leaves
+    On a GPU the step may still be running when this is returned: reading ``loss``, ``grad_norm`` or ``skipped`` waits for the end of
+    this step only, not for work queued after it. So a loop that reads a step's numbers after calling the next step leaves
     no gap on the device.
     """
 
@@ -23,9 +23,9 @@ class StepResult:
     """float64 [3]: loss, gradient norm, and whether fp16's loss scale could still shrink."""
     learning_rate: float
     norms: SquareSum
-    """Of this rank's parts of the gradients, still multiplied by the loss scale."""
+    """Norms of this rank's parts of the gradients, still multiplied by the loss scale."""
     index: int
-    """Steps that were done before it: its random numbers are those of this number."""
+    """Number of the step, from 0; its random numbers depend on it."""
 
     @cached_property
     def _numbers(self) -> tuple[float, float, float]:
@@ -34,8 +34,8 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Mean cross-entropy over the scored tokens of the global batch, before the update; and the weighted balance loss of a mixture of
-        experts, where the model's config asks for it (docs/runtime/experts.md)."""
+        """Mean cross-entropy over the scored tokens of the global batch, before the update, plus the weighted balance loss of a mixture of
+        experts if the model's config asks for it (docs/runtime/experts.md)."""
         return self._numbers[0]
 
     @property
@@ -45,17 +45,17 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether the gradients overflowed fp16, so that nothing was updated; ``grad_norm`` is no number then."""
+        """Whether the gradients overflowed fp16, so that nothing was updated; ``grad_norm`` is then not finite."""
         return bool(self._numbers[2]) and not math.isfinite(self.grad_norm)
 
     @property
     def failed(self) -> bool:
-        """Whether the loss or the gradient is no number for another reason, so that nothing was updated either."""
+        """Whether the loss or the gradient norm is not finite for another reason, so that nothing was updated either."""
         return not math.isfinite(self.loss) or not (math.isfinite(self.grad_norm) or self.skipped)
 
     @property
     def bad_gradients(self) -> tuple[str, ...]:
-        """Parameters whose gradient has a norm that is no number, of those of this rank."""
+        """This rank's parameters whose gradient norm is not finite."""
         return self.norms.not_finite()
 
     def __repr__(self) -> str:

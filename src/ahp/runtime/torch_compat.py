@@ -1,6 +1,7 @@
 """All use of private PyTorch, so that a new release breaks one file. Written for 2.11 to 2.15.
 
-The floors below have ``ahp.graph.torch_compat``, what finds ranks ``ahp.runtime.ranks.torch_compat``. Operators (``torch.ops``, ``torch._ops.OpOverload``) are taken where they are needed."""
+``ahp.graph``, ``ahp.runtime.ranks`` and ``ahp.runtime.pipeline`` have a ``torch_compat`` of their own. Operators (``torch.ops``,
+``torch._ops.OpOverload``) are used directly."""
 
 from __future__ import annotations
 
@@ -40,15 +41,15 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like_distributed(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """``local`` as the part of a tensor that is distributed as ``like`` is."""
+    """``local`` as this rank's part of a tensor that is distributed like ``like``."""
     if not isinstance(like, DTensor):
         return local
     return DTensor(local, like._spec, requires_grad=False)
 
 
 def refuse_outside(ids: torch.Tensor, size: int, ignored: int | None = None) -> None:
-    """Raises IndexError for an id that is no row of a table of ``size`` rows, of which each rank has some: the whole table would refuse it, and
-    to each of the ranks it looks like another's. On a GPU the kernel asserts, as torch's own do; the host does not wait."""
+    """Raises IndexError for an id outside of a table of ``size`` rows that is split over ranks. The whole table would refuse it, but each rank
+    takes it for another rank's row. On a GPU the kernel asserts, as torch's own kernels do; the host does not wait."""
     bad = (ids < 0) | (ids >= size)
     if ignored is not None:
         bad &= ids != ignored
@@ -64,7 +65,7 @@ def refuse_outside(ids: torch.Tensor, size: int, ignored: int | None = None) -> 
 def sum_gradients(module: FSDPModule, on_reduced: Callable[[torch.Tensor], None] | None) -> None:
     """Make a sharded module add gradients up, never average them; then hand each reduced buffer to ``on_reduced``.
 
-    gloo has no pre-multiplied sum, which any other divide factor would ask for.
+    Any other divide factor needs a pre-multiplied sum, which gloo does not have.
     """
     for group in _parameter_groups(module):
         if group._reduce_scatter_process_group.size() > 1 or group._is_hsdp:
@@ -82,11 +83,11 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
 
 
 def reduce_every_gradient(module: FSDPModule, given: set[int], zeros: set[int]) -> None:
-    """Let a sharded module reduce a gradient for each of its trainable parameters: zeros for one that the data gave this rank none of.
+    """Make a sharded module reduce a gradient for each trainable parameter: zeros if this rank's data gave it none.
 
-    FSDP2 sends those that there are: ranks with unlike ones would add up unlike parameters, or end in an error of the backend's. ``given``,
-    ``zeros``: get the ``id`` of each parameter that had one, and of each that got zeros. (2.13 has ``set_reduce_scatter_unused_params``,
-    which tells nobody.)
+    FSDP2 sends only the gradients that exist: ranks with different ones would add up different parameters, or fail in the backend. ``given``,
+    ``zeros``: collect the ``id`` of each parameter that had a gradient, and of each that got zeros. (``set_reduce_scatter_unused_params`` of
+    2.13 does not report them.)
     """
     for group in _parameter_groups(module):
         group.post_backward = _with_every_gradient(group, group.post_backward, given, zeros)
@@ -94,7 +95,7 @@ def reduce_every_gradient(module: FSDPModule, given: set[int], zeros: set[int]) 
 
 def _with_every_gradient(group: Any, own: Callable[..., None], given: set[int], zeros: set[int]) -> Callable[..., None]:
     def post_backward(*unused: Any) -> None:
-        # Once a backward: the root asks again at its end.
+        # Once per backward: the root calls this again at its end.
         if group.reduce_grads and group._training_state.name != "POST_BACKWARD":
             held = [p for p in group.fsdp_params if getattr(p, "_unsharded_param", None) is not None]
             accumulated = not AUTOGRAD_ADDS_UP and any(p.unsharded_accumulated_grad is not None for p in held)
@@ -104,7 +105,7 @@ def _with_every_gradient(group: Any, own: Callable[..., None], given: set[int], 
                 elif p._unsharded_param.requires_grad:
                     zeros.add(id(p.sharded_param))
                     p._unsharded_param.grad = torch.zeros_like(p._unsharded_param, dtype=p._unsharded_param.grad_dtype)
-                if accumulated:  # all in one dtype
+                if accumulated:  # so that all gradients have one dtype
                     _accumulate(p)
         own(*unused)
 
@@ -112,7 +113,7 @@ def _with_every_gradient(group: Any, own: Callable[..., None], given: set[int], 
 
 
 def forget_backward(root: FSDPModule) -> None:
-    """Put a sharded model back to before a forward or a backward that raised. Raises BadInput where torch cannot (before 2.13)."""
+    """Reset a sharded model to before a forward or backward that raised. Raises BadInput if torch cannot (before 2.13)."""
     if not hasattr(root, "reset_iter_state"):
         raise BadInput(
             f"step: the step before raised, and torch {torch.__version__} cannot go on after it; call ahp.parallelize again, and load a checkpoint"
@@ -129,17 +130,17 @@ def forget_backward(root: FSDPModule) -> None:
 
 
 def _sharded_parameters(root: nn.Module) -> Iterator[Any]:
-    """FSDP2's own records of them."""
+    """FSDP2's own records (``FSDPParam``) of the parameters."""
     for module in root.modules():
         for group in _parameter_groups(module) if isinstance(module, FSDPModule) else ():
             yield from group.fsdp_params
 
 
 def gather_outside_modes(module: FSDPModule) -> None:
-    """Let what a sharded module does around its forward be unseen by the mode that selective recompute watches operators with.
+    """Hide what a sharded module does around its forward from the mode with which selective recompute watches operators.
 
-    A module inside of a recomputed block: in the second run FSDP2 takes it for the root, and does more than in the first where weights are
-    gathered already. From 2.13 on recompute takes that for another computation.
+    For a module inside of a recomputed block: in the second run FSDP2 takes it for the root, and runs more operators than in the first run,
+    where weights are gathered already. From 2.13 on recompute takes that for another computation.
     """
     state: Any = module._get_fsdp_state()
     state._root_pre_forward = _outside(state._root_pre_forward)
@@ -156,11 +157,11 @@ def _outside(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 AUTOGRAD_ADDS_UP = isinstance(getattr(FSDPParam, "unsharded_accumulated_grad", None), property)
-"""From torch 2.15 on: a weight's own gradient gets the dtype of the reduction as a second one is added, and is kept nowhere else."""
+"""From torch 2.15 on: adding a second gradient puts a weight's own ``grad`` into the reduction's dtype, and FSDP2 keeps no other sum."""
 
 
 def accumulate_in_reduce_dtype(root: nn.Module) -> None:
-    """Add gradients that came outside of a backward of FSDP2's to those that it keeps for the reduction, in fp32."""
+    """Add gradients made outside of FSDP2's backward to the sums that FSDP2 keeps for the reduction, in fp32."""
     if AUTOGRAD_ADDS_UP:
         return
     for parameter in _sharded_parameters(root):
@@ -168,7 +169,7 @@ def accumulate_in_reduce_dtype(root: nn.Module) -> None:
 
 
 def _accumulate(parameter: Any) -> None:
-    # A later forward may have freed the whole weight, so its gradient is asked of the private tensor, as FSDP2 does.
+    # A later forward may have freed the whole weight, so the gradient is read from the private tensor, as FSDP2 does.
     gradient = parameter._unsharded_param.grad
     if gradient is None or parameter.reduce_dtype in (None, gradient.dtype):
         return
@@ -182,8 +183,8 @@ def _accumulate(parameter: Any) -> None:
 def fused_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *, causal: bool, scale: float
 ) -> Literal["cudnn", "flash", "efficient", "math"]:
-    """The kernel that scaled_dot_product_attention takes on a GPU, forward and backward (ATen/native/transformers/cuda/sdp_utils.cpp)."""
-    with torch.enable_grad():  # some heads have a forward kernel and no backward one
+    """The kernel that scaled_dot_product_attention picks on a GPU, forward and backward (ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    with torch.enable_grad():  # for some head widths a kernel has a forward and no backward
         asked = q.detach().requires_grad_()
         found = torch._fused_sdp_choice(asked, k, v, mask, 0.0, causal, scale=scale, enable_gqa=True)
     names: dict[int, Literal["cudnn", "flash", "efficient"]] = {
@@ -195,9 +196,9 @@ def fused_attention(
 
 
 gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""(output, input, group): the ranks' inputs, joined along dim 0. 2.13 renames it, and warns of the name of 2.11 and 2.12."""
+"""(output, input, group): the ranks' inputs, joined along dim 0. 2.13 renamed it, and warns about the old name."""
 scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""(output, input, group): of the sum of the ranks' inputs, this rank's rows."""
+"""(output, input, group): this rank's rows of the sum of the ranks' inputs."""
 
 
 def attention_of_lengths(
@@ -209,10 +210,10 @@ def attention_of_lengths(
     window: tuple[int | None, int | None],
     scale: float | None,
 ) -> torch.Tensor:
-    """FlashAttention of sequences of several lengths, on a GPU. q [tokens, H, D], k and v [tokens, G, D], one sequence after the other;
-    ``bounds`` int32 [sequences + 1]: where they begin and end. ``window``: so many tokens before and after itself each one sees, None = all.
+    """FlashAttention over sequences of different lengths, on a GPU. q [tokens, H, D], k and v [tokens, G, D], one sequence after the other;
+    ``bounds`` int32 [sequences + 1]: where sequences begin and end. ``window``: how many tokens before and after itself a token sees, None = all.
 
-    torch.nn.attention.varlen calls the same operator, with other arguments in each release.
+    torch.nn.attention.varlen calls the same operator, with different arguments in each release.
     """
     before, after = window
     causal = before is None and after == 0
@@ -225,7 +226,7 @@ def attention_of_lengths(
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Give meta tensors memory, not values, and move what is real to the device. Parameters that were tied come apart."""
+    """Give meta tensors memory without values, and move real tensors to the device. Tied parameters come apart."""
     module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
 
 
@@ -236,9 +237,9 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def recordable_trunc_normal() -> Iterator[None]:
-    """Within, ``trunc_normal_`` is a chain of operators without a look at values, on the meta device too: the quantile of a uniform number.
+    """Within, ``trunc_normal_`` is a chain of operators that read no values, on the meta device too: the quantile of a uniform number.
 
-    From 2.13 on it does nothing there, and on real memory draws again what lies outside.
+    From 2.13 on torch's own does nothing on the meta device, and on real memory redraws values outside of the bounds.
     """
     own = nn.init._no_grad_trunc_normal_
 
@@ -257,37 +258,37 @@ def recordable_trunc_normal() -> Iterator[None]:
 
 
 def outside_modes() -> AbstractContextManager[object]:
-    """Within, operators run as they are, unseen by the mode that selective recompute watches them with."""
+    """Within, operators run as they are, unseen by dispatch modes such as that of selective recompute."""
     return _disable_current_modes()
 
 
 def forget_own_hooks(module: nn.Module) -> None:
-    """Those on the module itself; hooks of the modules in it stay."""
+    """Remove the hooks on the module itself; those on its submodules stay."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks):
         hooks.clear()
 
 
 def has_gradient_hook(parameter: nn.Parameter) -> bool:
-    """Whether something is to happen to the gradient of this very tensor, before it is added to ``grad`` or after."""
+    """Whether this tensor has a hook on its gradient, run before or after it is added to ``grad``."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def with_weights(module: nn.Module, weights: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
-    """Within, the module computes with these weights, tied ones tied. The public functional_call takes no such block."""
+    """Within, the module computes with these weights; tied parameters stay tied. The public functional_call is no context manager."""
     return _reparametrize_module(module, weights, tie_weights=True)
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches, whose keys hold every mesh that was ever used, and so its process groups and their threads.
+    """Empty DTensor's caches, whose keys keep every mesh that was ever used alive, with its process groups and their threads.
 
-    For a process that has left a layout and goes on: under gloo each group's three threads wake a hundred times a second.
+    For a process that drops a layout and goes on: under gloo each group's three threads wake a hundred times a second.
     """
     propagator = DTensor._op_dispatcher.sharding_propagator
     caches = [
         propagator.propagate_op_sharding,
         getattr(type(propagator), "_propagate_tensor_meta_cached", None),
         getattr(_redistribute, "_gen_transform_infos", None),
-        _collective_utils.MeshTopoInfo.build_from_mesh,  # asked from 2.15 on
+        _collective_utils.MeshTopoInfo.build_from_mesh,  # used from 2.15 on
     ]
     for cache in (one for one in caches if hasattr(one, "cache_clear")):
         cache.cache_clear()
@@ -297,7 +298,7 @@ def forget_meshes() -> None:
     ):
         if clear is not None:
             clear()
-    # Before 2.13 the arguments of every sharding rule that was asked stay (pytorch/pytorch#181792), their mesh with them.
+    # Before 2.13 the arguments of every sharding rule that ran stay alive (pytorch/pytorch#181792), and their mesh with them.
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         for mesh in (one for one in gc.get_objects() if type(one) is DeviceMesh):
             mesh._pg_registry = {
@@ -306,61 +307,61 @@ def forget_meshes() -> None:
 
 
 def why_graph_broke(error: Exception) -> str | None:
-    """What torch.compile says of a graph that it could not make in one piece; None where the error is another."""
+    """Why torch.compile could not make one whole graph, in its own words; None for any other error."""
     from torch._dynamo.exc import (  # a second of imports
         FailOnRecompileLimitHit,
         UncapturedHigherOrderOpError,
         Unsupported,
     )
 
-    if isinstance(error, FailOnRecompileLimitHit):  # whose own words are "Hard failure due to fullgraph=True"
+    if isinstance(error, FailOnRecompileLimitHit):  # its own message is "Hard failure due to fullgraph=True"
         return f"torch.compile has made {MOST_GRAPHS} graphs of it, for sequences of other lengths or other trained weights, and makes no more"
     broke = isinstance(error, (Unsupported, UncapturedHigherOrderOpError))
     return str(error).strip().splitlines()[0] if broke else None
 
 
 MOST_GRAPHS = 256
-"""Of one forward, whichever block runs it: a graph for each kind of block, each choice of trained weights, each length of the sequences, and one more
-of each without gradients. So many torch.compile makes of one code at most, over all its users."""
+"""The most graphs that torch.compile makes of one code object, over all its users. One forward that many blocks run needs a graph for each kind of
+block, each choice of trained weights and each sequence length, and one more of each without gradients."""
 
 
 def allow_graphs() -> None:
-    """Let torch.compile make ``MOST_GRAPHS`` of one code. By default the ninth is an error where it must be whole, and else runs uncompiled."""
+    """Let torch.compile make ``MOST_GRAPHS`` of one code object. By default the ninth is an error under ``fullgraph``, else runs uncompiled."""
     from torch._dynamo import config  # a second of imports
 
     config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
 
 
 MEMORY_EVENTS = 100_000
-"""Of a GPU's memory history the newest that are kept, as in torchtitan (tools/profiling.py): some hundred MB at most."""
+"""How many of the newest events a GPU's memory history keeps, as in torchtitan (tools/profiling.py): some hundred MB at most."""
 
 
 def begin_memory_history(device: torch.device) -> None:
-    """Let a GPU's allocator note who takes and frees what; nothing on a CPU."""
+    """Start recording allocations and frees on a GPU, with their stacks; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS, stacks="python", device=device)
 
 
 def end_memory_history(device: torch.device, file: Path) -> None:
-    """Write what was noted, for pytorch.org/memory_viz; nothing on a CPU."""
+    """Write the recorded history, for pytorch.org/memory_viz, and stop; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.memory._dump_snapshot(str(file))
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def norms_of(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The Euclidean norm of each, in one kernel for many: what ``torch.nn.utils.get_total_norm`` takes."""
+    """The Euclidean norm of each tensor, many in one kernel, as ``torch.nn.utils.get_total_norm`` takes it."""
     return tuple(torch._foreach_norm(tensors, 2.0))
 
 
 def scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply all in place by a scalar on their device, in one kernel for many."""
+    """Multiply all tensors in place by a scalar on their device, many in one kernel."""
     torch._foreach_mul_(tensors, factor)
 
 
 def leave_out_update(optimizer: torch.optim.Optimizer, leave_out: torch.Tensor | None) -> None:
-    """Let the next steps of a fused optimizer change nothing where ``leave_out``, a bool scalar on its device, is true: what
-    ``torch.amp.GradScaler`` sets on optimizers that read it themselves."""
+    """Make the next steps of a fused optimizer change nothing if ``leave_out``, a bool scalar on its device, is true: sets the attribute
+    that ``torch.amp.GradScaler`` sets on optimizers that read it themselves."""
     optimizer.found_inf = None if leave_out is None else leave_out.float()  # type: ignore[attr-defined]
 
 
@@ -377,8 +378,7 @@ def update_loss_scale_(
 
 
 def within_checkpoint(graph: GraphModule, contexts: Callable[[], Any] | None = None) -> GraphModule:
-    """A graph of torch.compile's as it would be, had what it was made from been called by ``checkpoint``, with this ``context_fn`` or
-    with none."""
+    """A torch.compile graph wrapped as if its source had been called by ``checkpoint``, with this ``context_fn`` or none."""
     from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
     outer = Graph()
@@ -392,12 +392,12 @@ def within_checkpoint(graph: GraphModule, contexts: Callable[[], Any] | None = N
 
 
 def take_codegen(graph: Graph, source: Graph) -> None:
-    """Let a graph's module take and give what another one's does: its code knows how nested inputs and outputs are put together."""
+    """Give a graph the call signature of another one: its code generator knows how nested inputs and outputs are put together."""
     graph.set_codegen(source._codegen)
 
 
 def writes_inputs(graph: GraphModule, inputs: list[torch.Tensor]) -> bool:
-    """Whether a graph of torch.compile's changes a tensor that it is given, in place."""
+    """Whether a torch.compile graph writes into one of its inputs."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         fakes = [
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
@@ -412,14 +412,14 @@ def writes_inputs(graph: GraphModule, inputs: list[torch.Tensor]) -> bool:
 
 
 def compile_graph(graph: GraphModule, inputs: list[torch.Tensor], backend: str) -> Callable[..., Any]:
-    """What a backend of torch.compile makes of a graph of torch.compile's."""
+    """A torch.compile graph, compiled by one of torch.compile's backends."""
     from torch._dynamo import lookup_backend
 
     return lookup_backend(backend)(graph, inputs)
 
 
 def metadata_names(module: str, name: str) -> Any:
-    """What the pickle of a checkpoint's metadata may name, None for all else: none of it does more than hold values."""
+    """The object of this name, if the pickle of a checkpoint's metadata may name it, else None. None of them does more than hold values."""
     from torch.distributed.checkpoint import filesystem, metadata
 
     if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
@@ -436,9 +436,9 @@ def metadata_names(module: str, name: str) -> Any:
         (metadata.__name__, "StorageMeta"): metadata.StorageMeta,
         (metadata.__name__, "_MEM_FORMAT_ENCODING"): formats,
         (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
-        # How some Pythons write a member of an enum: 3.11 does.
+        # How some Pythons, such as 3.11, pickle a member of an enum.
         ("builtins", "getattr"): lambda enum, member: formats[member],
-        # Where it was written. Python 3.13 has moved it.
+        # The checkpoint's path. Python 3.13 moved the class.
         ("pathlib", "PosixPath"): PurePosixPath,
         ("pathlib._local", "PosixPath"): PurePosixPath,
     }.get((module, name))

@@ -1,4 +1,4 @@
-"""What training changes from step to step, and so what a checkpoint holds: apart from what is done with it."""
+"""What training changes from step to step, and so what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ahp.runtime.shard.parameter_layout import ParameterLayout
 
 @dataclass
 class TrainingState:
-    """Of one rank: its parts of weights and optimizer states, and the numbers that every rank has alike."""
+    """The state of one rank: its parts of weights and optimizer states, and the numbers that are the same on every rank."""
 
     layout: ParameterLayout
     local: LocalParameters
     optimizer: ShardedOptimizer
     loss_scale: LossScale
     stages: Mapping[int, Stage]
-    """The stages of this rank by their number; the weights and buffers are theirs."""
+    """This rank's stages, keyed by number; they hold the weights and buffers."""
     buffers: Buffers
     num_steps_done: int = 0
     written_elsewhere: frozenset[str] = frozenset()
-    """Parameters that this rank holds and a checkpoint has from another stage of another width: of one layout of parts alone."""
+    """Parameters of this rank that a stage of another width writes instead: a checkpoint takes one layout of parts per tensor."""
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of which this rank holds a part, by the hub's names; DTensors where they are split."""
+        """The parameters that this rank holds a part of, keyed by the hub's names; DTensors where they are split."""
         return self.local.parameters

@@ -12,10 +12,10 @@ MASKING = "transformers.masking_utils"
 
 @contextmanager
 def consecutive_positions() -> Iterator[None]:
-    """Within, models that number the tokens of a sequence themselves do not look whether the numbers start again somewhere.
+    """Within, models that number the tokens of a sequence themselves do not check whether the positions restart somewhere.
 
-    They look at every forward, by a test of a tensor's values, for which the host waits until the device has done all that was queued before.
-    Nothing looks, and nothing is changed, where transformers has not been imported.
+    The check runs at every forward and tests a tensor's values, so the host waits until the device has done all queued work.
+    If transformers has not been imported, nothing checks and nothing is changed.
     """
     module: Any = sys.modules.get(MASKING)
     look = getattr(module, "find_packed_sequence_indices", None)
@@ -30,4 +30,4 @@ def consecutive_positions() -> Iterator[None]:
 
 
 def _none_packed(position_ids: Any) -> None:
-    """What transformers answers for positions that do not start again."""
+    """What transformers returns for positions that do not restart."""

@@ -1,4 +1,4 @@
-"""In what order: the actions of a pipeline schedule, per rank."""
+"""The actions of a pipeline schedule, in order for each rank."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Action(NamedTuple):
 
 
 PlainAction = tuple[str, int, int]
-"""Letter, stage and micro-batch of an action: what a tight loop reads."""
+"""Letter, stage and micro-batch of an action, as a plain tuple for tight loops."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order in which each rank runs its actions; what arrives from other ranks it waits for."""
+    """The order in which each rank runs its actions; an action waits until its inputs from other ranks have arrived."""
 
     name: str
     num_stages: int

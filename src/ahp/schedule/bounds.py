@@ -1,8 +1,8 @@
-"""Lower bounds of a schedule's makespan and of what its ranks keep, in closed form: certificates of a search.
+"""Closed-form lower bounds on a schedule's makespan and on what its ranks keep: certificates of a search.
 
-Every bound of time is the length of a path through the schedule's own dependencies (what an action waits for, and the
-order of its rank), so that none exceeds the simulation: each term below is time that passes one after another.
-Here p = pipeline ranks, v = stages per rank, m = micro-batches, N = layouts that are alike in these, S = p v stages;
+Every bound on time is the length of a path through the schedule's own dependencies (what an action waits for, and the
+order of its rank), so that none exceeds the simulation: the terms of a sum below are times that follow one another.
+Here p = pipeline ranks, v = stages per rank, m = micro-batches, N = layouts that share these, S = p v stages;
 rank r's lowest stage is stage r in all schedules, and stages take micro-batches in order.
 """
 
@@ -36,17 +36,17 @@ class TimeColumns:
 
     @classmethod
     def of(cls, *layouts: Sequence[StageTimes]) -> TimeColumns:
-        """Of the stages of each, all as many."""
+        """The columns for the stages of each layout; all layouts have the same number of stages."""
         names = (field.name for field in fields(cls))
         return cls(**{name: np.array([[getattr(t, name) for t in times] for times in layouts]) for name in names})
 
 
 def lower_bounds_s(name: str, p: int, v: int, m: int, times: TimeColumns, *, turns: float = 1.0) -> Floats:
-    """[N] Seconds that the schedule takes at least, of many layouts at once, which are legal; O(N p v), with one stage per rank O(N p^2).
+    """[N] The least seconds that the schedule takes, for many legal layouts at once; O(N p v), with one stage per rank O(N p^2).
 
-    GPipe's is exact. 1F1B's and, where m is a multiple of p, Interleaved1F1B's are exact for equal stages without sends.
-    ``turns``: workers that share a core where ``times`` are those of all at once (``forecast.turns``): while some wait the
-    others are faster, by so much at most, and all together not faster than with all at once.
+    GPipe's is exact. 1F1B's and, if m is a multiple of p, Interleaved1F1B's are exact for equal stages without sends.
+    ``turns``: workers that share a core, if ``times`` are those of all workers at once (``forecast.turns``): while some wait the
+    others are faster, at most by this factor, but all work together gets no faster than with all at once.
     """
     if turns > 1.0 and p > 1:
         return np.maximum(lower_bounds_s(name, p, v, m, times) / turns, _Paths(name, p, v, m, times).mean_work_s())
@@ -58,13 +58,13 @@ def lower_bounds_s(name: str, p: int, v: int, m: int, times: TimeColumns, *, tur
     if (forwards := schedule.forwards_before_gradient(p, v, m)) is not None:
         bound = np.maximum(bound, paths.after_first_gradient_s(forwards).max(axis=-1))
     if p > 1 and (np.any(times.send_forward_s > times.forward_s) or np.any(times.send_backward_s > times.backward_s)):
-        bound = np.maximum(bound, paths.links_s().max(axis=-1))  # else ranks take longer than what they send
+        bound = np.maximum(bound, paths.links_s().max(axis=-1))  # else ranks take longer than their messages
     return np.maximum(bound, paths.round_trips_s()) if schedule.one_forward_one_backward and v == 1 and p > 1 else bound
 
 
 def gpipe_ends_s(m: int, times: Sequence[StageTimes]) -> list[float]:
-    """When each rank has done its last action under GPipe, exactly: each phase is a flow shop of equal jobs, which its slowest stage or link
-    paces."""
+    """When each rank has done its last action under GPipe, exactly: each phase is a flow shop of equal jobs, paced by its slowest
+    stage or link."""
     forward_s = peak_s = first_s = 0.0
     for stage, t in enumerate(times):
         sent_s = times[stage - 1].send_forward_s if stage else 0.0
@@ -84,7 +84,7 @@ def gpipe_ends_s(m: int, times: Sequence[StageTimes]) -> list[float]:
 
 
 def _gpipe_s(m: int, times: TimeColumns) -> Floats:
-    """The last of ``gpipe_ends_s``."""
+    """[N] The latest of ``gpipe_ends_s``, with ``reduce_s`` added to each."""
     forward, back, back_sent = times.forward_s, times.backward_s[..., ::-1], times.send_backward_s[..., ::-1]
     first = np.cumsum(times.first_forward_extra_s, axis=-1)
     sent = times.send_forward_s.copy()
@@ -99,13 +99,13 @@ def _gpipe_s(m: int, times: TimeColumns) -> Floats:
 
 @lru_cache(maxsize=1 << 12)
 def in_flight(name: str, p: int, v: int, m: int) -> Ints:
-    """[p, v] Micro-batches of each rank's stages, lowest stage first, that it holds at a moment of its order that is at or near its fullest:
-    the fullest for GPipe and 1F1B, and for the others where the stages keep alike."""
+    """[p, v] Micro-batches of each rank's stages, lowest stage first, held at a moment at or near the rank's fullest: the fullest for GPipe
+    and 1F1B, and for the others if all stages keep the same amount."""
     return get(name).in_flight(p, v, m)
 
 
 class _Paths:
-    """The times of some layouts with the sums that the paths share."""
+    """The times of some layouts, and the sums that several paths use."""
 
     def __init__(self, name: str, p: int, v: int, m: int, times: TimeColumns) -> None:
         self.p, self.v, self.m, self.times = p, v, m, times
@@ -124,9 +124,9 @@ class _Paths:
         back = np.broadcast_to(times.send_backward_s + _before(self.gradient_s), self.gradient_s.shape).copy()
         back[..., 0] = 0.0
         self.back_s = way = np.cumsum(back, axis=-1)
-        """[N, S] Seconds from a stage's gradient to that of the first stage."""
+        """[N, S] Seconds from the end of a stage's gradient to the end of the first stage's."""
         self.tail_s = way + np.maximum.accumulate(rest_s - way, axis=-1)
-        """[N, S] Seconds after a stage's last gradient: its own rest, or the way back to the first stage."""
+        """[N, S] Seconds after a stage's last gradient: its own remaining work, or the way back to an earlier stage and that stage's."""
 
     def _least_gradient_s(self) -> Floats:
         whole_s, input_s = self.times.backward_s, self.times.input_gradient_s
@@ -134,12 +134,12 @@ class _Paths:
         return np.where(self.split == 0, whole_s, some)
 
     def _first_gradient_s(self) -> Floats:
-        """[N] Until the last stage has the first micro-batch's gradient."""
+        """[N] Seconds until the last stage has the first micro-batch's gradient."""
         t = self.times
         return (self.fill_s + t.forward_s + t.first_forward_extra_s + self.gradient_s)[..., -1]
 
     def way_of_one_s(self) -> Floats:
-        """One micro-batch through all stages and back."""
+        """[N] Seconds of one micro-batch through all stages and back."""
         return self._first_gradient_s() + self.tail_s[..., -1]
 
     def _work_s(self) -> Floats:
@@ -148,7 +148,7 @@ class _Paths:
         return self.m * t.forward_s + t.first_forward_extra_s + self._backward_s()
 
     def _backward_s(self) -> Floats:
-        """[N, S] Of these, the backward passes of all micro-batches, whole or split."""
+        """[N, S] The part of ``_work_s`` in backward passes, whole or split, of all micro-batches."""
         t, split = self.times, self.split
         return (self.m - split) * t.backward_s + split * (t.input_gradient_s + t.weight_gradient_s)
 
@@ -157,7 +157,7 @@ class _Paths:
         return (self._work_s() + self.times.last_backward_extra_s).sum(axis=-1) / self.p
 
     def ranks_s(self) -> Floats:
-        """[N, p] What comes before each rank's first action, all its work, and what follows its last gradient."""
+        """[N, p] Seconds before each rank's first action, of all its work, and after its last gradient."""
         work = self._work_s()
         work_s = work[..., self.own].sum(axis=-1)
         times = self.times
@@ -170,11 +170,10 @@ class _Paths:
         return np.maximum(before_s + extra_s + last_s, before_s - deferred_s + others_s + self.tail_s[..., : self.p])
 
     def after_first_gradient_s(self, forwards: Ints) -> Floats:
-        """[N, p] What comes before the first gradient of each rank's highest stage, of the first micro-batch; then all that the rank has left
-        until the last gradient of its lowest stage, and what follows that.
+        """[N, p] Seconds before each rank's first gradient, which is the first micro-batch's of its highest stage; then of all the work left
+        until its last gradient, which is its lowest stage's; and after that.
 
-        ``forwards``: [p, v] of the rank's stages before that gradient. No other gradient comes earlier on the rank, and none later than
-        the last one of its lowest stage.
+        ``forwards``: [p, v] forwards of each rank's stages before that first gradient.
         """
         t, highest, back_s = self.times, self.own[:, -1], self.back_s
         first_s = (self._first_gradient_s() + back_s[..., -1])[..., None] - back_s[..., highest]
@@ -185,8 +184,8 @@ class _Paths:
         return until_s + np.maximum(self.tail_s[..., : self.p] - deferred_s, 0.0)
 
     def links_s(self) -> Floats:
-        """[N, links] What comes before the first message from one rank to another, all of them one after the other, and what follows the
-        last one at least."""
+        """[N, links] For each link from one rank to another: seconds before its first message, of all its messages one after the other, and
+        the least after the last."""
         t = self.times
         each = t.forward_s, t.send_forward_s, t.send_backward_s
         forward_s, sent_s, sent_back_s = (np.broadcast_to(of, self.gradient_s.shape) for of in each)
@@ -202,11 +201,11 @@ class _Paths:
         return sum(least) + self.m * np.add.reduceat(sends[..., order], starts, axis=-1)
 
     def _of_ranks(self, stages: Floats) -> Floats:
-        """[N, p, v] Of each rank's stages."""
+        """[N, p, v] The values of each rank's stages."""
         return np.broadcast_to(stages, (*stages.shape[:-1], self.p * self.v))[..., self.own]
 
     def _after_last_gradient(self, others_s: Floats) -> tuple[Floats | float, Floats | float]:
-        """At most what each rank computes after the last gradient of its lowest stage; extras that surely come before."""
+        """The most that each rank computes after the last gradient of its lowest stage, and those extras that surely come before it."""
         if not self.schedule.splits_backward:
             return 0.0, others_s
         weight_s = self._of_ranks(self.times.weight_gradient_s)
@@ -214,11 +213,11 @@ class _Paths:
         return deferred_s, np.where(lowest_alone, others_s, 0.0)
 
     def round_trips_s(self) -> Floats:
-        """One stage per rank: round trips from stage a to stage b and back, as sends and few micro-batches force them.
+        """[N] One stage per rank: round trips from stage a to stage b and back, forced by sends and by few micro-batches in flight.
 
-        Rank r starts forward i + p - r only after the gradient of micro-batch i. So F(a, k), ..., F(b, k), the
-        gradient that rank b has next, and its way back to a hold up F(a, k + b - a + 1). A path begins with the
-        forwards of a that fill the pipeline, makes as many trips as there are, and ends with the last micro-batch.
+        Rank r starts forward i + p - r only after the gradient of micro-batch i. So F(a, k + b - a + 1) waits for
+        F(a, k), ..., F(b, k), the next gradient of rank b, and its way back to a. A path begins with the forwards
+        of a that fill the pipeline, makes as many trips as there are, and ends with the last micro-batch.
         """
         p, m, t = self.p, self.m, self.times
         a, b = np.triu_indices(p)
@@ -236,7 +235,7 @@ class _Paths:
         total = total + trips * trip + last_trip + self.tail_s[..., a]
         if self.schedule.splits_backward:
             # Trip c returns with the gradient of micro-batch start + c * length - warm; from micro-batch a on, a
-            # weight gradient comes between it and the next forward.
+            # weight gradient comes between that gradient and the next forward.
             none = np.clip(-((start - warm - a) // length), 0, trips)
             total = total + (trips - none) * t.weight_gradient_s[..., a]
         return total.max(axis=-1)
@@ -244,8 +243,8 @@ class _Paths:
 
 @lru_cache(maxsize=1 << 12)
 def _links(name: str, p: int, v: int) -> tuple[Ints, Ints]:
-    """Of the messages of one micro-batch, outputs from each stage but the last and then gradients from each but the first, those between ranks in
-    the order of their links, and where in this each link begins."""
+    """The messages of one micro-batch between ranks, sorted by link, and where each link begins in them. Messages are numbered: first the outputs
+    of all stages except the last, then the gradients of all except the first."""
     ranks = np.array(get(name).placement.stage_ranks(p, v))
     pairs = np.concatenate([ranks[:-1] * p + ranks[1:], ranks[1:] * p + ranks[:-1]])
     between = np.flatnonzero(pairs // p != pairs % p)
@@ -254,7 +253,7 @@ def _links(name: str, p: int, v: int) -> tuple[Ints, Ints]:
 
 
 def _before(stages: Floats) -> Floats:
-    """What the stage before has; the first has its own, which the caller overwrites."""
+    """For each stage the value of the stage before it; for the first its own, which the caller overwrites."""
     return np.concatenate([stages[..., :1], stages[..., :-1]], axis=-1)
 
 

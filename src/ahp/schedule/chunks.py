@@ -9,14 +9,14 @@ Chunk = tuple[slice, slice]
 
 
 def chunks(batch: int, sequence: int, most_tokens: int) -> list[Chunk]:
-    """Chunks of at most so many tokens, as even as can be: some rows whole, or else a part of one row."""
+    """Chunks of at most ``most_tokens`` tokens, as even as possible: some whole rows, or else a part of one row."""
     if most_tokens >= sequence:
         return [(rows, slice(None)) for rows in _even(batch, most_tokens // sequence)]
     return [(slice(row, row + 1), part) for row in range(batch) for part in _even(sequence, most_tokens)]
 
 
 def num_chunks(batch: int, sequence: int, most_tokens: int) -> int:
-    """How many ``chunks`` there are; of a token each these are too many to list."""
+    """The number of ``chunks``, without listing them: chunks of one token would be too many."""
     if most_tokens >= sequence:
         return -(-batch // (most_tokens // sequence))
     return batch * -(-sequence // most_tokens)

@@ -1,8 +1,8 @@
 """What 1F1B and the interleaved schedules share: each rank repeats forward, backward (, weight gradient), depth first.
 
-Several stages a rank go in rounds of about p micro-batches (arXiv 2104.04473, section 2.2; torch relaxes m mod p = 0 to
+Several stages per rank go in rounds of about p micro-batches (arXiv 2104.04473, section 2.2; torch relaxes m mod p = 0 to
 rounds of equal length). Megatron-LM's interleaved schedule (``get_schedule_table``, ``get_pp_rank_microbatches``) is the
-same order where m is a multiple of p; versions up to 2024 run all forwards first where m = p.
+same order if m is a multiple of p; versions up to 2024 run all forwards first if m = p.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ahp.schedule.slots import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIEN
 
 
 class DepthFirst(PipelineSchedule):
-    """Their table in closed form, and their order where ranks may hold several stages."""
+    """The table of these schedules in closed form, and the order of those with several stages per rank."""
 
     def rank_actions(self, rank: int, p: int, v: int, m: int) -> list[Action]:
-        """The n-th backward follows the forward n + warm-up.
+        """Backward n follows forward n + warm-up.
 
-        Split: weight gradients follow ``rank`` input gradients behind, so that every rank keeps p micro-batches in
-        flight at one stage each (arXiv 2401.10241, ZB-H1).
+        If the backward is split, weight gradients run ``rank`` input gradients behind, so that with one stage per rank every
+        rank keeps p micro-batches in flight (arXiv 2401.10241, ZB-H1).
         """
         split, per_round, total = self.splits_backward, round_length(p, v, m), m * v
         warmup = min((v - 1) * per_round + (1 if split else 2) * (p - 1 - rank), total)
@@ -47,20 +47,20 @@ class DepthFirst(PipelineSchedule):
         return actions
 
     def forwards_before_gradient(self, p: int, v: int, m: int) -> Ints:
-        """The warm-up and one forward more."""
+        """The warm-up and one more forward."""
         behind = 1 if self.splits_backward or v == 1 else 2
         return held_after((v - 1) * round_length(p, v, m) + behind * (p - 1 - np.arange(p)) + 1, p, v, m)
 
     def in_flight(self, p: int, v: int, m: int) -> Ints:
-        """As the first gradient comes."""
+        """Those held when the first gradient starts."""
         return self.forwards_before_gradient(p, v, m)
 
     def slots(self, p: int, v: int, m: int) -> Slots | None:
-        """In closed form where every rank has a whole round."""
+        """The closed form, if there is a whole round or one stage per rank; else None."""
         return _slots(p, v, m, split=self.splits_backward) if v == 1 or m >= p else None
 
     def period(self, p: int, v: int, m: int) -> Period | None:
-        """A round, where more micro-batches are more rounds of the same length."""
+        """One round, if more micro-batches are more rounds of the same length; else None."""
         length = round_length(p, v, m)
         return None if v > 1 and m % p else Period(length, length * v * _cycle(self.splits_backward))
 
@@ -76,7 +76,7 @@ def whole_rounds(p: int, m: Ints) -> Mask:
 
 
 def uneven_rounds(name: str, p: int, m: int) -> str:
-    """The reason where they do not."""
+    """The reason why ``m`` micro-batches are refused, if they do not."""
     near = (np.flatnonzero(whole_rounds(p, np.arange(1, 2 * m + 1))) + 1).tolist()
     valid = [k for k in near if k < m][-2:] + [k for k in near if k > m][:2]
     return (
@@ -86,7 +86,7 @@ def uneven_rounds(name: str, p: int, m: int) -> str:
 
 
 def held_after(done: Ints, p: int, v: int, m: int) -> Ints:
-    """Micro-batches of each rank's stages that are held after ``done`` [p] forwards in depth-first order: [p, v]."""
+    """[p, v] Micro-batches that each rank holds per stage after ``done`` [p] forwards in depth-first order."""
     if p == 1:
         return np.ones((1, v), dtype=np.int64)
     per_round = round_length(p, v, m)
@@ -96,13 +96,13 @@ def held_after(done: Ints, p: int, v: int, m: int) -> Ints:
 
 
 def _cycle(split: bool) -> int:
-    """Actions of a rank that repeat."""
+    """Number of actions that a rank repeats."""
     return 3 if split else 2
 
 
 def _slots(p: int, v: int, m: int, *, split: bool) -> Slots:
-    """A forward stands one row (1F1B, zero bubble) or two after that of the rank before; so do backwards the other way,
-    because the warm-up of neighbours differs by one or two cycles."""
+    """A forward stands one row (1F1B, zero bubble) or two rows after that of the previous rank; backwards do so in the other
+    direction, because the warm-ups of neighbors differ by one or two cycles."""
     total, cycle = m * v, _cycle(split)
     per_round = round_length(p, v, m)
     behind = 1 if split or v == 1 else 2
@@ -118,7 +118,7 @@ def _slots(p: int, v: int, m: int, *, split: bool) -> Slots:
     if split:
         columns.append((cycle * (n + rank + warm) + start + 2, WEIGHT_GRADIENT, up))
     row = np.concatenate([rows for rows, _, _ in columns])
-    # Rows in which no rank does anything, as in the warm-up, are taken out.
+    # Take out rows in which no rank does anything, such as in the warm-up.
     used = np.zeros(row.max() + 1, dtype=np.int64)
     used[row] = 1
     return Slots(

@@ -9,11 +9,11 @@ WAITS = "."
 
 
 def drawing(timeline: Timeline, width: int = 96, whole_s: float | None = None) -> list[str]:
-    """One line for each rank, ``width`` moments of the step: F, B, I, W as the actions are called, in capitals for the rank's lowest
-    stage and in small letters for the others.
+    """One line per rank, with ``width`` moments of the step: the letter of the action (F, B, I, W), in capitals for the rank's lowest
+    stage and in small letters for its others.
 
-    ``whole_s``: what the width stands for, to draw several steps alike; the step itself if not given. An action that is shorter
-    than a moment may not be seen.
+    ``whole_s``: seconds that the width stands for, to draw several steps to one scale; the length of the step if not given. An action
+    shorter than a moment may be invisible.
     """
     each_s = (whole_s or timeline.makespan_s) / width
     lines = []

@@ -16,7 +16,7 @@ class DualPipeV(VShaped):
     actions_per_micro_batch = 4
 
     def runs(self, p: int, v: int, m: NDArray[np.int64], *, in_torch: bool) -> NDArray[np.bool_]:
-        """Two micro-batches for each rank."""
+        """At least two micro-batches per rank."""
         return m >= 2 * p
 
     def why_not(self, p: int, m: int) -> str:
@@ -28,13 +28,13 @@ class DualPipeV(VShaped):
         )
 
     def forwards_before_gradient(self, p: int, v: int, m: int) -> NDArray[np.int64]:
-        """On the rank where the way turns one more."""
+        """Those in flight, and one more on the rank where the pipeline turns."""
         found = self.in_flight(p, v, m)
         found[-1, 0] = min(found[-1, 0] + (p > 1), m)
         return found
 
     def num_split(self, stage: int, p: int, m: int) -> int:
-        """Some while the pipeline fills and drains."""
+        """Some micro-batches while the pipeline fills and drains."""
         if stage < p:
             return p - (stage + 1) // 2
         rank = 2 * p - 1 - stage
@@ -42,11 +42,11 @@ class DualPipeV(VShaped):
         return p - rank - 1 + last
 
     def last_weights_s(self, weight_s: NDArray[np.float64], p: int, v: int, m: int) -> tuple[NDArray[np.float64], bool]:
-        """One for each rank from the first to this one."""
+        """One weight gradient for each rank from the first to this one."""
         return (np.arange(p) + 1) * weight_s.max(axis=-1), False
 
     def rank_actions(self, rank: int, p: int, v: int, m: int) -> list[Action]:
-        """Where torch names an overlapped forward and backward its runtime runs one after the other: so here."""
+        """Where torch names an overlapped forward and backward, its runtime runs one after the other; so does this order."""
         forward, whole, gradient = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT
         order, down, up, after = Order(m), rank, 2 * p - 1 - rank, p - rank - 1
         for _ in range(2 * after):
@@ -67,7 +67,7 @@ class DualPipeV(VShaped):
             order.add(whole, up)
             order.add(forward, up)
             order.add(whole, down)
-        # The second half of these backwards defers its weight gradients; an odd rank begins with that of ``up``.
+        # The second half of these backwards defers its weight gradients, beginning with ``up`` on odd ranks and ``down`` on even.
         half = (rank + 1) // 2
         for i in range(rank + 1):
             order.add(gradient if i >= half + (rank % 2 == 0) else whole, up)

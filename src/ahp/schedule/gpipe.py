@@ -10,15 +10,15 @@ from ahp.schedule.descriptor import PipelineSchedule
 
 
 class GPipe(PipelineSchedule):
-    """Holds every micro-batch."""
+    """Every rank holds all micro-batches at once."""
 
     name = "GPipe"
     all_forwards_first = True
 
     def rank_actions(self, rank: int, p: int, v: int, m: int) -> list[Action]:
-        """Each phase in the order of micro-batches."""
+        """All forwards, then all backwards, each in the order of micro-batches."""
         return [Action(kind, rank, i) for kind in (Kind.FORWARD, Kind.BACKWARD) for i in range(m)]
 
     def in_flight(self, p: int, v: int, m: int) -> NDArray[np.int64]:
-        """All."""
+        """All ``m``."""
         return np.full((p, 1), m, dtype=np.int64)

@@ -14,7 +14,7 @@ class Interleaved1F1B(DepthFirst):
     most_virtual = None
 
     def runs(self, p: int, v: int, m: Ints, *, in_torch: bool) -> Mask:
-        """In whole rounds."""
+        """Whole rounds."""
         return whole_rounds(p, m)
 
     def why_not(self, p: int, m: int) -> str:
@@ -22,5 +22,5 @@ class Interleaved1F1B(DepthFirst):
         return uneven_rounds(self.name, p, m)
 
     def passes_behind(self, stage: int, p: int) -> int:
-        """Micro-batches go in groups of as many as there are ranks: so many are left of the next chunk, but for its last."""
+        """Micro-batches go in groups of p: after a stage's last backward, p - 1 of the rank's next stage come before its last."""
         return p - 1 if stage >= p else 0

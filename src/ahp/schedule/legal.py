@@ -1,4 +1,4 @@
-"""Whether an order of actions can run: alone, and where replicas with orders of their own sum their gradients."""
+"""Whether an order of actions can run: on its own, and with replicas that have other orders and sum their gradients."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from ahp.schedule.actions import Action, Kind, Schedule
 
 
 def why_not(schedule: Schedule) -> str | None:
-    """Why the order cannot run, or None: each stage does each micro-batch once, and no rank waits for what comes after it.
+    """Why the order cannot run, or None. Each stage must do each micro-batch once, and no rank may wait for what comes after it.
 
-    Backwards are whole (B) or apart (I, later W). Messages need no rule of their own: ``messages`` puts them where both ranks
-    come to them.
+    Backwards are whole (B) or split (I, later W). Messages need no rule of their own: ``messages`` puts them where both ranks
+    reach them.
     """
     return _wrong_count(schedule) or _stuck(schedule)
 
 
 def why_not_together(schedules: Sequence[Schedule]) -> str | None:
-    """Why replicas with these orders, each of which can run, would wait for each other in a circle, or None.
+    """Why replicas with these orders, each of which can run alone, would deadlock, or None.
 
-    Where a stage's last gradient is there its rank waits until all replicas have theirs, which are summed.
+    When a rank has a stage's last gradient, it waits until all replicas have theirs, because the gradients are summed.
     """
     first = schedules[0]
     for other in schedules[1:]:
@@ -72,20 +72,21 @@ def _stuck(schedule: Schedule) -> str | None:
 
 
 class _Progress:
-    """An order that runs without times: each rank goes on while what its next action needs has been done."""
+    """An order that runs without times: each rank goes on as long as the inputs of its next action are done."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.m = schedule, schedule.num_micro_batches
         self.places = [0] * len(schedule.ranks)
         self.forwards, self.gradients = (bytearray(schedule.num_stages * self.m) for _ in range(2))
-        """Of stage s and micro-batch i at s x m + i, whether it is done."""
+        """At index s x m + i: whether stage s has done micro-batch i."""
         self.left = [self.m] * schedule.num_stages
-        """Gradients of each stage's weights that are not there yet."""
+        """Weight gradients that each stage still has to make."""
         self.ended: list[int | None] = [None] * len(schedule.ranks)
-        """The stage whose last gradient a rank has just made, so that it waits for those of others."""
+        """Per rank, the stage whose last gradient it has just made, so that it waits for the other replicas; None: it does not wait."""
 
     def advance(self, summed: Sequence[bool] | None = None) -> int:
-        """Actions that all ranks could do, in turn. ``summed``: stages whose gradients are summed; None = none waits for that."""
+        """Let each rank in turn do all the actions it can; their number. ``summed``: whether each stage's gradients are summed;
+        None = no rank waits for that."""
         before = sum(self.places)
         for rank, order in enumerate(self.schedule.plain):
             place = self.places[rank]
@@ -96,14 +97,14 @@ class _Progress:
         return sum(self.places) - before
 
     def waits_for_sums(self, summed: Sequence[bool]) -> bool:
-        """Whether a rank that waited for the gradients of others may go on."""
+        """Let ranks go on whose gradients are now summed; whether there are any."""
         ready = [stage is not None and summed[stage] for stage in self.ended]
         self.ended = [None if go else stage for go, stage in zip(ready, self.ended, strict=True)]
         return any(ready)
 
     @property
     def waiting(self) -> list[str]:
-        """What each rank that has not ended waits at."""
+        """The action at which each unfinished rank waits."""
         ranks = zip(self.schedule.ranks, self.places, strict=True)
         return [str(order[place]) for order, place in ranks if place < len(order)]
 

@@ -1,8 +1,8 @@
 """How long a schedule takes, without building its actions one by one: exact, in a few milliseconds at any size.
 
-The same recurrence as ``simulate``, over the rows of a ``Table`` with all ranks at once. Where there are many
-micro-batches the rows settle into a rhythm: once the state of all ranks is an earlier one plus a constant, it stays
-so until the first stage runs out of micro-batches, and the periods between are added instead of run.
+The same recurrence as ``simulate``, over the rows of a ``Table`` with all ranks at once. With many micro-batches the rows
+settle into a rhythm: once the state of all ranks equals an earlier state plus a constant, this repeats until the first stage
+runs out of micro-batches, and the periods between are added instead of run.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from ahp.schedule.slots import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIEN
 from ahp.schedule.table import Table, table
 
 SECONDS = ("forward_s", "backward_s", "input_gradient_s", "weight_gradient_s")
-"""What ``StageTimes`` calls the seconds of each kind of action, in the order of a table's kinds."""
+"""The field of ``StageTimes`` for each kind of action, in the order of a table's kinds."""
 
 SAME_RHYTHM = 1e-13
-"""Largest difference between two states that count as one, relative to the time passed: a few hundred times the
-rounding of doubles. Added periods are then wrong by at most this times the micro-batches that were run, at most 16 for
-each rank: for a thousand ranks still 2e-9 of what is added, in practice 1e-12."""
+"""Largest difference between two states that count as the same, relative to the time passed: a few hundred times the
+rounding error of doubles. Added periods are then off by at most this times the micro-batches that were run, at most 16
+per rank: for a thousand ranks 2e-9 of the time added, in practice 1e-12."""
 
 SETTLED_ROUNDS = (4, 8, 16)
-"""Micro-batches per rank of the tables in which a rhythm is looked for, before all are run. [Empirical] 1,500 layouts of
-2 to 8 ranks: 65 % of those with equal stages but the ends settle within 4 and 97 % within 16, of random ones 89 and 98 %."""
+"""Micro-batches per rank of the tables that are searched for a rhythm, in turn, before the whole table is run. [Empirical]
+1,500 layouts of 2 to 8 ranks: 65 % settle within 4 and 97 % within 16 if all stages except the ends are equal, 89 and 98 % if
+stages are random."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,17 @@ class Makespan:
     ends_s: tuple[float, ...]
     """When each rank has done its last action, and its gradients are reduced."""
     order: Schedule | None = None
-    """The order itself, where it is none that ``name`` makes."""
+    """The order itself, if it is not one that ``name`` makes."""
     gathering_s: tuple[float, ...] = ()
-    """Seconds each rank waits for weights that are gathered beside the computation, of those that it is idle; empty: none does."""
+    """Seconds of ``idle_s`` in which each rank waits for weights gathered next to the computation; empty: no rank waits."""
     reducing_s: tuple[float, ...] = ()
-    """Seconds each rank still reduces gradients after its last action, of those that it is idle; empty: none does."""
+    """Seconds of ``idle_s`` in which each rank still reduces gradients after its last action; empty: no rank does."""
     slowed_s: tuple[float, ...] = ()
-    """Seconds that each rank computes longer because gradients are reduced meanwhile, of those that it computes; empty: none does."""
+    """Seconds of ``busy_s`` that each rank loses because gradients are reduced at the same time; empty: no rank loses any."""
 
     @property
     def idle_s(self) -> tuple[float, ...]:
-        """Seconds each rank waits, before its first and after its last action included."""
+        """Seconds each rank waits, including before its first and after its last action."""
         return tuple(self.makespan_s - busy for busy in self.busy_s)
 
     def end_s(self, rank: int) -> float:
@@ -70,7 +71,7 @@ class Makespan:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are computed apart from input gradients, some of them at least."""
+        """Whether at least some weight gradients are computed apart from input gradients."""
         if self.order is not None:
             return any(action.kind is Kind.INPUT_GRADIENT for rank in self.order.ranks for action in rank)
         return get(self.name).splits_backward
@@ -86,14 +87,14 @@ class Makespan:
         return simulate(self.schedule, self.times)
 
     def peak_kept(self, weights: Sequence[float]) -> tuple[float, ...]:
-        """Per rank, the most that is kept at once, where a micro-batch of each stage keeps ``weights``."""
+        """The most that each rank keeps at once, if one micro-batch of stage ``s`` keeps ``weights[s]``."""
         if self.order is not None:
             return peak_in_flight(self.order, weights)
         return peak_kept(self.name, self.p, self.v, self.m, weights)
 
 
 def makespan(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> Makespan:
-    """What ``simulate(make(name, p, v, m), times)`` says of the whole step, to rounding.
+    """The totals of ``simulate(make(name, p, v, m), times)`` for the whole step, up to rounding.
 
     Args:
         name: a schedule of ``ahp.schedule.registry.SCHEDULES``.
@@ -119,7 +120,7 @@ def makespan(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> 
 
 
 def _may_queue(name: str, p: int, v: int, times: Sequence[StageTimes]) -> bool:
-    """Whether a message may be there before its link has taken the one ahead: where one takes longer than an action that sends another."""
+    """Whether a message can be ready before its link is free: if sending one takes longer than an action that sends another."""
     gradients_s = [min(t.backward_s, t.input_gradient_s) if get(name).splits_backward else t.backward_s for t in times]
     sends_s = max(max(t.send_forward_s, t.send_backward_s) for t in times)
     if sends_s <= min(min(gradients_s), min(t.forward_s for t in times)):
@@ -135,7 +136,7 @@ def _may_queue(name: str, p: int, v: int, times: Sequence[StageTimes]) -> bool:
 
 
 def makespan_of_order(order: Schedule, times: Sequence[StageTimes]) -> Makespan:
-    """The same of an order that is given, with as many stages on each rank. O(actions)."""
+    """The ``Makespan`` of a given order that has the same number of stages on each rank. O(actions)."""
     timeline, p = simulate(order, times), len(order.ranks)
     ends_s = tuple(timeline.end_s(rank) for rank in range(p))
     name, v, m = order.name, order.num_stages // p, order.num_micro_batches
@@ -151,7 +152,7 @@ def peak_kept(
     weights: Sequence[float],
     freed_after_input_gradient: Sequence[float] | None = None,
 ) -> tuple[float, ...]:
-    """What ``peak_in_flight(make(name, p, v, m), ...)`` says, without the schedule: per rank, the most that is kept."""
+    """The result of ``peak_in_flight(make(name, p, v, m), ...)`` without making the schedule: the most that each rank keeps."""
     refuse_illegal(name, p, v, m)
     if get(name).all_forwards_first:
         return tuple(m * weight for weight in weights)
@@ -168,19 +169,19 @@ def peak_kept(
 
 
 class _Ran(NamedTuple):
-    """Of each rank, in seconds."""
+    """Results per rank, in seconds."""
 
     busy_s: list[float]
     ends_s: list[float]
-    """When it has done its last action."""
+    """When the rank has done its last action."""
     reduced_s: list[float]
-    """When the gradients that it reduces beside its actions are reduced; 0 where there are none."""
+    """When the gradients that it reduces next to its actions are reduced; 0 if there are none."""
     slowed_s: list[float]
     gathering_s: list[float]
 
 
 def _all_forwards_first(m: int, times: Sequence[StageTimes]) -> _Ran:
-    """Of stages that gather no weights beside the computation."""
+    """The closed form for stages that gather no weights next to the computation."""
     busy = [m * (t.forward_s + t.backward_s) + t.first_forward_extra_s + t.last_backward_extra_s for t in times]
     ends, none = gpipe_ends_s(m, times), [0.0] * len(times)
     return _Ran(
@@ -189,7 +190,7 @@ def _all_forwards_first(m: int, times: Sequence[StageTimes]) -> _Ran:
 
 
 def _fewer(name: str, p: int, v: int, m: int, rounds: int) -> int:
-    """At most m micro-batches, ``rounds`` for each rank, such that the table of m is theirs and whole periods."""
+    """``rounds`` micro-batches per rank, at most m, such that the table of m is their table plus whole periods."""
     return m if get(name).period(p, v, m) is None else min(m, rounds * p)
 
 
@@ -208,12 +209,11 @@ def _run(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> _Ran
 
 
 class _Run:
-    """One pass over a table. What is computed is the idle time of each rank before each row: a row's end is that plus
-    the work of the rank until then, so that a row costs a gather, an addition and a maximum. What reductions slow it down by counts
-    as idle there."""
+    """One pass over a table. It computes the idle time of each rank before each row: a row's end is that plus the rank's work
+    until then, so that a row costs a gather, an addition and a maximum. The time lost to reductions counts as idle here."""
 
     def __init__(self, rows: Table, times: Sequence[StageTimes], shorter: _Run | None) -> None:
-        """``shorter`` has run the table of fewer micro-batches until its first stage ran out: the same rows."""
+        """``shorter``: a run of the table of fewer micro-batches until its first stage ran out; those rows are the same."""
         self.table = rows
         seconds = np.array([0.0, *(getattr(t, kind) for kind in SECONDS for t in times)])
         sends = np.array([0.0, *(t.send_forward_s for t in times), *(t.send_backward_s for t in times)])
@@ -222,7 +222,7 @@ class _Run:
         work.reshape(-1)[rows.first] += [t.first_forward_extra_s for t in times]
         work.reshape(-1)[rows.last] += last
         self.work_s = np.zeros((len(work) + 1, work.shape[1]))
-        """[R + 1, p] What each rank has computed before each row."""
+        """[R + 1, p] Seconds that each rank has computed before each row."""
         np.cumsum(work, axis=0, out=self.work_s[1:])
         whole, reading = rows.reads_last
         lag = sends[rows.send]
@@ -231,14 +231,14 @@ class _Run:
         lag -= self.work_s[:-1]
         self.lag_s = lag
         self.idle_s = np.zeros_like(self.work_s)
-        """[R + 1, p] What each rank has waited before the end of each row."""
+        """[R + 1, p] Seconds that each rank has waited before the end of each row."""
         self.added_s = np.zeros(work.shape[1])
-        """What each rank computes in added periods."""
+        """Seconds that each rank computes in added periods."""
         self.done = 0
         """Rows that have been run."""
         self.times = times
         self.reduced_s, self.slowed_s, self.gathering_s = np.zeros((3, work.shape[1]))
-        """When the gradients of each rank are reduced, what it computes longer meanwhile, and what it waited for weights."""
+        """Per rank: when its gradients are reduced, the seconds that this slows it down, and the seconds it waited for weights."""
         if shorter is not None:
             self.done = shorter.done
             self.idle_s[: self.done + 1] = shorter.idle_s[: self.done + 1]
@@ -250,7 +250,7 @@ class _Run:
         """Run the rows until every stage that waits for its weights has begun."""
         gathered_s = np.array([t.gathered_s for t in self.times])
         each_s = np.array([t.forward_s + t.first_forward_extra_s + t.send_forward_s for t in self.times])
-        late = gathered_s > np.cumsum(each_s) - each_s  # of others all is there when their first micro-batch can be
+        late = gathered_s > np.cumsum(each_s) - each_s  # the others have their weights before their first micro-batch
         first_row, rank = np.divmod(self.table.first, self.idle_s.shape[1])
         for row in sorted(set(first_row[late].tolist())):
             self.advance(row + 1)
@@ -266,7 +266,7 @@ class _Run:
             pass
 
     def _rows(self, stop: int) -> Iterator[Floats]:
-        """The same, row by row: what each rank has waited before its end, which may still grow."""
+        """Like ``advance``, row by row: yields the time that each rank has waited before the row's end, which the caller may increase."""
         start, self.done = self.done, stop
         flat, buffer = self.idle_s.reshape(-1), np.empty(self.idle_s.shape[1])
         take, add, maximum = flat.take, np.add, np.maximum
@@ -281,7 +281,7 @@ class _Run:
             yield after
 
     def finish(self) -> None:
-        """Run the rows that are left. From where the first stage is done its gradients are reduced beside the others."""
+        """Run the remaining rows. Once a stage is done, its gradients are reduced while the rank goes on with the others."""
         rows, p = self.table.code.shape
         reduce_s = np.array([t.reduce_s for t in self.times])
         if not reduce_s.any():
@@ -294,7 +294,7 @@ class _Run:
         first = min(ended)
         self.advance(first)
         slows = np.array([t.reduce_slows for t in self.times])
-        slows = slows[(self.table.code[first:] - 1) % len(slows)]  # where nothing is done no time passes either
+        slows = slows[(self.table.code[first:] - 1) % len(slows)]  # an empty slot has some stage's, but takes no time
         actions_s = np.diff(self.work_s, axis=0)
         actions_s[last_row, rank] -= [t.last_backward_extra_s for t in self.times]
         beside_s, work_s = np.empty(p), self.work_s[first:]
@@ -314,7 +314,7 @@ class _Run:
                 self.reduced_s[ranks] = np.maximum(ends_s, self.reduced_s[ranks]) + reduce_s[stages]
 
     def settles(self, periods: int) -> bool:
-        """Run all rows with ``periods`` more periods between, if the steady rows settle into a rhythm."""
+        """Run all rows with ``periods`` more periods in between, if the steady rows settle into a rhythm; whether they do."""
         start, stop = self.table.steady
         length, reach = self.table.rows_per_period, self.table.reach
         self.advance(stop)
@@ -323,7 +323,7 @@ class _Run:
             return False
         cycle, cycle_s = found
         more, rest = divmod(periods, cycle)
-        # Whole cycles are added. Where the rest is not whole, one more is, and the drain leaves the earlier rows.
+        # Whole cycles are added. If periods are left over, one more cycle is added and the drain starts from earlier rows.
         back = (cycle - rest) * length if rest else 0
         window = np.arange(stop + 1 - reach, stop + 1)
         ends_s = self.idle_s[window - back] + self.work_s[window - back] + (more + (rest > 0)) * cycle_s
@@ -333,7 +333,7 @@ class _Run:
         return True
 
     def _rhythm(self, start: int, stop: int) -> tuple[int, float] | None:
-        """Periods and seconds after which the state of all ranks before row ``stop`` comes again, if it does."""
+        """Periods and seconds after which the state of all ranks before row ``stop`` repeats; None if it does not."""
         length, reach = self.table.rows_per_period, self.table.reach
         earliest = max(start, reach - 1)
         earlier = np.arange(stop - length, earliest - 1, -length)
@@ -350,7 +350,7 @@ class _Run:
         return None
 
     def result(self) -> _Ran:
-        """When all rows have been run."""
+        """The results, once all rows have been run."""
         busy_s, ends_s = self.work_s[-1] + self.added_s + self.slowed_s, self.idle_s[-1] + self.work_s[-1]
         gradients = self.reduced_s.tolist(), self.slowed_s.tolist()
         return _Ran(busy_s.tolist(), ends_s.tolist(), *gradients, self.gathering_s.tolist())

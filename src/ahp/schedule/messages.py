@@ -1,4 +1,4 @@
-"""What ranks send each other under a schedule, and when they turn to it: an order in which nobody can wait in a circle."""
+"""What ranks send each other under a schedule, and when: an order of sends and receives that cannot deadlock."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Message:
 Step = Action | Message
 
 USUAL = StageTimes(1.0, 2.0, 1.0, 1.0)
-"""A backward takes twice as long as a forward, in two equal parts: what orders the messages. None takes no time."""
+"""The times that put messages in order: a backward takes twice as long as a forward, in two equal parts; no action takes 0."""
 
 
 def with_messages(schedule: Schedule, *, receives_first: bool = False) -> tuple[tuple[Step, ...], ...]:
-    """Each rank's actions and its ends of messages; two stages on one rank send each other nothing.
+    """Each rank's actions with its sends and receives; two stages on one rank send each other nothing.
 
-    Both ends of a message are written down at once, when its action ends in a simulation. So all messages stand in one order
-    that each rank keeps: even if a send waits for its receive and each rank does one after the other, the first message that
-    is not yet over is the next on both ranks, or comes after actions that wait for none. Ranks receive while they compute
-    what was started before.
+    Both ends of a message are added at the moment when its action ends in a simulation. So there is one order of all messages,
+    and each rank keeps to it: even if a send waits for its receive and each rank does one thing at a time, the first unfinished
+    message is next on both its ranks, or comes after actions that wait for no message. A rank receives while it computes the
+    action that it started before.
     """
     timeline = simulate(schedule, [USUAL] * schedule.num_stages)
     events: list[tuple[float, int, int, int]] = []  # time, 0 for an end, rank, place
@@ -60,7 +60,7 @@ def _is_receive(step: Step) -> bool:
 
 
 def _message(schedule: Schedule, action: Action) -> tuple[Message, Message] | None:
-    """Both ends of what an action sends to another rank."""
+    """The send and the receive of the message from an action to another rank; None if it sends none."""
     forward = action.kind is Kind.FORWARD
     to = action.stage + (1 if forward else -1)
     if action.kind is Kind.WEIGHT_GRADIENT or not 0 <= to < schedule.num_stages:

@@ -8,13 +8,13 @@ from ahp.schedule.depth_first import DepthFirst
 
 
 class OneForwardOneBackward(DepthFirst):
-    """Is ordered for any number of micro-batches; torch asks for one of each rank."""
+    """Works with any number of micro-batches; torch requires at least one per rank."""
 
     name = "1F1B"
     one_forward_one_backward = True
 
     def rank_actions(self, rank: int, p: int, v: int, m: int) -> list[Action]:
-        """Warm-up, steady state, and the backwards that are left."""
+        """Warm-up, steady state, and the remaining backwards."""
         warmup = min(m, p - 1 - rank)
         actions = [Action(Kind.FORWARD, rank, i) for i in range(warmup)]
         for i in range(m - warmup):
@@ -22,7 +22,7 @@ class OneForwardOneBackward(DepthFirst):
         return actions + [Action(Kind.BACKWARD, rank, i) for i in range(m - warmup, m)]
 
     def runs(self, p: int, v: int, m: Ints, *, in_torch: bool) -> Mask:
-        """In torch with a micro-batch of each rank."""
+        """Any number; in torch at least one micro-batch per rank."""
         return m >= (p if in_torch else 1)
 
     def why_not(self, p: int, m: int) -> str:

@@ -1,4 +1,4 @@
-"""Orders of actions that somebody wrote or found: as text, and as a layout brings them."""
+"""Orders of actions that were written by hand or found by a search: as text, and as part of a layout."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _KINDS = {kind.value: kind for kind in Kind}
 
 
 def order_text(schedule: Schedule) -> tuple[str, ...]:
-    """One line for each rank, as torch's schedules are written: ``0F0,0F1,0B0,0B1``, each stage, letter and micro-batch."""
+    """One line per rank, as torch's schedules are written: ``0F0,0F1,0B0,0B1``, with stage, letter and micro-batch of each action."""
     return tuple(",".join(f"{stage}{letter}{i}" for letter, stage, i in rank) for rank in schedule.plain)
 
 
 def read_order(name: str, lines: Sequence[str]) -> Schedule:
-    """The schedule that ``order_text`` wrote. Raises BadInput where it can not run (``why_not``)."""
+    """The schedule from lines of ``order_text``. Raises BadInput if a line is malformed or the order cannot run (``why_not``)."""
     ranks, stage_rank = [], {}
     for rank, line in enumerate(lines):
         actions = []
@@ -50,11 +50,11 @@ def read_order(name: str, lines: Sequence[str]) -> Schedule:
 
 
 SYNTHESIZED = "Synthesized"
-"""What ``pipeline_parallel_schedule`` calls an order that is given."""
+"""The value of ``pipeline_parallel_schedule`` in a layout that gives its own order."""
 
 
 def whole(schedule: Schedule) -> Schedule:
-    """The order with whole backwards, in the place of the input gradients."""
+    """The order with whole backwards in place of the input gradients."""
     first, second = Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
     ranks = (
         [Action(Kind.BACKWARD, *a[1:]) if a.kind is first else a for a in rank if a.kind is not second]
@@ -64,7 +64,7 @@ def whole(schedule: Schedule) -> Schedule:
 
 
 def apart(schedule: Schedule) -> Schedule:
-    """The order with backwards in two parts, one right after the other where they were whole."""
+    """The order with split backwards: a whole one becomes two parts, one right after the other."""
 
     def parts(action: Action) -> tuple[Action, ...]:
         if action.kind is not Kind.BACKWARD:
@@ -76,7 +76,7 @@ def apart(schedule: Schedule) -> Schedule:
 
 
 def any_order() -> Parallelism:
-    """A layout that brings an order, to ask an engine whether it runs one."""
+    """A layout with its own order, to ask an engine whether it can run one."""
     order = ("0F0,0B0", "1F0,1B0")
     return Parallelism(
         pipeline_parallel_degree=2, pipeline_parallel_schedule=SYNTHESIZED, pipeline_parallel_order=order
@@ -92,7 +92,7 @@ def _given(lines: tuple[str, ...]) -> Schedule:
 
 
 def order_lines(parallelism: Parallelism, replica: int = 0) -> tuple[str, ...] | None:
-    """Of the order that the layout brings the lines of one replica; None where its schedule is a pattern."""
+    """The lines of one replica in the layout's own order; None if its schedule is a pattern or it has no pipeline."""
     lines, p = parallelism.pipeline_parallel_order, parallelism.pipeline_parallel_degree
     if lines is None or p == 1:
         return None
@@ -100,7 +100,7 @@ def order_lines(parallelism: Parallelism, replica: int = 0) -> tuple[str, ...] |
 
 
 def given_order(parallelism: Parallelism, replica: int = 0) -> Schedule | None:
-    """The order that the layout brings for a replica; None where its schedule is a pattern. Raises BadInput where it cannot run."""
+    """The layout's own order for a replica; None if ``order_lines`` gives none. Raises BadInput if the order cannot run."""
     lines = order_lines(parallelism, replica)
     if lines is None:
         return None
@@ -114,7 +114,7 @@ def given_order(parallelism: Parallelism, replica: int = 0) -> Schedule | None:
 
 
 def illegal_order(parallelism: Parallelism, micro_batches: Sequence[int]) -> str | None:
-    """Why the order that the layout brings cannot run so many micro-batches of each replica; None where it can, or none is brought."""
+    """Why the layout's own order cannot run ``micro_batches`` of each replica; None if it can, or the layout has none."""
     found: dict[tuple[str, ...], Schedule] = {}
     try:
         for replica, count in enumerate(micro_batches):
@@ -159,8 +159,8 @@ def ranks_of_stages(parallelism: Parallelism) -> tuple[int, ...]:
 
 
 def under_pattern(parallelism: Parallelism) -> Parallelism:
-    """The layout under the fixed pattern that is most like the order which it brings: by where its stages lie, and whether it splits
-    backwards; as it is where it brings none."""
+    """The layout with the fixed pattern most like its own order: first by where its stages lie, then by whether it splits backwards. A
+    layout without an order is returned as it is."""
     if parallelism.pipeline_parallel_order is None:
         return parallelism
     p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
@@ -173,7 +173,7 @@ def under_pattern(parallelism: Parallelism) -> Parallelism:
 
 
 def splits_backward(parallelism: Parallelism) -> bool:
-    """Whether weight gradients are computed apart from input gradients, some of them at least."""
+    """Whether at least some weight gradients are computed apart from input gradients."""
     if parallelism.pipeline_parallel_degree == 1:
         return False
     if (lines := parallelism.pipeline_parallel_order) is not None:

@@ -1,6 +1,6 @@
-"""The order of a schedule by its name, for so many ranks, stages and micro-batches.
+"""The order of a named schedule, for given numbers of ranks, stages and micro-batches.
 
-Order of actions as in ``torch.distributed.pipelining.schedules`` of torch 2.13; the tests hold each order against torch's own.
+Actions are ordered as in ``torch.distributed.pipelining.schedules`` of torch 2.13; the tests compare each order with torch's own.
 Here p = pipeline ranks, v = stages per rank, m = micro-batches.
 """
 
@@ -16,8 +16,8 @@ from ahp.schedule.registry import get
 def illegal(name: str, p: int, v: int, m: int) -> str | None:
     """Why there is no such schedule with p ranks, v stages per rank, m micro-batches; None if there is.
 
-    The rules are torch's, with three exceptions. Several stages on a single rank are no pipeline and refused. 1F1B and
-    InterleavedZeroBubble with v = 1 are ordered for any m: ``illegal_in_torch`` says what torch asks there.
+    The rules are torch's, with three exceptions. Several stages on a single rank are refused, because they are no pipeline. 1F1B
+    and InterleavedZeroBubble with v = 1 are allowed for any m; ``illegal_in_torch`` applies torch's own rule.
     """
     try:
         return get(name).illegal(p, v, m)
@@ -36,14 +36,14 @@ def stage_ranks(name: str, p: int, v: int) -> tuple[int, ...]:
 
 
 def refuse_illegal(name: str, p: int, v: int, m: int) -> None:
-    """Raise BadInput with the reason where ``illegal`` gives one."""
+    """Raise BadInput with the reason if ``illegal`` gives one."""
     if reason := illegal(name, p, v, m):
         raise BadInput(reason)
 
 
 @lru_cache(maxsize=256)
 def make(name: str, p: int, v: int, m: int) -> Schedule:
-    """The schedule; raises BadInput with the reason where ``illegal`` gives one."""
+    """The schedule; raises BadInput with the reason if ``illegal`` gives one."""
     refuse_illegal(name, p, v, m)
     schedule = get(name)
     return Schedule(

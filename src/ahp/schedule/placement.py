@@ -1,4 +1,4 @@
-"""On which rank each stage of a pipeline lies."""
+"""The rank that holds each stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class Placement(StrEnum):
-    """How stages go round the ranks."""
+    """How stages are placed on the ranks."""
 
     LOOPED = "looped"
     """From the first rank to the last, and again from the first: stage s on rank s mod p."""

@@ -12,7 +12,7 @@ from ahp.schedule.one_f_one_b import OneForwardOneBackward
 from ahp.schedule.zbv import ZBVZeroBubble
 
 PLAIN = OneForwardOneBackward.name
-"""The schedule where none is asked for, and that of a single rank, which has no other to wait for."""
+"""The default schedule, and that of a single rank, which has no other rank to wait for."""
 
 SCHEDULES: dict[str, PipelineSchedule] = {
     schedule.name: schedule
@@ -35,5 +35,5 @@ def get(name: str) -> PipelineSchedule:
 
 
 def of_ranks(name: str, p: int) -> PipelineSchedule:
-    """The schedule that p ranks run: of a single one the plain one, whatever it is called."""
+    """The schedule that p ranks run; a single rank runs the plain one, whatever ``name`` is."""
     return get(name if p > 1 else PLAIN)

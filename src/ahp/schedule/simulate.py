@@ -1,6 +1,6 @@
-"""When each action of a schedule starts and ends: an event simulation, and what is kept in flight.
+"""When each action of a schedule starts and ends (an event simulation), and how much is kept in flight.
 
-Where only the step's length is wanted ``ahp.schedule.makespan`` has it many times faster.
+``ahp.schedule.makespan`` computes only the length of the step, many times faster.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from ahp.schedule.actions import Action, Kind, PlainAction, Schedule
 
 
 class StageTimes(NamedTuple):
-    """Seconds that one stage computes on one micro-batch, and seconds that what it sends is on its way."""
+    """Seconds that one stage computes on one micro-batch, and seconds that its messages take."""
 
     forward_s: float
     backward_s: float
-    """The whole backward; what an action B takes."""
+    """The whole backward: an action B."""
     input_gradient_s: float = 0.0
-    """What an action I takes, in schedules that split the backward."""
+    """An action I, in schedules that split the backward."""
     weight_gradient_s: float = 0.0
-    """What an action W takes."""
+    """An action W."""
     send_forward_s: float = 0.0
-    """In which its output is sent to the next stage; 0 where both are on one rank. From one rank to another one message goes after the other."""
+    """To send its output to the next stage; 0 if both are on one rank. Messages from one rank to another go one at a time."""
     send_backward_s: float = 0.0
-    """In which the gradient that its backward, or its input gradient, makes is sent to the previous stage."""
+    """To send the gradient from its backward, or its input gradient, to the previous stage."""
     first_forward_extra_s: float = 0.0
     """Added to the forward of micro-batch 0, such as weights gathered once per step."""
     last_backward_extra_s: float = 0.0
     """Keeps the rank busy after the stage's last backward or weight gradient, such as the reduction of gradients;
-    what the backward sends does not wait for it."""
+    the gradient that this backward sends does not wait for it."""
     gathered_s: float = 0.0
-    """When its weights are there, which are gathered beside the computation from the start of the step on: the forward of micro-batch 0
-    starts no earlier."""
+    """When its weights have arrived, if they are gathered next to the computation from the start of the step: the forward of micro-batch
+    0 starts no earlier."""
     reduce_s: float = 0.0
-    """Seconds in which its gradients are reduced beside the computation once it is done with its last backward or weight gradient, and what
-    ``last_backward_extra_s`` adds to that. A rank reduces those of one stage after the other."""
+    """Seconds to reduce its gradients next to the computation, once its last backward or weight gradient and ``last_backward_extra_s``
+    are done. A rank reduces the gradients of one stage after the other."""
     reduce_slows: float = 0.0
-    """Seconds that it computes longer for each second in which gradients of its rank are reduced meanwhile; less than 1."""
+    """Seconds lost per second that it computes while gradients of its rank are reduced; less than 1."""
 
     @property
     def passes_s(self) -> float:
         return self.forward_s + self.backward_s
 
     def slowed_s(self, start_s: float, end_s: float, until_s: float) -> float:
-        """Seconds that an action of this stage takes longer where gradients are reduced until after its start."""
+        """Seconds that an action of this stage loses, from ``start_s`` to ``end_s``, to gradients that are reduced until ``until_s``."""
         return self.reduce_slows * (min(end_s, until_s) - start_s)
 
     def scaled(self, factor: float) -> StageTimes:
@@ -77,11 +77,11 @@ class Timeline:
     busy_s: tuple[float, ...]
     """Seconds each rank computes."""
     gathering_s: tuple[float, ...]
-    """Seconds each rank waits for weights alone (``StageTimes.gathered_s``), of those that it is idle."""
+    """Seconds of ``idle_s`` in which each rank waits only for weights (``StageTimes.gathered_s``)."""
     reducing_s: tuple[float, ...]
-    """Seconds each rank still reduces gradients (``StageTimes.reduce_s``) after its last action, of those that it is idle."""
+    """Seconds of ``idle_s`` in which each rank still reduces gradients (``StageTimes.reduce_s``) after its last action."""
     slowed_s: tuple[float, ...]
-    """Seconds that each rank computes longer because gradients are reduced meanwhile, of those that it computes."""
+    """Seconds of ``busy_s`` that each rank loses because gradients are reduced at the same time."""
 
     @cached_property
     def ranks(self) -> tuple[tuple[Span, ...], ...]:
@@ -91,7 +91,7 @@ class Timeline:
 
     @property
     def idle_s(self) -> tuple[float, ...]:
-        """Seconds each rank waits, before its first and after its last action included."""
+        """Seconds each rank waits, including before its first and after its last action."""
         return tuple(self.makespan_s - busy for busy in self.busy_s)
 
     def end_s(self, rank: int) -> float:
@@ -100,7 +100,7 @@ class Timeline:
 
 
 def links(stage_rank: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The number of the link from rank to rank that takes each stage's output, and that which takes its gradient; 0 where there is none."""
+    """For each stage, the number of the rank-to-rank link that takes its output, and of the one that takes its gradient; 0 if none does."""
     numbers: dict[tuple[int, int], int] = {}
     pairs = list(pairwise(stage_rank))
     outputs = [numbers.setdefault((here, there), len(numbers)) for here, there in pairs]
@@ -109,10 +109,10 @@ def links(stage_rank: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def simulate(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
-    """Run the schedule: an action starts when its rank is free and what it needs has arrived.
+    """Run the schedule: an action starts when its rank is free and its inputs have arrived.
 
-    ``times[s]`` belongs to stage ``s``. O(actions). Raises ValueError when the order can never run (a rank
-    waits for something that comes only after what waits for it).
+    ``times[s]`` belongs to stage ``s``. O(actions). Raises ValueError when the order can never run (an action waits for
+    something that comes only after it).
     """
     run = Run(schedule.plain, schedule.stage_rank, schedule.num_micro_batches, times)
     busy = tuple(sum(end) - sum(start) for start, end in zip(run.starts_s, run.ends_s, strict=True))
@@ -122,23 +122,23 @@ def simulate(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
 
 
 class Run:
-    """One simulation: when each action of some orders starts and ends, and the rest of its rank's work."""
+    """One simulation of given orders: when each action starts and ends, and what gathers and reductions add."""
 
     def __init__(
         self, orders: Sequence[Sequence[PlainAction]], stage_rank: Sequence[int], m: int, times: Sequence[StageTimes]
     ) -> None:
-        """``orders``: of each rank; ``m``: micro-batches. Raises as ``simulate``."""
+        """``orders``: the actions of each rank; ``m``: micro-batches. Raises like ``simulate``."""
         stages = len(times)
         self.times, self._last_stage = times, stages - 1
         self._links = links(stage_rank)
         self._free_s = [0.0] * (1 + max(map(max, self._links)))
-        """When each link has taken what was sent."""
+        """When each link is free again."""
         self._gradients_left = [m] * stages
         self.starts_s: list[list[float]] = [[] for _ in orders]
         self.ends_s: list[list[float]] = [[] for _ in orders]
         self.gathering_s = [0.0] * len(orders)
         self.reduced_s = [0.0] * len(orders)
-        """When the gradients that each rank is done with are reduced."""
+        """When all gradients that each rank has finished so far are reduced."""
         self.slowed_s = [0.0] * len(orders)
         self._seconds: dict[str, list[float]] = {
             Kind.FORWARD: [t.forward_s for t in times],
@@ -149,7 +149,7 @@ class Run:
         self._forward_end: list[list[float | None]] = [[None] * m for _ in range(stages)]
         self._gradient_end: list[list[float | None]] = [[None] * m for _ in range(stages)]
         self._output_there: list[list[float | None]] = [[None] * m for _ in range(stages)]
-        """When what each stage sends on has arrived."""
+        """When the output of each stage has arrived at the next one, per micro-batch."""
         self._gradient_there: list[list[float | None]] = [[None] * m for _ in range(stages)]
         left = sum(map(len, orders))
         while left:
@@ -163,15 +163,15 @@ class Run:
 
     @property
     def end_s(self) -> float:
-        """When all is done."""
+        """When all actions and reductions are done."""
         return max(max(ends[-1], reduced) for ends, reduced in zip(self.ends_s, self.reduced_s, strict=True))
 
     def _advance(self, rank: int, order: Sequence[PlainAction]) -> int:
-        """Run the rank's next actions until one waits for another rank; their number."""
+        """Run the rank's next actions until one waits for another rank; returns how many were run."""
         starts, ends = self.starts_s[rank], self.ends_s[rank]
         before = len(ends)
         now = ends[-1] if ends else 0.0
-        for at in range(before, len(order)):  # not islice, which goes through all that are done before
+        for at in range(before, len(order)):  # not islice, which steps through all earlier actions
             letter, stage, micro_batch = order[at]
             arrived = self._arrival(letter, stage, micro_batch)
             if arrived is None:
@@ -208,7 +208,7 @@ class Run:
         return len(ends) - before
 
     def _sent(self, link: int, at_s: float, seconds: float) -> float:
-        """When a message has arrived that is there to be sent from ``at_s`` on."""
+        """When a message that is ready to be sent at ``at_s`` has arrived."""
         free_s = self._free_s[link]
         arrived_s = (at_s if at_s > free_s else free_s) + seconds
         self._free_s[link] = arrived_s
@@ -228,14 +228,14 @@ class Run:
 def peak_in_flight(
     schedule: Schedule, weights: Sequence[float], freed_after_input_gradient: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """Per rank, the largest sum over its stages of what its micro-batches keep.
+    """The most that each rank keeps at once for the micro-batches of all its stages.
 
     Args:
         schedule: the order of each rank.
         weights: what one micro-batch of each stage keeps from its forward to its backward, or to its weight gradient
             (bytes); weights of 1 count micro-batches.
-        freed_after_input_gradient: the part of it that only the input gradient needs and that goes with it, where the
-            backward is split; none if not given.
+        freed_after_input_gradient: the part of ``weights`` that only the input gradient needs and that is freed after it, if
+            the backward is split; 0 if not given.
     """
     return peak_of(schedule.plain, weights, freed_after_input_gradient or [0.0] * len(weights))
 
@@ -243,7 +243,7 @@ def peak_in_flight(
 def peak_of(
     orders: Iterable[Sequence[PlainAction]], weights: Sequence[float], freed: Sequence[float]
 ) -> tuple[float, ...]:
-    """The same of the orders themselves."""
+    """Like ``peak_in_flight``, for the orders themselves."""
     peaks = []
     for order in orders:
         held = peak = 0.0

@@ -1,4 +1,4 @@
-"""Where the actions of a schedule stand in its table, and how the rows of the table repeat."""
+"""The place of each action in a schedule's table, and how the rows of the table repeat."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ahp.arrays import Ints
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(4)
 KINDS = "FBIW"
-"""The letters of actions at their numbers above."""
+"""The letter of each kind, indexed by its number above."""
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Actions and where they stand, one entry each: row, rank, kind (above), stage, micro-batch.
+    """Actions and their places, one array entry per action: row, rank, kind (above), stage, micro-batch.
 
-    A rank has at most one action in a row, and what an action waits for stands in an earlier row.
+    A rank has at most one action in a row, and whatever an action waits for is in an earlier row.
     """
 
     row: Ints
@@ -27,9 +27,9 @@ class Slots:
 
 
 class Period(NamedTuple):
-    """Rows in the middle of a table that come again with later micro-batches: a table of more of them has more of these rows."""
+    """Rows in the middle of a table that repeat with later micro-batches: a table of more micro-batches has more of these rows."""
 
     micro_batches: int
     rows: int
     enough: int | None = None
-    """Micro-batches from which on the table has more than one period, where longer tables are made from that one."""
+    """Micro-batches with which the table has more than one period and longer tables are made by repeating it; None: made in full."""

@@ -9,21 +9,21 @@ from ahp.errors import bad_input
 from ahp.plan import Parallelism
 
 Ends = Literal["hold_layers", "may_be_empty", "count_as_layers"]
-"""What the first and the last stage hold beside the embedding, and the head with the loss.
+"""What the first stage holds besides the embedding, and the last besides the head with the loss.
 
-``hold_layers``: blocks, one at least. ``may_be_empty``: none where the layers do not go round otherwise.
-``count_as_layers``: as many as are left when the embedding and the head are each taken for a layer.
+``hold_layers``: at least one block each. ``may_be_empty``: no blocks if there are too few for every stage.
+``count_as_layers``: what is left of an even split in which the embedding and the head count as a layer each.
 """
 
 
 def layers_of_stages(parallelism: Parallelism, num_layers: int, *, ends: Ends = "hold_layers") -> tuple[int, ...]:
     """Blocks of each stage in pipeline order; they add up to ``num_layers``.
 
-    ``layers_per_stage`` where it is given; else as even as can be. The embedding always belongs to the first stage and the
-    head with the loss to the last, so the last stage is the last to take one layer more, and the first the last but one;
-    of the others the later ones take it first, because fewer micro-batches wait there. Where the ends count as layers
-    the first stages take one more (torchtitan's own cut, distributed/pipeline_parallel.py). Raises BadInput when the
-    layers do not go round.
+    Given layers (``layers_per_stage``) are used as they are; else the split is as even as possible. The embedding always belongs
+    to the first stage and the head with the loss to the last, so the last stage is the last to get an extra layer, and the first
+    stage the second to last; among the others the later ones get it first, because fewer micro-batches wait there. With
+    ``count_as_layers`` the first stages get it (torchtitan's own cut, distributed/pipeline_parallel.py). Raises BadInput when
+    given layers do not add up, or there are too few for every stage.
     """
     stages = parallelism.num_stages
     given = parallelism.given_layers
@@ -53,6 +53,6 @@ def layers_of_stages(parallelism: Parallelism, num_layers: int, *, ends: Ends = 
 
 
 def layer_ranges(layers: tuple[int, ...]) -> tuple[range, ...]:
-    """The layer indices of each stage, from the number of layers of each."""
+    """The layer indices of each stage, from the number of layers per stage."""
     edges = accumulate(layers, initial=0)
     return tuple(range(start, end) for start, end in pairwise(edges))

@@ -1,8 +1,7 @@
-"""A schedule as a table of slots, one row after another and one column per rank: what a fast simulation runs over.
+"""A schedule as a table of slots, with one column per rank, for a fast simulation row by row.
 
-Every rank does at most one action in a row, and whatever an action waits for stands in an earlier row, so that a
-row is one vector operation. In the middle of the table rows repeat: the table of more micro-batches is the same with
-more of them.
+Every rank does at most one action in a row, and whatever an action waits for is in an earlier row, so that a row is one
+vector operation. In the middle of the table rows repeat: with more micro-batches there are only more of these rows.
 """
 
 from __future__ import annotations
@@ -26,33 +25,33 @@ Codes = NDArray[np.int32]
 class Table:
     """The rows of one schedule; S stages, R rows, p ranks.
 
-    Flat places count rows of p, and row 0 is the state before the first row of ``code``.
+    A flat place is row x p + rank, and row 0 is the state before the first row of ``code``.
     """
 
     code: Codes
     """[R, p] 0 = nothing, else 1 + kind x S + stage."""
     source: Ints
-    """[R, p] Flat place of what the action waits for on another stage; of the rank's own last row where it does not."""
+    """[R, p] Flat place of what the action waits for from another stage; the rank's own previous row if it waits for none."""
     send: Codes
     """[R, p] 0 = nothing is sent, 1 + stage: its output, 1 + S + stage: its gradient."""
     first: Ints
-    """[S] Flat place of each stage's first forward, less one row: an index into ``code``."""
+    """[S] Flat place of each stage's first forward, minus one row: an index into ``code``."""
     last: Ints
-    """[S] The same of its last backward or weight gradient."""
+    """[S] The same for its last backward or weight gradient."""
     reads_last: Ints
-    """[2, n] Stages whose last backward is whole and is waited for, and the index into ``code`` of what waits."""
+    """[2, n] Stages whose last backward is whole and waited for, and the index into ``code`` of the action that waits."""
     micro_batches_per_period: int
     rows_per_period: int
     steady: tuple[int, int]
-    """Rows ``steady[0] .. steady[1]`` (not included) repeat every period with later micro-batches, none of them the
-    first forward or the last backward of a stage; more micro-batches are more of these rows."""
+    """Rows ``steady[0] .. steady[1]`` (not included) repeat every period with later micro-batches and hold no first forward
+    or last backward of a stage; more micro-batches mean more of these rows."""
     reach: int
-    """How many rows back they look at most."""
+    """The most rows back at which a steady row reads."""
 
 
 @lru_cache(maxsize=64)
 def table(name: str, p: int, v: int, m: int) -> Table:
-    """The table of a legal schedule. Not of one with all forwards first, whose rows do not repeat and whose times have a closed form."""
+    """The table of a legal schedule. Not for schedules with all forwards first: their rows do not repeat, and their times have a closed form."""
     schedule = get(name)
     period = schedule.period(p, v, m)
     few = m if period is None or period.enough is None else min(m, period.enough)
@@ -62,7 +61,7 @@ def table(name: str, p: int, v: int, m: int) -> Table:
 
 
 def _as_simulated(name: str, p: int, v: int, m: int) -> Slots:
-    """Any schedule: the row of an action is when it starts if each takes one second."""
+    """The slots of any schedule: an action's row is its start time if every action takes one second."""
     timeline = simulate(make(name, p, v, m), [StageTimes(1.0, 1.0, 1.0, 1.0)] * (p * v))
     actions = [
         (int(start_s), rank, KINDS.index(letter), stage, micro_batch)
@@ -73,7 +72,7 @@ def _as_simulated(name: str, p: int, v: int, m: int) -> Slots:
 
 
 def _more(slots: Slots, made: Table, more: int) -> Slots:
-    """The slots of a table with ``more`` further micro-batches, one in each period: its last steady rows again."""
+    """The slots of a table with ``more`` further micro-batches, one per period: the last steady rows repeated."""
     stop, length = made.steady[1], made.rows_per_period
     late = slots.row >= stop
     again = ~late & (slots.row >= stop - length)
@@ -100,7 +99,7 @@ def _table(slots: Slots, p: int, stages: int, m: int, period: Period | None) -> 
     code[place] = 1 + kind * stages + stage
     counted = np.full(rows * p, -1)
     counted[place] = micro_batch
-    # Where each stage's output and gradient of each micro-batch come from; flat, with the row before the first.
+    # Flat places where each stage's output and gradient of each micro-batch are made, counting the row before the first.
     output, gradient = np.zeros((2, stages, m), dtype=np.int64)
     forward, weight = kind == FORWARD, kind == WEIGHT_GRADIENT
     back = ~(forward | weight)
@@ -140,7 +139,7 @@ def _table(slots: Slots, p: int, stages: int, m: int, period: Period | None) -> 
 
 
 def _repeats(code: Codes, micro_batch: Ints, source: Ints, period: int, rows: int) -> tuple[int, int]:
-    """The longest run of rows that are those ``rows`` before with micro-batches ``period`` later."""
+    """Start and stop of the longest run of rows that equal the rows ``rows`` earlier, with micro-batches ``period`` later."""
     if len(code) <= rows:
         return 0, 0
     same = (code[rows:] == code[:-rows]) & (source[rows:] - source[:-rows] == rows * code.shape[1])

@@ -10,20 +10,20 @@ from ahp.schedule.v_shape import Order, VShaped
 
 
 class ZBVZeroBubble(VShaped):
-    """No bubble where a forward, an input gradient and a weight gradient take the same time."""
+    """No bubble if a forward, an input gradient and a weight gradient take the same time."""
 
     name = "ZBVZeroBubble"
     actions_per_micro_batch = 6
 
     def last_weights_s(self, weight_s: NDArray[np.float64], p: int, v: int, m: int) -> tuple[NDArray[np.float64], bool]:
-        """Those of the drain, or with few micro-batches all."""
+        """The weight gradients of the drain, or all of them if there are few micro-batches."""
         if m < 2 * p - 1:
             return m * weight_s.sum(axis=-1), False
         rank = np.arange(p)
         return (rank + 1) * weight_s[..., 0] + rank * weight_s[..., 1], False
 
     def rank_actions(self, rank: int, p: int, v: int, m: int) -> list[Action]:
-        """Orders at least 2p - 1 micro-batches and leaves out those that are not there, as torch does."""
+        """Orders at least 2p - 1 micro-batches and leaves out those beyond the last, as torch does."""
         forward, gradient, weight = Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
         order, down, up, full = Order(m), rank, 2 * p - 1 - rank, max(2 * p - 1, m)
         for _ in range(2 * (p - rank) - 1):

@@ -1,7 +1,7 @@
 """Steps 3 and 4: which plan is best, and how each layer is sliced.
 
-``ahp.search`` is this package and a verb at once: ``ahp.search(graph, cluster, job)`` calls ``ahp.search.ranking.search``, whose signature
-and help it has. A package becomes callable through its module's class (docs.python.org/3/reference/datamodel.html, "Customizing module
+``ahp.search`` is both this package and a verb: ``ahp.search(graph, cluster, job)`` calls ``ahp.search.ranking.search`` and has its signature
+and help. A package becomes callable through its module's class (docs.python.org/3/reference/datamodel.html, "Customizing module
 attribute access").
 """
 

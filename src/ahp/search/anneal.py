@@ -1,4 +1,4 @@
-"""Simulated annealing over the layouts: scipy's generalised one (arXiv cond-mat/9501016), within a budget of forecasts."""
+"""Simulated annealing over the layouts: scipy's generalized one (arXiv cond-mat/9501016), within a budget of forecasts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ahp.search.encoding import NUM_GENES, BudgetSpent, Objective
 
 
 def anneal(objective: Objective, seed: int) -> None:
-    """Price layouts until the budget is spent or as many points were tried ten times over; the same seed, the same walk."""
+    """Price layouts until the budget is spent or ten times as many points were tried; the same seed gives the same walk."""
     from scipy.optimize import dual_annealing
 
     with suppress(BudgetSpent):

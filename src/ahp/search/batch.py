@@ -16,16 +16,16 @@ TIMES = (2, 4, 8, 16)
 """Larger batches that are priced, each one forecast of the layout that was found."""
 
 WORTH_SAYING = 1.25
-"""A batch is small where a larger one raises the share of the peak by this factor."""
+"""A batch is small if a larger one raises the share of the peak by this factor."""
 
 MOST_OF_IT = 0.9
 """The batch that is named reaches this share of what the best of ``TIMES`` would."""
 
 
 def small_batch(asked: Problem, plan: Plan) -> str | None:
-    """A remark where more sequences a step would use the devices much better; None where not, and on a mixed cluster.
+    """A remark if more sequences per step would use the devices much better; None if not, and on a mixed cluster.
 
-    The layout stays, so that a search with the larger batch may find better still.
+    The layout stays the same, so a search with the larger batch may find an even better one.
     """
     best = plan.forecast
     if best is None or plan.cluster is None or asked.cluster.is_mixed:

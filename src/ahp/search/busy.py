@@ -1,4 +1,4 @@
-"""How many devices a model and a batch can keep busy, without a look at the layouts themselves."""
+"""How many devices a model and a batch can keep busy, without looking at layouts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ahp.errors import bad_input
 from ahp.search.problem import Problem, with_devices
 
 MOST_TENSOR = 1024
-"""Above every number of attention heads that a model has."""
+"""More than the attention heads of any model."""
 
 MOST_DEVICES = 131_072
-"""That are searched: 16,384 took a minute of one processor, both kinds of blocks, and the largest clusters that train one model
-are of this size. A million was not done after minutes."""
+"""The most devices that are searched: 16,384 took a minute of one processor for both kinds of blocks, and the largest clusters that
+train one model are of this size. A million was not done after minutes."""
 
 
 def refuse_too_many(asked: Problem) -> None:
-    """Raise BadInput for a cluster of more devices than are searched, with those that the job could keep busy at all."""
+    """Raise BadInput for a cluster of more devices than are searched, with the most that the job could keep busy."""
     total = asked.cluster.num_devices
     if total <= MOST_DEVICES:
         return
@@ -39,9 +39,9 @@ def replicas_of(asked: Problem) -> Iterator[tuple[int, int]]:
 
 
 def busy_counts(asked: Problem) -> list[int]:
-    """Every number of devices, up to those of the cluster, that can be busy, the largest first: as many on each of some nodes.
+    """Every number of devices, up to the cluster's, that can be kept busy, the largest first: equally many on each of some nodes.
 
-    The replicas divide the batch; the devices of one replica are as many as heads, layers and tokens can feed.
+    The replicas divide the batch; one replica has as many devices as heads, layers and tokens can keep busy.
     """
     total = asked.cluster.num_devices
     pipelines, data = range(1, max(asked.most_stages, 1) + 1), divisors(asked.job.global_batch_size)

@@ -1,4 +1,4 @@
-"""Plans of one problem, the shortest step first: the certificate, and why the others lost."""
+"""Plans of one problem, the shortest step first, with the certificate and why the others lost."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def ranking_with_any_kernels(
 
 
 def _has_a_plan(asked: Problem) -> bool:
-    """Whether something fits, as far as a brief look tells on a mixed cluster."""
+    """Whether some layout fits; on a mixed cluster only a brief search looks for one."""
     if asked.cluster.is_mixed:
-        from ahp.search.mixed.misfit import that_fits  # a room that most searches do not need
+        from ahp.search.mixed.misfit import that_fits  # here, as most searches do not need it
 
         return that_fits(asked) is not None
     found = fastest_on_one_group(asked)
@@ -89,10 +89,10 @@ def ranking_by_speed(
     remedies: bool = True,
     other_cuts: bool = True,
 ) -> Ranking:
-    """All devices, the shortest step first, but for the simplest of those that take at most the share ``tied`` longer.
+    """Plans on all devices, the shortest step first, except that the simplest plan at most the share ``tied`` slower leads.
 
-    ``remedies``: whether to say what would make it fit, where nothing does. ``other_cuts``: whether rows are looked for that only another cut
-    makes fast, and the certificate bounds what other cuts into stages and other numbers of recomputed layers take.
+    ``remedies``: whether to say what would help if nothing fits. ``other_cuts``: whether to look for rows that only another cut into stages
+    makes fast, and whether the certificate bounds the time of other cuts and of other numbers of recomputed layers.
     """
     if asked.cluster.is_mixed:
         from ahp.search.mixed.over_groups import mixed_ranking
@@ -104,17 +104,17 @@ def ranking_by_speed(
 
 @dataclass(frozen=True)
 class _EagerRows:
-    """Of the rows that were priced with compiled blocks, those that may be faster with eager ones."""
+    """Forecasts with eager blocks for rows that were priced with compiled blocks and may be faster with eager ones."""
 
     fastest_s: float = float("inf")
-    """Of those that fit."""
+    """The shortest step of those that fit."""
     forecasts: int = 0
     alone: int = 0
-    """Of these, rows that compiled blocks cannot run."""
+    """Number of rows among them that compiled blocks cannot run."""
 
     @classmethod
     def of(cls, asked: Problem, space: Space, found: Outcome) -> _EagerRows:
-        """``asked``: with ``either_blocks``, as were the bounds. Rows whose bound is above the fastest are slower whatever their blocks are."""
+        """``asked`` has ``either_blocks``, like the bounds: rows whose bound is above the fastest time are slower with either kind of blocks."""
         if not found.fitting:  # a search for eager blocks alone follows
             return cls()
         best_s = found.fitting[0][1].step_time_s
@@ -129,20 +129,20 @@ class _EagerRows:
 
 @dataclass(frozen=True)
 class _Looked:
-    """The rows of one search."""
+    """One search: its rows, their bounds and what was found."""
 
     table: LegalRows
     used: Problem
-    """Prices its rows."""
+    """The problem that prices the rows."""
     bounds: Bounds
     found: Outcome
     eager: _EagerRows
     start: float
-    """By ``perf_counter``."""
+    """When the search began, by ``perf_counter``."""
 
 
 def _look(asked: Problem, keep: int, by: Method) -> _Looked:
-    """Of a problem with ``either_blocks``, forecasts are with compiled blocks, and lower bounds of both."""
+    """Search one problem. With ``either_blocks``, forecasts have compiled blocks, and lower bounds hold for both kinds."""
     start = perf_counter()
     table = legal_rows(asked)
     used, space = table.problem, table.space
@@ -166,7 +166,7 @@ def _ranked(
     table, used, bounds, found = looked.table, looked.used, looked.bounds, looked.found
     space, today = table.space, today_of(used, current)
     if not found.fitting:
-        legal_rows(used)  # with compiled blocks alone there may be none, and the reason is another
+        legal_rows(used)  # with compiled blocks alone no row may be legal: then this raises that reason
         raise _nothing_found(used, by, found, remedies)
     better = _improved(looked, families_too=bool(by.name == "exact" and tied), other_cuts=other_cuts)
     certificate = _certificate(looked, better, by.name, other_cuts=other_cuts)
@@ -200,8 +200,8 @@ def _ranked(
 
 @dataclass(frozen=True)
 class _Improved:
-    """The best rows, cut into stages better than as even as can be and with as few layers recomputed as fit, and the best of the families that
-    are always looked for."""
+    """The best rows, with a better cut than even stages and with as few layers recomputed as memory allows, and the best rows of the families
+    that are always searched for."""
 
     pairs: list[Pair]
     """The fastest first."""
@@ -209,16 +209,16 @@ class _Improved:
     lighter: Lightened
     others: families.Found
     places: dict[Parallelism, Place]
-    """Of each row."""
+    """The place of each row, keyed by its layout."""
 
     def place_of(self, layout: Parallelism, used: Problem, found: Outcome) -> Place:
-        """The row that a layout comes from; the best row's, of one that comes from none."""
+        """The place of the row that a layout was made from; that of the best row if there is none."""
         keys = "layers_per_stage", "recomputed_layers_per_stage"
         row = layout.model_copy(update={key: getattr(used.constraints, key) for key in keys})
         return self.others.places.get(layout) or self.places.get(row, found.fitting[0][0])
 
     def words_of(self, layout: Parallelism) -> Iterable[str]:
-        """What its cut into stages and its recomputed layers are worth."""
+        """Sentences on what a layout's cut into stages and its recomputed layers gain."""
         own = self.recut.words(layout), self.lighter.words(layout)
         return self.others.words.get(layout) or filter(None, own)
 

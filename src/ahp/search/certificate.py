@@ -14,14 +14,14 @@ SOLVERS = {"anneal": "simulated annealing", "evolve": "differential evolution"}
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was looked at, and why nothing better was missed. Rows: every combination whose degrees multiply up."""
+    """What was looked at, and why nothing better was missed. Rows: every combination whose degrees multiply to the devices."""
 
     rows: int
     rules: tuple[Rule, ...]
     broken: int
-    """Rows that break a rule, one at least."""
+    """Rows that break at least one rule."""
     alike: int
-    """Rows that break none, but whose ZeRO stage the engine runs as a lower one, which has a row."""
+    """Rows that break no rule, but whose ZeRO stage the engine runs like a lower one, which has its own row."""
     not_fit: int
     """Legal rows that do not fit: by their forecast, or already by a lower bound of their memory."""
     fit: int
@@ -30,28 +30,28 @@ class Certificate:
     """Legal rows not priced, because their lower bound is above the times found."""
     forecasts: int
     cuts: int
-    """Forecasts beside these, of the fastest pipelines with their stages cut otherwise than as even as can be."""
+    """Further forecasts: the fastest pipelines with uneven cuts into stages."""
     lightened: int
-    """Forecasts beside these, of the fastest that recompute with fewer layers recomputed."""
+    """Further forecasts: the fastest layouts that recompute, with fewer layers recomputed."""
     best_s: float
-    """Of the rows, whose stages are as even as can be."""
+    """The shortest step of the rows, whose stages are as even as possible."""
     lowest_bound_left_s: float | None
     """No row left can take less than this."""
     proven: bool
     """Whether no other row can be faster than the best, by this forecast."""
     any_cut_s: float | None
-    """No layout with a pipeline that recomputes all layers or none can take less than this, however they are cut; None where the
-    cut is fixed, or there is no such layout that fits."""
+    """No layout with a pipeline that recomputes all layers or none can take less than this, whatever its cut into stages; None if
+    the cut is fixed, or if no such layout fits."""
     any_part_s: float | None
-    """No layout that recomputes a part of its layers can take less than this, however they are cut; None where what is recomputed
-    is fixed, the engine has all or nothing, or there is no such layout that fits."""
+    """No layout that recomputes a part of its layers can take less than this, whatever its cut into stages; None if what is
+    recomputed is fixed, if the engine can only recompute all or nothing, or if no such layout fits."""
     found_s: float
-    """Of the best found, also among other cuts and with fewer layers recomputed."""
+    """The shortest step found, including other cuts and fewer recomputed layers."""
     search_s: float
     solver: str = "exact"
-    """What chose the layouts that were priced: exact, anneal or evolve."""
+    """How the layouts to price were chosen: exact, anneal or evolve."""
     either_blocks: bool = False
-    """Whether each row was looked at with compiled blocks and with eager ones."""
+    """Whether each row was considered with compiled blocks and with eager ones."""
 
     def plain(self) -> dict[str, Any]:
         """As data for JSON."""
@@ -69,7 +69,7 @@ class Certificate:
         return f"{self.rows:,} layouts{kernels} in {self.search_s:.1f} s; {forecasts:,} forecast in full{by}"
 
     def _left_out(self) -> list[tuple[int, str]]:
-        """The rows that were not ranked, by the reason."""
+        """Numbers of rows that were not ranked, each with the reason."""
         unseen = "cannot be faster" if self.proven else "not looked at"
         return [
             (self.broken, "not allowed"),
@@ -79,7 +79,7 @@ class Certificate:
         ]
 
     def _proven(self) -> str:
-        """By the forecast, of the layouts that fit; what is not proven is said too."""
+        """What the forecast proves about the layouts that fit, and what it does not prove."""
         bound_s = self.lowest_bound_left_s
         if self.proven or (bound_s is None and self.solver == "exact"):
             rest = "" if bound_s is None else f": the rest takes at least {seconds(bound_s)}"
@@ -89,7 +89,7 @@ class Certificate:
         return f"nothing: {may_be} may be among those left out{more}"
 
     def _other_choices(self) -> str:
-        """Of cuts into stages and of layers to recompute that were not tried."""
+        """What is proven about cuts into stages and layers to recompute that were not tried."""
         floors = ((self.any_cut_s, "uneven pipeline stages"), (self.any_part_s, "other layers recomputed"))
         known = [(floor_s, others) for floor_s, others in floors if floor_s is not None]
         settled = [others for floor_s, others in known if floor_s >= self.found_s]
@@ -99,7 +99,7 @@ class Certificate:
         return f"{words}; not proven: {', '.join(left)}" if left else words
 
     def _without_bound(self) -> list[str]:
-        """What nothing is known of but what was priced."""
+        """Choices without a lower bound: nothing is known about those that were not priced."""
         return []
 
 
@@ -112,7 +112,8 @@ def certified(
     search_s: float,
     solver: str = "exact",
 ) -> Certificate:
-    """``tried``: forecasts of other cuts, and with fewer layers recomputed; ``floors_s``: under all of either, infinite where none fits."""
+    """The certificate of a search. ``tried``: forecasts of other cuts, and with fewer layers recomputed; ``floors_s``: lower bounds of all
+    such choices, infinite if none fits."""
     any_cut_s, any_part_s = (None if floor_s == float("inf") else floor_s for floor_s in floors_s)
     return Certificate(
         rows=space.size,
@@ -137,7 +138,7 @@ def certified(
 
 
 def merged(found: list[tuple[Rule, ...]]) -> tuple[Rule, ...]:
-    """The rules of several spaces, each with the rows that break it in all of them."""
+    """The rules of several spaces, each with the rows that break it summed over the spaces."""
     rules: dict[str, Rule] = {}
     for rule in (rule for several in found for rule in several):
         before = rules.get(rule.name, replace(rule, broken=0))

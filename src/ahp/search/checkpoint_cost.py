@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how fast a cluster writes it."""
+"""How large a checkpoint is, and how fast a cluster writes it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ahp.search.problem import Problem
 
 
 def checkpoint_bytes(asked: Problem) -> int:
-    """A checkpoint: weights and optimizer states, each once, as the engine keeps them."""
+    """Bytes of a checkpoint: weights and optimizer states, each once, as the engine keeps them."""
     states = asked.traits(Parallelism()).states
     trained = states.trained_share
     frozen_bytes = states.compute_weight_bytes or states.master_weight_bytes
@@ -17,9 +17,9 @@ def checkpoint_bytes(asked: Problem) -> int:
 
 
 def write_bytes_per_s(cluster: Cluster) -> float | None:
-    """What all nodes write at once, by the storage that was measured; None where one was not.
+    """Bytes per second that all nodes write together, by measurements of storage; None if a group has none.
 
-    Each node's own disk adds to the rate; storage behind a network is the same for all of them and does not.
+    Each node's own disk adds to the rate; storage behind a network is shared by all nodes and does not.
     """
     rates = []
     for group in cluster.groups:

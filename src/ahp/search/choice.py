@@ -1,4 +1,4 @@
-"""The number of devices that an objective chose, and what is known of the others."""
+"""The number of devices that an objective chose, and what is known about the others."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ahp.search.one_group import Fastest
 
 @dataclass(frozen=True)
 class Settled:
-    """What is known of one number of devices."""
+    """What is known about one number of devices."""
 
     found: Fastest
     worth: Worth | None
-    """Of its best plan; None where none fits, or where a lower bound says that it is not worth a forecast."""
+    """Worth of its best plan; None if none fits, misses the target, or has a lower bound so high that it is not worth a forecast."""
     lowest_score: float
-    """No plan on these devices scores less; infinite where none fits."""
+    """No plan on these devices scores less; infinite if none fits."""
 
     @property
     def devices(self) -> int:
@@ -38,14 +38,14 @@ class Settled:
 
 @dataclass(frozen=True)
 class Choice:
-    """The number of devices that was chosen, and what is known of the others."""
+    """The number of devices that was chosen, and what is known about the others."""
 
     scale: Scale
     first: Settled
     others: tuple[Settled, ...]
     """Numbers of devices with a plan, the best first."""
     without: tuple[Settled, ...]
-    """Numbers of devices of which no plan is worth telling, and why that is known."""
+    """Numbers of devices without a plan worth showing, and why that is known."""
     search_s: float
 
     @property
@@ -63,7 +63,7 @@ class Choice:
         return one.devices > self.first.devices or one.found.at_least_s > target_s
 
     def words(self) -> str:
-        """One line for people: which numbers of devices were looked at, and what is known of those that lost."""
+        """One line for people: which numbers of devices were tried, and what is known about those that lost."""
         settled = sorted(one.devices for one in (self.first, *self.others, *self.without))
         too_small = sum(one.found.at_least_s == float("inf") for one in self.without)
         bounded = len(self.without) - too_small

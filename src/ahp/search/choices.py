@@ -1,4 +1,4 @@
-"""The values that each key of a layout may have, one by one, and why single ones are impossible."""
+"""The values that each key of a layout can have, one key at a time, and why a single value is impossible."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ahp.search.problem import Problem
 from ahp.words import number_of
 
 DEEPEST_UNEVEN_VIRTUAL = 8
-"""Virtual stages per rank are tried up to here whatever the number of layers; beyond only where all stages are even.
+"""Virtual stages per rank are tried up to here for any number of layers; more are tried only where all stages are even.
 The bubble shrinks as 1/v while messages grow as v (arXiv 2104.04473, section 2.2): the gain is below 2 % of a step
 from v = 8 to v = 9 even when pipeline degree and micro-batches are equal."""
 
 NOWHERE = Within(1, 1, 1, (1, 0))
-"""Of degrees that no legal layout has: where their ranks would lie is not looked for."""
+"""The placement given to degrees that no legal layout has: where their ranks would lie is not computed."""
 
 RECOMPUTE = ("none", "selective", "full")
 DEGREES = (
@@ -57,31 +57,31 @@ class ScheduleChoice(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What of a block decides with a split whether an engine can share states so."""
+    """The keys of a block that decide, together with a split, whether an engine can share states that way."""
 
     expert: int
     pipeline: int
     """2 for any number of pipeline ranks above 1."""
     context: int
-    """Ranks of the context axis, which share states too: how many where there are experts to share, else 2 for any number of them."""
+    """Ranks of the context axis, which share states too: their number if experts are shared, else 2 for any number above 1."""
     tensor: int = 1
     """2 for any number of tensor-parallel ranks above 1."""
     sequence_parallel: int = 0
 
     @property
     def of_states(self) -> Shared:
-        """Without what decides only whether a file can say it."""
+        """These keys without those that only decide whether a configuration file can express the layout."""
         return self._replace(tensor=1, sequence_parallel=0)
 
 
 def shared(expert: int, pipeline: int, context: int, tensor: int, sequence_parallel: int) -> Shared:
-    """What the degrees of a block say of that."""
+    """``Shared`` from the degrees of a block."""
     ranks = context if expert > 1 else min(context, 2)
     return Shared(expert, min(pipeline, 2), ranks, min(tensor, 2), sequence_parallel)
 
 
 class MeshDegrees(NamedTuple):
-    """Degrees that multiply to the devices, with those that share some of these."""
+    """Degrees whose product is the number of devices, and the expert and sequence-parallel degrees, which reuse their ranks."""
 
     tensor: int
     context: int
@@ -92,12 +92,12 @@ class MeshDegrees(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """What a block's layouts have in common but for the micro-batch."""
+    """What a block's layouts have in common, except for the micro-batch."""
 
     degrees: MeshDegrees
     within: Within
     splits: tuple[ShardingChoice, ...]
-    """Ways to share states that lie so, legal or not."""
+    """Ways to share states with this placement, legal or not."""
 
     @property
     def shared(self) -> Shared:
@@ -106,7 +106,7 @@ class Mesh(NamedTuple):
 
 
 class Choices:
-    """The values that each key may have, and why single values are impossible."""
+    """The values that each key can have, and why a single value is impossible."""
 
     def __init__(self, asked: Problem) -> None:
         self.asked, self.given = asked, asked.constraints.given
@@ -117,7 +117,7 @@ class Choices:
         self.orders = Orders(joined(asked.cluster.groups[0]).devices_per_node, asked.refused_order)
         self.splits = cache(self._splits)
         self.folds = self._folded(2, 2, 1, 1)
-        """Whether it lays experts over tensor-parallel ranks at all, unless the user has it otherwise."""
+        """Whether the engine lays experts over tensor-parallel ranks at all, given the user's ``expert_tensor_parallel_degree``."""
         self.folded = cache(self._folded)
         self.lying = cache(self._lying)
         self.pipes = cache(self._pipes)
@@ -144,7 +144,7 @@ class Choices:
         return (self.given[key],) if key in self.given else tuple(free)
 
     def degrees(self) -> list[MeshDegrees]:
-        """Those that multiply to the devices."""
+        """All degrees whose product is the number of devices. Raises BadInput if the user's constraints leave none."""
         for key in DEGREES:
             if key in self.given and self.world % self.given[key]:
                 rule = f"must divide the {number_of(self.world, 'device')}"
@@ -167,8 +167,8 @@ class Choices:
         return found
 
     def meshes(self, degrees: list[MeshDegrees], broken: Mask) -> tuple[list[Mesh], Ints]:
-        """Each way in which ranks of such degrees can lie on nodes, and which of the degrees each has; of ``broken`` ones, which no legal
-        layout has, the usual order stands for all."""
+        """Each way in which ranks with these degrees can lie on nodes, and the index of its degrees. ``broken`` degrees, which no legal layout
+        has, get the usual order alone unless the user gives an order."""
         found, of, usual_alone = list[Mesh](), list[int](), "mesh_order" not in self.given
         for number, (one, wrong) in enumerate(zip(degrees, broken.tolist(), strict=True)):
             t, c, p, e, sequence, data = one
@@ -192,7 +192,7 @@ class Choices:
         return tuple(map(int, self._values("enable_sequence_parallel", (False, True) if tensor > 1 else (False,))))
 
     def _splits(self, data: int, context: bool) -> tuple[ShardingChoice, ...]:
-        """Ways to make ``data`` replicas share states; ``context``: each has several context ranks, which share them too."""
+        """Ways to make ``data`` replicas share states; ``context``: whether each has several context ranks, which share states too."""
         replicate, shard, _, _, _ = (self._values(key, ()) for key in DEGREES)
         return tuple(
             ShardingChoice(data // s, s, zero)
@@ -202,7 +202,7 @@ class Choices:
         )
 
     def _folded(self, tensor: int, expert: int, sequence: int, ranks: int) -> bool:
-        """Whether the engine lays experts over tensor-parallel ranks whole, where there are so many ranks of the data and context axes."""
+        """Whether the engine lays whole experts over tensor-parallel ranks; ``ranks``: those of the data and context axes."""
         layout = Parallelism(
             data_parallel_replicate_degree=ranks,
             tensor_parallel_degree=tensor,
@@ -215,10 +215,10 @@ class Choices:
     def _lying(
         self, tensor: int, context: int, pipeline: int, expert: int, data: int, folded: bool
     ) -> tuple[tuple[Within, tuple[ShardingChoice, ...]], ...]:
-        """The same by where the devices of a replica lie, the usual place first."""
+        """Ways to share states, grouped by where the devices of a replica lie; the usual place first."""
         found: dict[Within, list[ShardingChoice]] = {}
         shared = data * context * (tensor if folded else 1)
-        expert = expert if shared % expert == 0 else 1  # no legal layout else
+        expert = expert if shared % expert == 0 else 1  # otherwise no layout is legal
         ordered: dict[int, tuple[Ordered, ...]] = {}
         for replicate, shard, zero, _ in self.splits(data, context > 1):
             if shard not in ordered:
@@ -233,15 +233,15 @@ class Choices:
         stage = self.given.get("zero_stage")
         if shard > 1:
             return [1, 2, 3] if stage is None else [stage] if stage > 0 else []
-        if context:  # whose ranks alone may share states
+        if context:  # context ranks can share states without data-parallel shards
             return [0, 1, 2, 3] if stage is None else [stage]
-        # One rank shards nothing whatever the stage says: kept only where the user's own degrees leave no other.
+        # One rank shards nothing whatever the stage: a stage above 0 is kept only if the user fixes a shard degree of 1.
         if not stage:
             return [0]
         return [stage] if self.given.get("data_parallel_shard_degree") == 1 else []
 
     def _pipes(self, degree: int) -> tuple[ScheduleChoice, ...]:
-        """Ways to run a pipeline of one degree; without one the schedule has nothing to order."""
+        """Ways to run a pipeline of this degree. There is one way for degree 1, where the schedule has nothing to order."""
         name, virtual = self.given.get("pipeline_parallel_schedule"), self.given.get("virtual_stages_per_rank")
         if degree == 1:
             return (ScheduleChoice(name or PLAIN, virtual or 1),)
@@ -261,8 +261,8 @@ class Choices:
         return tuple(kept) or (ScheduleChoice(name or PLAIN, virtual or 1),)
 
     def legal_splits(self, splits: tuple[ShardingChoice, ...], mesh: Shared) -> tuple[ShardingChoice, ...]:
-        """Of those of a mesh; of the ZeRO stages that the engine runs alike the first."""
-        key = id(splits), mesh  # ``lying`` keeps them, equal ones as one object
+        """The legal ones of a mesh's splits; of ZeRO stages that the engine runs in the same way, only the first."""
+        key = id(splits), mesh  # ``lying`` keeps the tuples, and equal ones are one object
         if key not in self._legal:
             self._legal[key] = tuple(
                 split
@@ -273,7 +273,7 @@ class Choices:
         return self._legal[key]
 
     def _legal_stages(self, replicate: int, shard: int, mesh: Shared) -> tuple[int, ...]:
-        """ZeRO stages that the engine can express for so many replicas and shards, of those that it runs alike the first."""
+        """ZeRO stages that the engine can express for these replicas and shards; of stages it runs in the same way, only the first."""
         found: dict[Traits, int] = {}
         for zero in self._zero_stages(shard, mesh.context > 1):
             if not self.bad_split((replicate, shard, zero), mesh):
@@ -297,7 +297,7 @@ class Choices:
         return tuple(kind for kind in self.recompute if not self.bad_recompute(kind, tensor, context, expert))
 
     def _bad_recompute(self, kind: str, tensor: int, context: int, expert: int) -> str | None:
-        """Why the engine cannot recompute so, where it can run ranks that share so much of the work of a block."""
+        """Why the engine cannot recompute like this with these degrees; None if it cannot run the degrees without recompute either."""
         if refused := self.refused(activation_checkpoint=kind):
             return refused
         lighter: dict[str, Any] = {
@@ -314,7 +314,7 @@ class Choices:
         return None if rules.context(graph, Parallelism(**lighter), engine) else broken
 
     def _refused_experts(self, expert: int, tensor: int, context: int) -> str | None:
-        """Why the engine cannot share experts among so many ranks, whatever else they share."""
+        """Why the engine cannot share experts among this many ranks, whatever else they share."""
         if self.refused(tensor_parallel_degree=tensor):
             tensor = 1
         if self.refused(context_parallel_degree=context):
@@ -322,7 +322,7 @@ class Choices:
         return self.asked.refused_experts(expert, tensor_parallel_degree=tensor, context_parallel_degree=context)
 
     def refused_split(self, split: ShardingChoice, mesh: Shared) -> str | None:
-        """Why the engine cannot share states or number ranks so."""
+        """Why the engine cannot share states or number ranks in this way."""
         refused = self.bad_split(split[:3], mesh)
         return refused or (None if split.order is None else self.orders.refused(split.order))
 
@@ -331,19 +331,19 @@ class Choices:
         return self.asked.refused(Parallelism(**keys))
 
     def _bad_split(self, split: tuple[int, int, int], mesh: Shared) -> str | None:
-        """Why the engine cannot share states so, or cannot be told to."""
+        """Why the engine cannot share states in this way, or why its configuration file cannot express it."""
         return self.refused_sharing(split, mesh.of_states) or self.asked.untold(self._sharing(split, mesh))
 
     def _refused_sharing(self, split: tuple[int, int, int], mesh: Shared) -> str | None:
         return self.asked.refused(self._sharing(split, mesh))
 
     def _traits(self, split: tuple[int, int, int], mesh: Shared) -> Traits:
-        """How the engine shares states so."""
+        """The engine's traits when it shares states in this way."""
         layout = self._sharing(split, mesh)
         return self.asked.traits(layout)
 
     def _shared(self, split: tuple[int, int, int], mesh: Shared) -> Parallelism:
-        """A layout that shares states so, with what else decides about it what the engine can run."""
+        """A layout that shares states in this way, with the other keys that decide whether the engine can run it."""
         degrees: dict[str, Any] = dict(zip((*DEGREES[:2], "zero_stage"), split, strict=True))
         return self._sharing_nothing(mesh).model_copy(update=degrees)
 
@@ -358,7 +358,7 @@ class Choices:
         )
 
     def _refused_pipe(self, pipe: ScheduleChoice, pipeline: int) -> str | None:
-        """Why the engine cannot run a schedule, or cannot be told to."""
+        """Why the engine cannot run a schedule, or why its configuration file cannot express it."""
         if self.bad_depth(pipeline):
             return None
         keys: dict[str, Any] = {
@@ -372,12 +372,12 @@ class Choices:
         return self.refused(**keys) or self.asked.untold(Parallelism(**keys))
 
     def _bad_depth(self, pipeline: int) -> str | None:
-        """Why the engine cannot have so many pipeline ranks, or cannot be told to."""
+        """Why the engine cannot have this many pipeline ranks, or why its configuration file cannot express it."""
         layout = Parallelism(pipeline_parallel_degree=pipeline)
         return self.asked.refused(layout) or self.asked.untold(layout)
 
     def _bad_stages(self, pipe: ScheduleChoice, pipeline: int) -> str | None:
-        """Whether the layers go round."""
+        """Why the model's layers cannot be cut into the stages of this pipeline; or None."""
         stages, given = pipeline * pipe.virtual, self.given.get("layers_per_stage")
         if stages > (most := max(self.asked.most_stages, 1)):
             return self._too_many_stages(most)
@@ -391,7 +391,7 @@ class Choices:
         return self._bad_recomputed(pipe, pipeline)
 
     def _too_many_stages(self, most: int) -> str:
-        """In the words of what was given, alike for each degree."""
+        """The reason, in terms of the keys that the user gave, so that it is the same for every degree."""
         layers, pipeline = self.asked.graph.num_layers, self.given.get("pipeline_parallel_degree", 1)
         if (virtual := self.given.get("virtual_stages_per_rank", 1)) > 1 and pipeline <= most:
             valid = most // max(pipeline, 2)

@@ -1,4 +1,4 @@
-"""Whether blocks are compiled, where that is left open: what is searched, and the reason for what is taken."""
+"""Whether blocks are compiled, if that is left open: what is searched, and the reason for the choice."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ NOT_COUNTED = "the time to compile, once at the start, is not counted"
 
 @dataclass(frozen=True)
 class Compiling:
-    """Whether blocks may be compiled."""
+    """Whether blocks can be compiled."""
 
     problem: Problem
-    """With the one way there is, or with ``either_blocks``."""
+    """The problem with the only possible kind of blocks, or with ``either_blocks``."""
     reason: str = ""
-    """Why there is one way only; nothing where the user or the engine leaves no choice."""
+    """Why only one kind is possible; empty if both are, or if the user or the engine leaves no choice."""
 
 
 def compiling(asked: Problem) -> Compiling:
-    """What to search of a problem that may leave open whether blocks are compiled."""
+    """What to search, for a problem that may leave open whether blocks are compiled."""
     if asked.engine.compile is not None:
         return Compiling(asked)
     if asked.engine.name != "ahp":
@@ -47,7 +47,7 @@ def compiling(asked: Problem) -> Compiling:
 
 
 def why_compiled(best: Plan, asked: Problem) -> str:
-    """Why blocks of the best plan are compiled: what the same layout would cost without."""
+    """Why blocks of the best plan are compiled: what the same layout would cost with eager blocks."""
     assert best.cluster is not None, "plans of a search have one"
     used = asked if best.cluster == asked.cluster.plain() else asked.on(Cluster.resolve(best.cluster))
     eager = replace(used, engine=best.engine.model_copy(update={"compile": False}))
@@ -66,6 +66,6 @@ def _gain(share: float) -> str:
 
 
 def why_eager(best: Plan, compiled: Plan) -> str:
-    """Why they are not, where the best layout with compiled blocks is slower."""
+    """Why blocks are eager, if the best layout with compiled blocks is slower."""
     slower = reasons.is_slower_because(compiled.priced, best.priced)
     return f"eager blocks: the best with compiled ones, {compiled.parallelism.short()}, {slower}"

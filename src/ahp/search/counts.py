@@ -1,9 +1,9 @@
-"""How many devices to use, where fewer than all can be the better choice: the best of each number of them.
+"""How many devices to use, if fewer than all can be better: the best plan for each number of devices.
 
-On one number of devices every objective is best where the step is shortest. So each number is settled by a search for
-its shortest step, up to a ceiling: the step above which another number of devices is known to be better. Perfect
-scaling of a plan on more devices is no bound (fewer devices may avoid collectives, more may avoid recompute); the lower
-bounds of the space on that very number of devices are, and they end its search, often before a layout is priced.
+On a given number of devices every objective is best where the step is shortest. So each number is settled by a search
+for its shortest step, up to a ceiling: the step above which another number of devices is known to be better. Perfect
+scaling of a plan to other numbers is no bound (fewer devices may avoid collectives, more may avoid recompute); the lower
+bounds of the space on exactly that number are, and they end its search, often before a layout is priced.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ahp.search.problem import OF_PLACEMENTS, Problem, with_devices
 from ahp.words import WORTH_TELLING, duration, number_of, percent
 
 ALL_UP_TO = 16
-"""Every number of nodes, or of devices within one, is tried up to here; beyond it those of three binary digits, 20, 24, 28,
-32, 40 ...: between two of them lies a quarter at most, and few others divide into degrees."""
+"""Every number of nodes, or of devices within a node, is tried up to here; beyond it only numbers of three significant binary digits,
+20, 24, 28, 32, 40 ...: neighbors differ by at most a quarter, and few others divide into degrees."""
 
 
 def smaller(cluster: Cluster) -> list[Cluster]:
-    """The cluster and what can be taken of it, fewest devices first: whole nodes, or some devices of one node.
+    """The cluster and its parts, fewest devices first: whole nodes, or some devices of one node.
 
-    Of a mixed cluster all of it, and each group by itself.
+    For a mixed cluster: all of it, and each group with its parts.
     """
     if cluster.is_mixed:
         groups = [cluster.model_copy(update={"groups": (group,), "links": ()}) for group in cluster.groups]
@@ -46,21 +46,21 @@ def smaller(cluster: Cluster) -> list[Cluster]:
 
 
 def _to_compare(asked: Problem) -> list[Cluster]:
-    """``smaller``, and what is used of the cluster where no layout can use all of it."""
+    """``smaller``, with the part of the cluster that is used if no layout can use all of it."""
     clusters = smaller(asked.cluster)
     if asked.cluster.is_mixed:
-        some = any(key in asked.constraints.given for key in OF_PLACEMENTS)  # which a group alone has not
+        some = any(key in asked.constraints.given for key in OF_PLACEMENTS)  # a group alone has no such keys
         return [cluster for cluster in clusters if cluster.is_mixed or not some]
     try:
         used = legal_rows(asked).problem.cluster
-    except AhpError:  # none of the others may be legal either, and then that is said
+    except AhpError:  # if no other number is legal either, that is reported later
         return clusters
     others = [cluster for cluster in clusters if cluster.num_devices != used.num_devices]
     return sorted([used, *others], key=lambda one: one.num_devices)
 
 
 def _numbers(most: int) -> list[int]:
-    """Numbers of things that are worth trying, up to ``most``, which is one of them."""
+    """The numbers worth trying, up to and including ``most``."""
     found, number, step = [], 1, 1
     while number < most:
         found.append(number)
@@ -71,8 +71,8 @@ def _numbers(most: int) -> list[int]:
 
 
 def choose(asked: Problem, objective: Objective, keep: int) -> Choice:
-    """The best number of devices and its rivals, ``keep`` numbers with a plan at most. Raises NothingFits where no plan
-    on any number of devices will do; BadInput for an objective that does not suit the cluster.
+    """The best number of devices and its rivals, at most ``keep`` numbers with a plan. Raises NothingFits if no plan on
+    any number of devices will do; BadInput for an objective that does not suit the cluster.
     """
     start, scale = perf_counter(), Scale(objective, asked)
     clusters = _to_compare(asked)
@@ -97,7 +97,7 @@ def _place(objective: Objective, one: Settled) -> tuple[float, ...]:
 
 
 def _best_of_each(scale: Scale, clusters: Iterable[Cluster], keep: int) -> list[Settled]:
-    """Every number of devices, with its best plan where that may be among the best ``keep``."""
+    """Every number of devices, with its best plan if that can be among the best ``keep``."""
     settled: list[Settled] = []
     for cluster in clusters:
         weight = scale.weight(cluster)
@@ -111,7 +111,7 @@ def _best_of_each(scale: Scale, clusters: Iterable[Cluster], keep: int) -> list[
 
 
 def _each_once(settled: Iterable[Settled]) -> list[Settled]:
-    """Without those that say the same devices again: the best of a mixed cluster may lie on one of its groups, which is tried alone too."""
+    """One entry for each set of devices: the best plan of a mixed cluster may use only one of its groups, which is tried alone too."""
     found: dict[tuple[tuple[str, int, int], ...], Settled] = {}
     for one in settled:
         groups = one.found.problem.cluster.groups
@@ -127,7 +127,7 @@ def _that_reach(scale: Scale, clusters: Iterable[Cluster], keep: int) -> list[Se
     target_s = scale.asked.job.tokens_per_step / (scale.objective.target_tokens_per_s or 1.0)
     settled: list[Settled] = []
     for cluster in clusters:
-        # The target itself is reached, so that the ceiling lies a rounding above it.
+        # A step of exactly the target reaches it, so the ceiling lies a rounding error above.
         found = fastest(scale.asked.on(cluster), target_s * (1 + 1e-12))
         if found is None:
             continue
@@ -145,7 +145,7 @@ def _settled(scale: Scale, found: Fastest, weight: float, wanted: bool = True) -
 
 
 def _none(scale: Scale, settled: list[Settled]) -> AhpError:
-    """What to raise where no number of devices has a plan that will do."""
+    """The error to raise if no number of devices has a plan that will do."""
     asked = scale.asked if scale.asked.cluster.is_mixed else legal_rows(scale.asked).problem
     found = fastest(asked)
     if found is None or found.best is None:
@@ -159,7 +159,7 @@ def _none(scale: Scale, settled: list[Settled]) -> AhpError:
 
 
 def _refusal_of_mixed(asked: Problem) -> AhpError:
-    """Why there is no plan on a mixed cluster, on which a search for the shortest step finds none either."""
+    """Why a mixed cluster has no plan: the error of a search for the shortest step, which finds none either."""
     try:
         ranking_with_any_kernels(asked, 1, None, Method())
     except AhpError as refusal:
@@ -168,7 +168,7 @@ def _refusal_of_mixed(asked: Problem) -> AhpError:
 
 
 def _out_of_reach(scale: Scale, asked: Problem, best: Pair) -> NothingFits:
-    """The fastest that there is, by how much it misses the target, and how many more nodes would reach it."""
+    """The error with the fastest layout, by how much it misses the target, and how many nodes would reach it."""
     target = scale.objective.target_tokens_per_s or 0.0
     speed = asked.job.tokens_per_step / best[1].step_time_s
     devices = asked.cluster.num_devices

@@ -1,4 +1,4 @@
-"""The layout that the user runs today, beside the winner."""
+"""The layout that the user runs today, compared with the winner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ahp.words import seconds
 
 @dataclass(frozen=True)
 class Current:
-    """A layout with what it costs; ``forecast`` is None where it cannot run here at all."""
+    """Today's layout with its forecast, which is None if the layout cannot run here at all."""
 
     parallelism: Parallelism
     forecast: Forecast | None
@@ -32,7 +32,7 @@ class Current:
         }
 
     def lost(self) -> Rejected:
-        """As plan.yaml keeps it."""
+        """The form in which plan.yaml keeps it."""
         if self.forecast is None:
             return Rejected(parallelism=self.parallelism, reason=self.against_best)
         return Rejected.of(self.parallelism, self.forecast, self.against_best)
@@ -44,7 +44,7 @@ class Current:
 
 
 def today_of(used: Problem, layout: Parallelism | Mapping[str, Any] | None) -> Current | None:
-    """The layout with its forecast on the devices that are used. Raises BadInput for what is no layout at all."""
+    """The layout with its forecast on the devices that are used. Raises BadInput if it is no valid layout at all."""
     if layout is None:
         return None
     given: Parallelism = layout if isinstance(layout, Parallelism) else validated(Parallelism, dict(layout), "current")
@@ -56,8 +56,8 @@ def today_of(used: Problem, layout: Parallelism | Mapping[str, Any] | None) -> C
 
 
 def with_candidate(ranked: list[Pair], today: Current | None, used: Problem) -> list[Pair]:
-    """The ranking with today's layout in its place, where it fits and keeps to what is fixed: the search may not have it,
-    as with uneven stages."""
+    """The ranking with today's layout in its place, if it fits and agrees with what is fixed: the search may not have it,
+    for example if its stages are uneven."""
     if today is None or today.forecast is None or not today.forecast.fits:
         return ranked
     if not used.constraints.admits(today.parallelism):

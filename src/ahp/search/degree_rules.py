@@ -1,6 +1,6 @@
-"""Rules that look at nothing but degrees that a replica's devices share: which combinations of them can have no legal layout.
+"""Rules that look only at the degrees that a replica's devices share: which combinations of them cannot have a legal layout.
 
-They come before anything else is written out, so that no order of ranks is looked for where there is nothing to lay on nodes.
+They come before anything else is written out, so that orders of ranks are searched only for degrees that can be legal.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ COLUMNS = (
     "enable_sequence_parallel",
     "data_parallel_replicate_degree",
 )
-"""The keys of ``MeshDegrees``; for a rule all of the data ranks are replicas."""
+"""The keys of ``MeshDegrees``; these rules treat all data-parallel ranks as replicas."""
 
 Reason = Callable[[Parallelism], str | None]
 
 
 class Broken(NamedTuple):
-    """A rule, and which combinations break it."""
+    """A rule and the combinations that break it."""
 
     name: str
     says: str
@@ -38,14 +38,14 @@ class Broken(NamedTuple):
 
 
 def broken_degrees(choices: Choices, degrees: list[MeshDegrees]) -> list[Broken]:
-    """The rules that some combinations break; ``Broken.rows`` is of these, in their order."""
+    """The rules that some combinations break; ``Broken.rows`` is in the order of ``degrees``."""
     table = np.array(degrees, dtype=np.int64)
     found = [_broken(table, name, reason, keys) for name, reason, keys in _rules(choices)]
     return [one for one in found if one is not None]
 
 
 def _broken(table: Ints, name: str, reason: Reason, keys: tuple[str, ...]) -> Broken | None:
-    """One that looks at ``keys`` alone."""
+    """A rule that looks at ``keys`` alone; None if no combination breaks it."""
     values, at = unique_rows(*(table[:, COLUMNS.index(key)] for key in keys))
     reasons = []
     for value in values.tolist():

@@ -1,8 +1,8 @@
 """Layouts as points of a cube, so that solvers for functions of real numbers can walk over them.
 
-Every coordinate, 0 to 1, chooses among the values that one key may still have after the choices before it: whatever
-the point, the layout is legal, and near points mostly share their first choices. Prices are kept, so that a point of a
-layout that was seen costs nothing.
+Every coordinate, 0 to 1, chooses among the values that one key can still have after the choices before it: every point
+gives a legal layout, and near points mostly share their first choices. Prices are kept, so a point whose layout was
+seen before costs nothing.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ahp.search.exact import Outcome, Place
 from ahp.search.space import Space
 
 COLUMNS = ("pipeline", "tensor", "context", "expert", "sequence_parallel", "mesh", "micro_batch")
-"""Of a block, in the order of choosing: what decides most about time and memory first. Of all these a mesh still has where ranks
-lie; the replicas are what is left."""
+"""The columns of a block in the order of choosing, those that affect time and memory most first. The mesh still leaves open where
+ranks lie; the number of replicas follows from the others."""
 
 NUM_GENES = len(COLUMNS) + 3
-"""And how replicas share states, the schedule, and the recompute."""
+"""The columns, and how replicas share states, the schedule, and the recompute."""
 
 TOO_LARGE = 10.0
-"""Added to the log of the time of a layout that does not fit: above that of any that does, and falling with the need."""
+"""Added to the log of the time of a layout that does not fit: its value is then above any that fits, and falls as it needs less."""
 
 REFUSED = 100.0
 
 
 class Cube:
-    """The legal layouts of a space, or of some of its blocks."""
+    """The legal layouts of a space or of some of its blocks."""
 
     def __init__(self, space: Space, blocks: Sequence[int] | NDArray[np.intp] | None = None) -> None:
         kept = np.arange(len(space.blocks)) if blocks is None else np.asarray(blocks)
@@ -43,10 +43,10 @@ class Cube:
         changed = np.ones((len(table), len(COLUMNS)), dtype=bool)
         changed[1:] = np.logical_or.accumulate(self._sorted[1:] != self._sorted[:-1], axis=1)
         self._starts = [np.flatnonzero(changed[:, column]) for column in range(len(COLUMNS))]
-        """By column: where in the sorted blocks another value of it, or of one before it, begins."""
+        """For each column: where in the sorted blocks another value of it, or of a column before it, begins."""
 
     def place(self, point: Sequence[float] | Floats) -> Place:
-        """The layout of a point: its block, and its row there."""
+        """The layout of a point: its block and its row there."""
         first, end = 0, len(self._sorted)
         for starts, at in zip(self._starts, point, strict=False):
             left, right = (int(found) for found in np.searchsorted(starts, np.array([first, end])))
@@ -63,23 +63,23 @@ def _choice(at: float, count: int) -> int:
 
 
 class BudgetSpent(Exception):
-    """As many layouts were priced as were allowed."""
+    """The allowed number of layouts has been priced."""
 
 
 @dataclass
 class Objective:
-    """What the solvers make small: the log of the step time, and far above it what does not fit."""
+    """The function that solvers minimize: the log of the step time, raised far above that for layouts that do not fit."""
 
     cube: Cube
     price: Callable[[Place], Forecast]
     capacity_bytes: int
     budget: int
-    """Layouts that may be priced."""
+    """How many layouts can be priced."""
     outcome: Outcome = field(default_factory=Outcome)
     _seen: dict[Place, float] = field(default_factory=dict)
 
     def __call__(self, point: Floats) -> float:
-        """Raises BudgetSpent instead of pricing one layout too many."""
+        """The value at a point. Raises BudgetSpent instead of pricing one layout too many."""
         place = self.cube.place(point)
         if place not in self._seen:
             if len(self._seen) >= self.budget:

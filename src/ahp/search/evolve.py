@@ -11,7 +11,7 @@ POPULATION = 4
 
 
 def evolve(objective: Objective, seed: int) -> None:
-    """Price layouts until the budget is spent or the population has become one; the same seed, the same course."""
+    """Price layouts until the budget is spent or the population has converged; the same seed gives the same course."""
     from scipy.optimize import differential_evolution
 
     with suppress(BudgetSpent):

@@ -1,8 +1,8 @@
-"""The proven best: rows are priced in the order of a lower bound until the bound says that no row left can win.
+"""The proven best: rows are priced in the order of a lower bound until the bound proves that no row left can win.
 
-One queue. A block stands in it with a lower bound of all its rows; when that comes up it gets a closer one, and when
-the last of these comes up it is opened, so that each row stands for itself; a row that comes up is priced. What never
-comes up cannot win.
+There is one queue. A block is in it with a lower bound of all its rows. When the block comes up it gets a closer bound;
+when its last bound comes up the block is opened, and each row enters by itself; a row that comes up is priced. A row that
+never comes up cannot win.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast
 
 Place = tuple[int, int]
-"""A block, and a row of it."""
+"""A block and one of its rows."""
 
 Refine = Callable[[int], float]
-"""A closer lower bound of all rows of one block, in seconds; infinite where none of them fits."""
+"""A closer lower bound of all rows of one block, in seconds; infinite if none of them fits."""
 
 Open = Callable[[int], NDArray[np.float64]]
-"""Lower bounds of the rows of one block, in seconds; infinite where a row is known not to fit."""
+"""Lower bounds of the rows of one block, in seconds; infinite for rows known not to fit."""
 
 Price = Callable[[Place], Forecast]
-"""Forecast of one row; raises BadInput or NotExpressible when the row is not a layout after all."""
+"""Forecast of one row; raises BadInput or NotExpressible if the row is not a legal layout after all."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ class Limits:
     """How much is priced beyond what the proof of the best needs."""
 
     keep: int = 10
-    """Rows of the ranking that are wanted."""
+    """Number of rows wanted in the ranking."""
     proof: int = 4000
-    """Forecasts after which the best is given without proof, and the ranking below it may miss a row."""
+    """Forecasts after which the best is returned without proof, and the ranking below it may miss a row."""
     ceiling_s: float = float("inf")
-    """Rows that take this long are not wanted: something better is known already."""
+    """Rows that take this long or longer are not wanted: something better is known already."""
     slack: float = 0.0
-    """Share of the best time by which a row that is left may be faster: 0 proves the best."""
+    """Share of the best time by which a row left unpriced may be faster: 0 proves the best."""
 
 
 @dataclass
 class Outcome:
-    """What pricing the rows in the order of their bound found."""
+    """The result of pricing rows in the order of their bounds."""
 
     fitting: list[tuple[Place, Forecast]] = field(default_factory=list)
     """Rows that fit with their forecast, fastest first."""
@@ -57,13 +57,13 @@ class Outcome:
     opened: dict[int, NDArray[np.float64]] = field(default_factory=dict)
     """Lower bounds of the rows of each block that was opened, in seconds; infinite where a row does not fit."""
     bounds_s: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    """The closest lower bound that there is of each block; infinite where none of its rows fits."""
+    """The closest known lower bound of each block; infinite if none of its rows fits."""
     too_large: int = 0
-    """Rows of these that are known not to fit without a forecast."""
+    """Number of rows that are known not to fit without a forecast."""
     left: int = 0
-    """Rows that were not priced, because their bound is above the last time of the ranking (or a limit was met)."""
+    """Number of rows not priced, because their bound is above the last time of the ranking or a limit was reached."""
     lowest_bound_left_s: float | None = None
-    """The smallest lower bound among the rows left; above the best time, the best is proven."""
+    """The smallest lower bound among the rows left; if it is at least the best time, the best is proven."""
 
     @property
     def priced(self) -> int:
@@ -87,22 +87,22 @@ def best_first(
 ) -> Outcome:
     """Refine blocks, open them and price rows in the order of their lower bounds.
 
-    Stops when the next bound is above the ``keep``-th best time. Equal bounds go in the order of blocks and rows, so
-    that the same input gives the same ranking.
+    Stops when the next bound reaches the ``keep``-th best time. Equal bounds go in the order of blocks and rows, so
+    the same input gives the same ranking.
 
     Args:
-        blocks: seconds that every row of each block takes at least; infinite where none of them fits.
-        sizes: rows of each block.
-        refine: closer bounds of one block, each closer and slower than the one before.
-        open_block: bounds of one block's rows; what is below the block's own bound counts as that.
+        blocks: a lower bound in seconds of all rows of each block; infinite if none of them fits.
+        sizes: number of rows of each block.
+        refine: closer bounds of one block, each closer and slower to compute than the one before.
+        open_block: bounds of one block's rows; a bound below the block's own is raised to it.
         price: forecast of one row.
         limits: how far to go.
     """
     queue = _Queue(blocks, sizes, refine, open_block)
     limits, outcome = limits or Limits(), Outcome()
     kept: list[float] = []
-    """The ``keep`` best times as a heap of negatives: the slowest of them is ``-kept[0]``. Of equal ones of a block one: most are
-    ZeRO stages that cost the same."""
+    """The ``keep`` best times as a heap of negatives: the slowest is ``-kept[0]``. Equal times in one block count once: most are ZeRO
+    stages that cost the same."""
     different: set[tuple[int, float]] = set()
     while (bound := queue.next_s()) < np.inf and not _enough(bound, kept, outcome.priced, limits):
         place = queue.pop()
@@ -131,7 +131,7 @@ def best_first(
 
 
 class _Queue:
-    """Blocks that are not opened and rows that are not priced, by their bounds."""
+    """Blocks not yet opened and rows not yet priced, ordered by their bounds."""
 
     def __init__(
         self, blocks: NDArray[np.float64], sizes: NDArray[np.int64], refine: Sequence[Refine], open_block: Open
@@ -141,11 +141,11 @@ class _Queue:
         self.too_large = int(sizes[np.isinf(blocks)].sum())
         self._blocks, self._sizes, self._refine, self._open = blocks, sizes, refine, open_block
         self._order = np.argsort(blocks, kind="stable")[: int(np.isfinite(blocks).sum())].tolist()[::-1]
-        """Blocks as they came, the lowest bound last."""
+        """Blocks that were never refined, the lowest bound last."""
         self._heap: list[tuple[float, int, int]] = []
         """(bound, block, position): the next row of each opened block; position -n is a block that was refined n times."""
         self._of_block: dict[int, tuple[list[float], list[int]]] = {}
-        """By block: bounds of its rows that may fit, ascending, and which rows they are."""
+        """Bounds of the rows that may fit, ascending, and which rows they are; keyed by block."""
 
     def next_s(self) -> float:
         """The lowest bound there is; infinite when nothing is left."""
@@ -155,7 +155,7 @@ class _Queue:
         return float(self._blocks[self._order[-1]]) if self._order else np.inf
 
     def pop(self) -> Place | None:
-        """Take what has the lowest bound: a row, or a block, of which more is known then, and which gives None."""
+        """Take the entry with the lowest bound: return a row, or refine or open a block and return None."""
         if not self._heap or self._heap[0][0] > self._next_block_s():
             block = self._order.pop()
             self._refine_once(block, 0, float(self._blocks[block]))
@@ -171,7 +171,7 @@ class _Queue:
         return None
 
     def _refine_once(self, block: int, times: int, bound: float) -> None:
-        """``times``: that it was refined before."""
+        """``times``: how often the block was refined before."""
         self.bounds_s[block] = bound = max(self._refine[times](block), bound)
         if np.isinf(bound):
             self.too_large += int(self._sizes[block])

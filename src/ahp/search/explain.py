@@ -1,4 +1,4 @@
-"""From priced rows to plans: each with its forecast, the reasons for it, and those that lost."""
+"""Turns priced rows into plans, each with its forecast, its reasons, and the layouts that lost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plan(used: Problem, pair: Pair, why: tuple[str, ...], rejected: tuple[Reject
 
 
 def different(pairs: Iterable[Pair]) -> list[Pair]:
-    """Layouts but for those that differ from one before in the ZeRO stage alone, and cost the same."""
+    """Layouts without those that differ from an earlier one only in the ZeRO stage and cost the same."""
     found: dict[tuple[Parallelism, float, int], Pair] = {}
     for layout, forecast in pairs:
         stageless = layout.model_copy(update={"zero_stage": 0})
@@ -50,7 +50,7 @@ def runner_up(pair: Pair, best: Forecast) -> Rejected:
 
 
 def too_large(misfits: list[Pair], best: Forecast, capacity_bytes: int) -> tuple[Rejected, ...]:
-    """Of the layouts that do not fit and would be faster, those that need the least memory."""
+    """The layouts that would be faster but do not fit, those that need the least memory first."""
     faster = [pair for pair in misfits if pair[1].step_time_s < best.step_time_s]
     faster.sort(key=lambda pair: (reasons.needed_bytes(pair[1]), pair[1].step_time_s))
     return tuple(
@@ -60,7 +60,7 @@ def too_large(misfits: list[Pair], best: Forecast, capacity_bytes: int) -> tuple
 
 
 def priced(used: Problem, space: Space, places: list[Place]) -> Iterator[Pair]:
-    """Forecasts of rows; one that is refused after all is left out."""
+    """Layouts and forecasts of rows, without rows that are refused after all."""
     for place in places:
         layout = space.layout(*place)
         if (forecast := used.price_or_none(layout)) is not None:
@@ -68,7 +68,7 @@ def priced(used: Problem, space: Space, places: list[Place]) -> Iterator[Pair]:
 
 
 def headline(what: str, best: Forecast) -> str:
-    """What a plan takes, after what it is."""
+    """A plan's step time and speed, after ``what`` it is."""
     return (
         f"{what}: {seconds(best.step_time_s)} a step "
         f"({seconds(best.step_time_low_s)} .. {seconds(best.step_time_high_s)}), "
@@ -85,7 +85,7 @@ def memory_words(best: Forecast, capacity_bytes: int) -> str:
 
 
 def adapter_words(used: Problem) -> str:
-    """How little of the model is trained, and what the rest does without."""
+    """How many parameters are trained, and that the others have no gradients or optimizer states."""
     total, share = used.graph.num_parameters, used.graph.trained_share
     held = "fp32" if used.job.precision == "fp32" else "16 bits"
     return (
@@ -103,7 +103,7 @@ def why(
 ) -> Iterator[str]:
     """The reasons for the first of ``ranked``: what it costs, then decision by decision.
 
-    ``what`` says what the first is; ``at_least_s``: from ``Nearby.floors``, told where no layout that decides otherwise was worth pricing.
+    ``what``: words for the first layout; ``at_least_s``: from ``Nearby.floors``, given if no layout with another decision was priced.
     """
     layout, best = ranked[0]
     yield headline(what, best)
@@ -145,14 +145,14 @@ def _differs_only(one: Parallelism, other: Parallelism, keys: tuple[str, ...]) -
 
 
 def versions() -> dict[str, str]:
-    """What the plan was made with."""
+    """Versions of the packages that the plan was made with."""
     found = {package: _version(package) for package in ("torch", "transformers")}
     return {"ahp": __version__, **{package: number for package, number in found.items() if number is not None}}
 
 
 @cache
 def _version(package: str) -> str | None:
-    """Read from the installed files once: every plan of a ranking says it."""
+    """Version of an installed package, read once: every plan of a ranking has it."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Families of layouts: the best of each is told, however far behind it is, and its twins are counted."""
+"""Families of layouts: the best of each is shown, however far behind it is, and its twins are counted."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ASKED_FOR: tuple[tuple[str, Callable[[Blocks], Mask]], ...] = (
     ("no pipeline", lambda b: b.pipeline == 1),
     ("no tensor parallelism", lambda b: b.tensor == 1),
 )  # fmt: skip
-"""Whose best is always looked for: what a user asks about first, and what a tie is broken for."""
+"""Families whose best layout is always searched for: what users ask about first, and what decides a tie."""
 
 
 def family(layout: Parallelism) -> tuple[str, ...]:
-    """What a layout divides beside the batch: layouts that divide the same differ in degrees alone."""
+    """What a layout divides besides the batch: layouts of one family divide the same things by different degrees."""
     degrees = {
         "tensor": max(tensor for _, tensor in layout.widths),
         "pipeline": layout.pipeline_parallel_degree,
@@ -48,18 +48,18 @@ def best_of_each(pairs: Iterable[Pair], always: Collection[Parallelism] = ()) ->
 
 @dataclass
 class Found:
-    """The best of families that were asked for."""
+    """The best layouts of the families in ``ASKED_FOR``."""
 
     pairs: list[Pair] = field(default_factory=list)
     places: dict[Parallelism, Place] = field(default_factory=dict)
-    """Of each, the row that it comes from."""
+    """The row that each layout comes from."""
     words: dict[Parallelism, tuple[str, ...]] = field(default_factory=dict)
-    """Of each, what its cut into stages and its recomputed layers are worth."""
+    """What each layout's cut into stages and its recomputed layers gain."""
 
 
 def asked_for(used: Problem, bounds: Bounds, space: Space, priced: Outcome) -> Found:
-    """The best of each family of ``ASKED_FOR`` that has no row among the priced ones, in as good a cut into stages as was found and
-    with as few layers recomputed as fit."""
+    """The best of each family in ``ASKED_FOR`` that has no row among the priced ones, with the best cut into stages that was found
+    and with as few layers recomputed as memory allows."""
     told, known = Found(), {block for (block, _), _ in priced.fitting}
     for _, of in ASKED_FOR:
         mask = of(space.blocks)

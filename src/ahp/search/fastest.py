@@ -1,4 +1,4 @@
-"""The fastest layout of a problem without the ranking and its reasons, for questions that ask for it again and again."""
+"""The fastest layout of a problem without the ranking and its reasons, for callers that need it again and again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from ahp.search.problem import Problem
 def fastest(
     asked: Problem, ceiling_s: float = float("inf"), like: Parallelism | None = None, slack: float = 0.0
 ) -> Fastest | None:
-    """The layout with the shortest step; None where no layout is legal on all of the problem's devices.
+    """The layout with the shortest step; None if no layout is legal on all of the problem's devices.
 
-    ``ceiling_s``: layouts that take as long are not wanted, which makes the search short where there is none below it. ``like``: one that is the
-    best of nearly the same problem; on a mixed cluster, where searches are long, the search is then a brief one. ``slack``: share of its time by which another may be faster; on one kind of device.
+    ``ceiling_s``: layouts that take as long are not wanted; the search is short if none is faster. ``like``: the best layout of a nearly equal
+    problem; on mixed clusters, where searches are long, it makes the search brief. ``slack``: share of the time by which another may be faster;
+    only on clusters of one group.
     """
     used = compiling(asked).problem
     return (
@@ -24,8 +25,8 @@ def fastest(
 
 
 def _over_groups(asked: Problem, ceiling_s: float, like: Parallelism | None) -> Fastest | None:
-    """Of a cluster of several kinds of devices, which has a search of its own; eager blocks are looked at where compiled ones do not fit."""
-    from ahp.search.mixed.over_groups import fastest_of_groups  # a room that most searches do not need
+    """``fastest`` on a mixed cluster, which has a search of its own; eager blocks are tried if nothing fits with compiled ones."""
+    from ahp.search.mixed.over_groups import fastest_of_groups  # here, as most searches do not need it
 
     first: Fastest | None = None
     for used in (asked.compiled, asked.eager) if asked.either_blocks else (asked,):

@@ -1,4 +1,4 @@
-"""The space of a problem, on fewer devices where no layout can use all of them."""
+"""The space of a problem, on fewer devices if no layout can use all of them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ahp.search.space import Rule, Space, build
 from ahp.words import number_of
 
 LOOKED_AT = 3
-"""Of so many numbers of devices, the largest with a legal layout, the one with the lowest bound of a step is taken: five devices that share each
-product may be slower than four that do not."""
+"""How many numbers of devices are compared, the largest that have a legal layout. The one with the lowest bound of a step is used: five devices
+that share each product may be slower than four that do not."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,17 @@ class LegalRows:
     """The table that is searched."""
 
     problem: Problem
-    """As asked, or on fewer devices."""
+    """The problem as asked, or on fewer devices."""
     space: Space
     notes: tuple[str, ...] = ()
-    """That devices are left over, and why."""
+    """A note that devices are left over, and why."""
 
 
 def legal_rows(asked: Problem) -> LegalRows:
     """The space of a problem with at least one legal row.
 
-    Raises BadInput when there is none: with fixed degrees for all devices, else for any number of devices.
-    NotExpressible when it is the engine that can run none.
+    Raises BadInput if there is none: on all devices if degrees are fixed, else on any number of devices.
+    NotExpressible if it is the engine that cannot run any.
     """
     total = asked.cluster.num_devices
     space = build(asked)
@@ -61,12 +61,12 @@ def legal_rows(asked: Problem) -> LegalRows:
 
 
 def _least_s(rows: LegalRows) -> float:
-    """Seconds that every layout takes at least; infinite where none fits."""
+    """A lower bound of every layout's step in seconds; infinite if none fits."""
     return float(Bounds(rows.problem, rows.space).first_s().min(initial=np.inf))
 
 
 def _on_fewer(asked: Problem) -> Iterator[LegalRows]:
-    """The space on fewer devices, the most first: as many of each of some nodes."""
+    """The spaces on fewer devices, the most first: equally many on each of some nodes."""
     if asked.cluster.is_mixed:
         return
     for count in busy_counts(asked):
@@ -83,8 +83,8 @@ def _on_fewer(asked: Problem) -> Iterator[LegalRows]:
 
 
 def _binding(space: Space, given: Collection[str]) -> Rule:
-    """Where all rows break a rule: one that all of them break, else one about a key that was given, else that the batch does not
-    divide, which anyone can change; of these the one that the most do."""
+    """The rule to name if every row breaks one: a rule that all rows break, else one about a given key, else that the batch does not
+    divide, which anyone can change; among several, the one that most rows break."""
 
     def weight(rule: Rule) -> tuple[bool, bool, bool, int]:
         about_given = rule.says.split(" = ")[0] in given

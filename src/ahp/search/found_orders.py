@@ -1,6 +1,6 @@
-"""Schedules made for the best layouts' own stages: where the bubble of the fixed patterns is worth it, or where they are asked for.
+"""Schedules made for the best layouts' own stages, where removing the bubble of the fixed patterns pays or where the user asks for them.
 
-The search compares layouts under the fixed patterns. Afterwards those whose bubble is worth it get a schedule of their own.
+The search compares layouts under the fixed patterns. Afterwards the layouts whose bubble is large enough get a schedule of their own.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
     from ahp.forecast.found_order import FoundOrder, ToOrder
 
 WAITING = 12
-"""So many layouts, those with the shortest step but for their bubble, are looked at more closely."""
+"""How many layouts are examined: those whose steps would be shortest without their bubbles."""
 
 LAYOUTS = 6
-"""So many layouts get a schedule where it is left open: those that could become the fastest, and in turns those that are without one."""
+"""How many layouts get a schedule if the user leaves it open: in turns, one that could become the fastest and one that is fast without."""
 
 MOST_ACTIONS = 30_000
-"""Of the orders that are looked for, all together: about a second of processor time; and of the longest, 200 KB of plan.yaml."""
+"""Most actions in all orders that are searched for (about a second of processor time), and in any one of them (200 KB of plan.yaml)."""
 
 TRIES = 300_000
 """Actions tried for one layout's order, one to two microseconds each (``synthesis.search.EFFORT``)."""
 
 
 def with_own_orders(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
-    """The ranking with schedules of their own: of all its pipelines where that is asked for, of the first where it is left open and
-    one is found that takes less than everything under a fixed pattern, by more than the forecast can tell apart.
+    """The ranking with schedules made for its plans' own stages: for all pipelines if the user asks for it; for the first plan if the user
+    leaves it open and such a schedule beats everything under a fixed pattern by more than the forecast can tell apart.
 
-    The certificate stays what it was: a proof about fixed patterns. ``Ranking.own_order`` says what is known beyond.
+    The certificate does not change: it is a proof about fixed patterns. ``Ranking.own_order`` has what is known beyond that.
     """
     if asked.own_order:
         return _of_all(asked, ranking, keep)
@@ -54,13 +54,13 @@ def with_own_orders(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A plan of the ranking with the layout and the forecast that it has now."""
+    """A plan of the ranking with its present layout and forecast."""
 
     plan: Plan
     layout: Parallelism
     forecast: Forecast
     words: str = ""
-    """Of its own schedule."""
+    """About its own schedule."""
 
 
 def _where_it_pays(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
@@ -90,7 +90,7 @@ def _where_it_pays(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
 
 
 def _promising(able: list[tuple[Plan, ToOrder]]) -> list[tuple[Plan, ToOrder]]:
-    """Those with the lowest floors and the fastest as they are, in turns."""
+    """The plans with the lowest floors and the plans that are fastest already, in turns, up to ``LAYOUTS``."""
     by_floor = sorted(able, key=lambda one: one[1].floor_s)
     by_time = sorted(able, key=lambda one: _step_s(one[0]))
     in_turns = {id(one): one for both in zip(by_floor, by_time, strict=True) for one in both}
@@ -98,7 +98,7 @@ def _promising(able: list[tuple[Plan, ToOrder]]) -> list[tuple[Plan, ToOrder]]:
 
 
 def _of_all(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
-    """Of those that have the same stages on the same ranks the first: an order is found for them whatever their pattern is."""
+    """All pipelines with orders of their own; of plans with the same stages on the same ranks only the first, as their order would be the same."""
     plans = _different(ranking)
     able, reasons = _able(asked, plans)
     orders = {id(plan): to_order.found(effort=_effort(to_order) / 2) for plan, to_order in able}
@@ -117,8 +117,8 @@ def _of_all(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
 
 
 def _able(asked: Problem, plans: list[Plan]) -> tuple[list[tuple[Plan, ToOrder]], list[str]]:
-    """Those that an order can be found for, of each placement of stages the first; and why not for others."""
-    from ahp.forecast.found_order import ToOrder  # a room that most searches do not need
+    """The plans to find an order for, the first with each placement of stages; and the reasons for those with too many actions."""
+    from ahp.forecast.found_order import ToOrder  # here, as most searches do not need it
 
     found: dict[object, tuple[Plan, ToOrder]] = {}
     reasons = []
@@ -136,7 +136,7 @@ def _able(asked: Problem, plans: list[Plan]) -> tuple[list[tuple[Plan, ToOrder]]
 
 
 def _effort(to_order: ToOrder) -> float:
-    """So much that the tries of both kinds of backward stay below ``TRIES``."""
+    """The effort that keeps the tries of both kinds of backward below ``TRIES``."""
     return min(1.0, TRIES / (2 * to_order.tried))
 
 
@@ -150,7 +150,7 @@ def _entry(plan: Plan, order: FoundOrder) -> _Entry:
 
 
 def _under_own_pattern(plan: Plan, to_order: ToOrder) -> _Entry:
-    """The order of its pattern, where none is faster."""
+    """A plan with the order of its fixed pattern, as no faster order was found."""
     name, priced = plan.parallelism.pipeline_parallel_schedule, to_order.as_order
     return _Entry(
         plan,
@@ -161,7 +161,7 @@ def _under_own_pattern(plan: Plan, to_order: ToOrder) -> _Entry:
 
 
 def _ranked(asked: Problem, ranking: Ranking, entries: list[_Entry], keep: int) -> Ranking:
-    """The ranking with these entries, the first of them first."""
+    """The ranking with these entries, in their order."""
     first, old, today = entries[0], ranking.best, ranking.current
     used = replace(asked.on(_cluster(asked, first.plan)), engine=first.plan.engine)
     holding = mixed_explain.on_fullest(used, (first.layout, first.forecast))
@@ -204,7 +204,7 @@ def _ranked(asked: Problem, ranking: Ranking, entries: list[_Entry], keep: int) 
 
 
 def _families(ranking: Ranking, entries: list[_Entry], others: list[Plan]) -> tuple[Plan, ...]:
-    """What was the best and the best of each family, as they are now."""
+    """The former best plan and the best of each family, with the schedules that they have now."""
     if not ranking.families:
         return ()
     rows = [plan.parallelism for plan in (ranking.best, *ranking.families)]
@@ -212,7 +212,7 @@ def _families(ranking: Ranking, entries: list[_Entry], others: list[Plan]) -> tu
 
 
 def _different(ranking: Ranking) -> list[Plan]:
-    """The plans that the ranking has, fastest first."""
+    """The different plans of the ranking, fastest first."""
     found: dict[Parallelism, Plan] = {}
     for plan in (*ranking.plans, ranking.fastest, *ranking.families):
         found.setdefault(plan.parallelism, plan)
@@ -220,7 +220,7 @@ def _different(ranking: Ranking) -> list[Plan]:
 
 
 def _told(ranking: Ranking, line: str) -> Ranking:
-    """The first plan with one reason more."""
+    """The ranking with one more reason for its first plan."""
     return ranking.told((*ranking.best.why, line))
 
 
@@ -234,7 +234,7 @@ def _less_than_tied(plan: Plan, own: OwnOrder) -> str:
 
 
 def _without_bubble_s(plan: Plan) -> float:
-    """Seconds of its step without what the last rank waits, for others, for weights, and for gradients that its other stages could hide."""
+    """Seconds of a plan's step without the last rank's waits: for other ranks, for weights, and for gradients that its other stages could hide."""
     forecast = _forecast(plan)
     of_mean_s = forecast.step_time_s - forecast.step.get("slowest_rank", 0.0)
     hidden = ("bubble", "weight_gather", *(["gradient_reduce"] if plan.parallelism.virtual_stages_per_rank > 1 else []))
@@ -247,13 +247,13 @@ def _pricer(asked: Problem, plan: Plan) -> Pricer | MixedPricer:
 
 
 def _cluster(asked: Problem, plan: Plan) -> Cluster:
-    """Where the plan runs: one group or fewer nodes, where not everything."""
+    """The cluster that the plan runs on: all of it, one group, or fewer nodes."""
     assert plan.cluster is not None, "plans of a search have one"
     return asked.cluster if plan.cluster == asked.cluster.plain() else Cluster.resolve(plan.cluster)
 
 
 def _actions(plan: Plan) -> int:
-    """Of an order with backwards in two parts, or of one for each replica where these have unlike numbers of micro-batches."""
+    """Actions of an order with two-part backwards, or of one order per replica if their numbers of micro-batches differ."""
     counts = plan.parallelism.micro_batches(plan.job)
     return 3 * plan.parallelism.num_stages * (counts[0] if len(set(counts)) == 1 else sum(counts))
 

@@ -1,4 +1,4 @@
-"""A search makes many small objects, at which Python looks for cycles through all that the process holds: torch's modules, mostly."""
+"""Fewer garbage collections in a search: it makes many small objects, so Python often looks through all others too, mostly torch's modules."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from contextlib import contextmanager
 from ahp.frozen_objects import has_frozen
 
 NEW_OBJECTS = 100_000
-"""Objects, made and not freed, after which Python looks for garbage among them, instead of 700: a search keeps nearly all that it makes.
-[Empirical] 405 B on 16,384 devices: 781 looks at 700 objects took 0.5 of 7.7 s, those at 20,000 still 0.2 of 5.2, at 100,000 half of that
-with the same peak memory."""
+"""Number of objects made and not freed after which Python looks for garbage among them, instead of 700: a search keeps nearly all it makes.
+[Empirical] 405 B on 16,384 devices: 781 collections at 700 objects took 0.5 of 7.7 s, those at 20,000 still 0.2 of 5.2, at 100,000 half of
+that with the same peak memory."""
 
 
 @contextmanager
 def among_new_objects() -> Iterator[None]:
-    """Garbage is looked for among objects made while this is open, and less often; those that were there before are as they were
-    afterwards.
+    """Within this context garbage is collected less often, and only among objects made in it; afterwards older objects are collected
+    as before.
 
-    What somebody has frozen stays frozen: then, and in a search that a search starts, this does nothing.
+    If objects are frozen already, as in a search started by a search, this does nothing: they stay frozen.
     """
     if has_frozen():
         yield

@@ -1,9 +1,9 @@
-"""The best layouts with no more layers recomputed than memory asks for, stage by stage.
+"""The best layouts with no more layers recomputed than memory requires, stage by stage.
 
-In the table all layers are recomputed or none is. Here each stage recomputes its first layers only, as few as fit: the first
-ranks of a pipeline hold more micro-batches than the last. Recomputing one layer less never makes a pass longer, so that
-with one stage on each rank the fewest of every rank are also the fastest. Of several stages on a rank those that hold the
-most micro-batches recompute first; that no other choice among them would be faster is not proven.
+In the table all layers are recomputed or none. Here each stage recomputes only its first layers, as few as memory allows: the
+first ranks of a pipeline hold more micro-batches than the last. Recomputing one layer less never makes a pass longer, so with
+one stage per rank the fewest layers on every rank are also the fastest. With several stages per rank, those that hold the most
+micro-batches recompute first; it is not proven that no other choice among them is faster.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Fill = Callable[[Sequence[int]], tuple[int, ...]]
 """The recomputed layers of each stage, from a count for each rank, or for all stages."""
 
 LAYOUTS = 4
-"""So many layouts are looked at, the fastest but for what they recompute: each costs some ten forecasts."""
+"""How many layouts are tried, those that would be fastest without recompute: each costs some ten forecasts."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Lightened:
     ranked: list[Pair]
     forecasts: int
     gains: dict[Parallelism, float]
-    """Of each layout that recomputes fewer layers than all: by what share that is faster."""
+    """By what share recomputing fewer layers than all is faster, keyed by layout."""
 
     def words(self, layout: Parallelism) -> str | None:
-        """What it is worth to a layout that it recomputes a part of its layers."""
+        """A sentence on what a layout gains by recomputing only a part of its layers."""
         some = layout.recomputed_layers_per_stage
         if some is None or self.gains.get(layout, 0.0) < WORTH_TELLING:
             return None
@@ -54,7 +54,7 @@ class Lightened:
 
 
 def lighten(asked: Problem, ranked: list[Pair]) -> Lightened:
-    """Let the fastest layouts that recompute do so in as few layers as fit, unless the user has said what is recomputed."""
+    """Recompute as few layers as memory allows in the fastest layouts that recompute, unless the user has fixed what is recomputed."""
     if not is_open(asked):
         return Lightened(ranked, 0, {})
     found, forecasts, gains = list(ranked), 0, {}
@@ -72,7 +72,7 @@ def lighten(asked: Problem, ranked: list[Pair]) -> Lightened:
 
 
 def _promising(ranked: list[Pair]) -> list[int]:
-    """Where in a ranking the layouts are that would be the fastest if they recomputed nothing."""
+    """Positions in a ranking of the layouts that would be the fastest if they recomputed nothing."""
 
     def without_s(at: int) -> float:
         forecast = ranked[at][1]
@@ -88,7 +88,7 @@ def is_open(asked: Problem) -> bool:
 
 
 def ways_of(asked: Problem) -> Ways | None:
-    """What of the layers the engine can recompute in part; None where it cannot, or the user has said what is recomputed."""
+    """Where the engine can recompute a part of the layers; None if it never can, or if the user has fixed what is recomputed."""
 
     @cache
     def can(pipeline: int, pipe: ScheduleChoice, kind: str) -> bool:
@@ -106,7 +106,7 @@ def ways_of(asked: Problem) -> Ways | None:
 
 
 class _Fewest:
-    """The fewest recomputed layers of each stage of one layout with which every rank fits."""
+    """The fewest recomputed layers of each stage of one layout such that every rank fits."""
 
     def __init__(self, asked: Problem, layout: Parallelism) -> None:
         self.asked, self.layout = asked, layout
@@ -115,7 +115,7 @@ class _Fewest:
         self._rank_of = ranks_of_stages(layout)
 
     def found(self) -> Pair | None:
-        """With numbers for each rank, or, where the engine has only one for all stages, with that; None where it has none."""
+        """The layout with a count per rank or, if the engine takes only one count for all stages, with that; None if it takes neither."""
         by_rank = [sum(self._own(rank)) for rank in range(self.layout.pipeline_parallel_degree)]
         if self._runs(self._by_rank([0, *by_rank[1:]])):
             return self._least(self._by_rank, by_rank)
@@ -126,11 +126,11 @@ class _Fewest:
         return self.asked.refused(self._with(recomputed)) is None
 
     def _own(self, rank: int) -> list[int]:
-        """The layers of each of its stages, lowest first."""
+        """The number of layers of each stage of a rank, lowest stage first."""
         return [count for count, holder in zip(self.layers, self._rank_of, strict=True) if holder == rank]
 
     def _by_rank(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Of each stage: the count of its rank goes to the lowest stages first, which hold the most micro-batches."""
+        """The count of each stage: a rank's count goes to its lowest stages first, which hold the most micro-batches."""
         left, found = list(counts), []
         for layers, rank in zip(self.layers, self._rank_of, strict=True):
             found.append(min(layers, left[rank]))
@@ -144,8 +144,8 @@ class _Fewest:
         return self.layout.model_copy(update={"recomputed_layers_per_stage": recomputed})
 
     def _least(self, fill: Fill, most: list[int]) -> Pair | None:
-        """Halve what each count may be, for all at once, until one is left. With none recomputed nothing is made again for
-        a backward pass: that is looked at apart."""
+        """Halve the range of all counts at once until one value is left; None if that is 0 everywhere or does not fit. A count of 0
+        is tried separately: then nothing is made again for a backward pass."""
         none = self._fitting(fill([0] * len(most)), len(most))
         low, high = [1] * len(most), list(most)
         for at, fits in enumerate(none):
@@ -164,7 +164,7 @@ class _Fewest:
         return (layout, forecast) if forecast is not None and forecast.fits else None
 
     def _fitting(self, recomputed: tuple[int, ...], num_counts: int) -> list[bool]:
-        """Whether each rank fits; of one count for all stages, whether all do."""
+        """Whether each rank fits; for a single count for all stages, whether all do."""
         self.forecasts += 1
         needs = self.asked.pricer.needs(self._with(recomputed))
         fits = [memory.fit_probability(need, self.asked.capacity_bytes) >= memory.FIT_PROBABILITY for need in needs]

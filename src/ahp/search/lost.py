@@ -1,4 +1,4 @@
-"""What would fit if one node were lost, or one device where there is a single node: the best plan on what is left."""
+"""What would fit if one node were lost, or one device of a single node: the best plan on what is left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ahp.search.ties import TIED
 from ahp.words import WORTH_TELLING, number_of, percent, seconds
 
 MANY_DEVICES = 64
-"""On more a search for the best of each number of them would take longer than the plan did: 70 B on 512 H100, 8.3 s of 10.8."""
+"""On more devices, a search for the best of each number of them takes longer than the plan did: 8.3 of 10.8 s for 70 B on 512 H100."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Lost:
 
     what: str
     left: int
-    """Devices."""
+    """Number of devices left."""
     plan: Parallelism | None
     step_time_s: float | None
     verdict: str
     faster: str | None = None
-    """Where it takes less than the plan does: that fewer devices are faster, and how to use fewer."""
+    """If this takes less time than the plan: that fewer devices are faster, and how to use fewer."""
 
     def plain(self) -> dict[str, Any]:
         """As data for JSON."""
@@ -51,9 +51,9 @@ class Lost:
 
 
 def one_lost(asked: Problem, best: Plan) -> Lost:
-    """What the job would run on when one node of ``asked.cluster`` is gone, of a mixed one a node of its largest group.
+    """What the job would run on if one node of ``asked.cluster`` were lost; in a mixed cluster, a node of the largest group.
 
-    ``asked``: all that there is, with what the user has fixed. What is fixed and cannot be kept any more is freed.
+    ``asked``: the whole cluster, with what the user has fixed. If nothing fits with the fixed keys, they are freed.
     """
     assumed = best.priced
     what, cluster = _without_one(asked.cluster)
@@ -80,8 +80,8 @@ def one_lost(asked: Problem, best: Plan) -> Lost:
 
 
 def _fewer_are_faster(cluster: Cluster, all_s: float, fewer: Pair) -> str | None:
-    """What to say where all devices take longer than some, by more than the forecast can tell apart: a slow network between nodes, or a number
-    that divides badly."""
+    """What to say if all devices take longer than some, by more than the forecast can tell apart: because of a slow network between nodes,
+    or a number of devices that divides badly."""
     layout, forecast = fewer
     less = 1 - forecast.step_time_s / all_s
     if less <= TIED:
@@ -100,14 +100,14 @@ def _compared(loss: float) -> str:
 
 
 def _still_there(best: Plan, cluster: Cluster) -> bool:
-    """Whether the devices of the plan are there, or others of the same groups in their place."""
+    """Whether the plan's devices are still there, or others of the same groups in their place."""
     assert best.cluster is not None, "a plan of the search has a cluster"
     there = {group.name: group.num_devices for group in cluster.groups}
     return all(group.num_devices <= there.get(group.name, 0) for group in Cluster.resolve(best.cluster).groups)
 
 
 def _without_one(cluster: Cluster) -> tuple[str, Cluster | None]:
-    """What is lost, in words, and what is left of the cluster; None when that is nothing."""
+    """What is lost, in words, and the rest of the cluster; None if nothing is left."""
     if cluster.num_devices == 1:
         return "the only device", None
     if not cluster.is_mixed:
@@ -125,19 +125,19 @@ def _without_one(cluster: Cluster) -> tuple[str, Cluster | None]:
 
 
 def _fastest(remains: Problem, before: Parallelism, work: float) -> Fastest | None:
-    """The shortest step on all or some of the devices; None where none of these numbers of devices has a plan that fits.
+    """The shortest step on all or some of the devices; None if no number of devices has a plan that fits.
 
-    From the most devices on; a number of them is left as soon as its bounds are above the best of a larger one, and those below half of
-    what is left are looked at only where no larger one has a plan. Of more than ``MANY_DEVICES``, where a proof takes as long as the search
-    did: to what the forecast can tell apart, and no number on which devices would have to do more than they do in the plan.
+    Numbers of devices are tried from the largest. The search of one ends when its bounds are above the best time of a larger one; numbers below
+    half of what is left are tried only if no larger one has a plan. With more than ``MANY_DEVICES``, where a proof takes as long as the search
+    did, times that the forecast cannot tell apart count as equal, and no number is tried whose devices would have to do more than in the plan.
 
     Args:
         remains: the job on what is left.
         before: the plan's layout.
-        work: device seconds that it takes for a step.
+        work: device seconds of one step of the plan.
     """
     if remains.cluster.is_mixed:
-        return fastest(remains, like=before)  # groups alone are among its layouts
+        return fastest(remains, like=before)  # its layouts include those on one group alone
     found: Fastest | None = None
     many = remains.cluster.num_devices > MANY_DEVICES
     for cluster in smaller(remains.cluster)[::-1]:

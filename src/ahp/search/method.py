@@ -24,12 +24,12 @@ SOLVERS = {"anneal": anneal, "evolve": evolve}
 
 @dataclass(frozen=True)
 class Method:
-    """What searches. ``seed`` and ``budget`` are those of annealing and evolution."""
+    """How to search. Only annealing and evolution use ``seed`` and ``budget``."""
 
     name: MethodName = "exact"
     seed: int = 0
     budget: int = 500
-    """Layouts that may be priced."""
+    """How many layouts can be priced."""
 
     def __post_init__(self) -> None:
         if self.name not in get_args(MethodName):
@@ -50,9 +50,9 @@ def find(
     only: NDArray[np.bool_] | None = None,
     slack: float = 0.0,
 ) -> Outcome:
-    """Price rows of the space by the method. An exact outcome may be proven; of the others the lower bounds say how far
-    from the best they can be at most. ``ceiling_s``: the exact search leaves out what takes as long; ``only``: blocks
-    that are searched, the others count as too large; ``slack``: as ``Limits`` has it."""
+    """Price rows of the space by the method. An exact outcome may be proven; for the other methods the lower bounds limit
+    how far from the best they can be. ``ceiling_s``: the exact search leaves out rows that take as long; ``only``: the
+    blocks to search, the others count as too large; ``slack``: as in ``Limits``."""
     most_bytes = bounds.most_that_fits_bytes()
     blocks_s = bounds.first_s() if only is None else np.where(only, bounds.first_s(), np.inf)
 

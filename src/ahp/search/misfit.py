@@ -1,4 +1,4 @@
-"""When nothing fits: the nearest miss, by how much, and what would make it fit, each checked by a search."""
+"""What to say when nothing fits: the nearest miss, by how much it misses, and changes that make it fit, each checked by a search."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ahp.stage_place import in_words
 from ahp.words import gib, of_gib, part_words
 
 NEAREST = 40
-"""Layouts priced to find the one that needs the least, in the order of a lower bound of their memory."""
+"""Most layouts priced to find the one that needs the least memory, in the order of a lower bound of it."""
 
 MAY_FIT = 80
-"""Layouts priced to find one that fits."""
+"""Most layouts priced to find one that fits."""
 
 MOST_TIMES_MORE_NODES = 64
 SHORTEST_SEQUENCE = 128
@@ -36,14 +36,14 @@ SHORTEST_SEQUENCE = 128
 
 @dataclass(frozen=True)
 class Nearest:
-    """The layout that comes nearest to fitting."""
+    """The layout that comes closest to fitting."""
 
     layout: Parallelism
     forecast: Forecast
 
 
 def nothing_fits(used: Problem, *, remedies: bool = True) -> NothingFits:
-    """The error to raise when no legal layout fits, with every remedy that was found to work, where they are asked for."""
+    """The error to raise when no legal layout fits; with ``remedies``, it lists the changes that were found to work."""
     miss = nearest(used)
     assert miss is not None, "called without a legal layout"
     lines = [
@@ -59,7 +59,7 @@ def nothing_fits(used: Problem, *, remedies: bool = True) -> NothingFits:
             if remedy is not None:
                 lines.append(f"would fit: {remedy}")
                 if family is not families[0]:
-                    break  # of more devices, more nodes or shorter sequences the smallest change is enough
+                    break  # the smallest change to the devices, the nodes or the sequence length is enough
             else:
                 tried.append(words)
     if len(lines) == 1 and (remedy := _larger_and_shorter(used)) is not None:
@@ -70,7 +70,7 @@ def nothing_fits(used: Problem, *, remedies: bool = True) -> NothingFits:
 
 
 def _larger_and_shorter(used: Problem) -> str | None:
-    """The longest sequence that fits on the most devices that are known to go into a node."""
+    """The longest sequence that fits on the most devices that a node is known to hold."""
     for words, larger in [*more_devices(used)][-1:]:
         for more, changed in shorter(larger, lambda other: _checked("", other)):
             if (remedy := _checked(f"{words} and {more}", changed)) is not None:
@@ -79,8 +79,8 @@ def _larger_and_shorter(used: Problem) -> str | None:
 
 
 def nearest(used: Problem, *, fitting: bool = False) -> Nearest | None:
-    """The legal layout that needs the least memory; the one that fits, where one does. None without a legal one, and on several groups of
-    devices, whose placements have no order by memory. ``fitting``: None where none fits, which takes a part of the time."""
+    """The first layout found that fits, else the legal layout that needs the least memory. None if no layout is legal, and on mixed clusters,
+    whose placements have no order by memory. ``fitting``: None if none fits, which takes a fraction of the time."""
     if used.cluster.is_mixed:
         return None
     try:
@@ -100,7 +100,7 @@ def nearest(used: Problem, *, fitting: bool = False) -> Nearest | None:
 
 
 def _by_memory(bounds: Bounds) -> list[Place]:
-    """The rows that need the least by their lower bound. A block is opened until none left can hold one of them."""
+    """The ``NEAREST`` rows with the lowest memory bounds. Blocks are opened until none left can hold one of these rows."""
     blocks, found = bounds.blocks_bytes(), list[tuple[float, Place]]()
     for block in np.argsort(blocks, kind="stable").tolist():
         if len(found) == NEAREST and blocks[block] >= found[-1][0]:
@@ -112,7 +112,7 @@ def _by_memory(bounds: Bounds) -> list[Place]:
 
 
 def _that_may_fit(bounds: Bounds) -> Iterator[Place]:
-    """Of each block that may fit the row that needs the least by its lower bound, the blocks that need the least first."""
+    """The row with the lowest memory bound of each block that may fit; the blocks with the lowest bounds first."""
     blocks, most = bounds.blocks_bytes(), bounds.most_that_fits_bytes()
     order = np.argsort(blocks, kind="stable")[: int((blocks <= most).sum())].tolist()
     for at in range(0, len(order), TOGETHER):
@@ -133,14 +133,14 @@ def by_how_much(forecast: Forecast, capacity_bytes: int) -> str:
 
 
 def _checked(words: str, changed: Problem) -> str | None:
-    """The remedy with the layout that proves it, or None when it does not help."""
+    """The remedy with a layout that proves it, or None if it does not help."""
     if (fit := nearest(changed, fitting=True)) is None:
         return None
     return f"{words} ({fit.layout.short()}: {of_gib(needed_bytes(fit.forecast), changed.capacity_bytes)})"
 
 
 def freed(used: Problem) -> Iterator[tuple[str, Problem]]:
-    """Without one of the user's constraints, then without any."""
+    """The problem without each of the user's constraints in turn, then without any."""
     given = used.constraints.given
     for key, value in given.items():
         freed = Constraints(**{other: kept for other, kept in given.items() if other != key})
@@ -150,8 +150,8 @@ def freed(used: Problem) -> Iterator[tuple[str, Problem]]:
 
 
 def more_devices(used: Problem) -> Iterator[tuple[str, Problem]]:
-    """More of the same devices in a node that has room for them; only where it is known what connects them. Workers on a processor
-    share its memory."""
+    """More of the same devices in a single node, if it is known what connects them. Not for CPUs: workers on a processor share its
+    memory."""
     group = used.cluster.groups[0]
     if used.cluster.is_mixed or group.nodes > 1 or is_cpu(group.device):
         return
@@ -161,7 +161,7 @@ def more_devices(used: Problem) -> Iterator[tuple[str, Problem]]:
 
 
 def _usual_node(group: NodeGroup, count: int) -> Cluster | None:
-    """A node of so many devices of the group's kind, as they are usually connected; None for a kind that is not in the catalogue."""
+    """A node of ``count`` devices of the group's kind with their usual links; None for a device that is not in the catalog."""
     try:
         usual = Cluster.from_dict({"nodes": 1, "devices_per_node": count, "device": group.device.name}).groups[0]
     except BadInput:
@@ -170,7 +170,7 @@ def _usual_node(group: NodeGroup, count: int) -> Cluster | None:
 
 
 def more_nodes(used: Problem) -> Iterator[tuple[str, Problem]]:
-    """More of the same nodes; only where it is known what connects them, or what usually does."""
+    """More of the same nodes, if it is known what connects them or what usually does."""
     if used.cluster.is_mixed:
         return
     group = used.cluster.groups[0]
@@ -186,7 +186,7 @@ def more_nodes(used: Problem) -> Iterator[tuple[str, Problem]]:
 
 
 def _usual_network(group: NodeGroup, nodes: int) -> Link | None:
-    """What usually connects nodes of a device in the catalogue; None for one that is not in it."""
+    """The usual link between nodes of this device; None for a device that is not in the catalog."""
     try:
         usual = Cluster.from_dict(
             {"nodes": nodes, "devices_per_node": group.devices_per_node, "device": group.device.name}
@@ -197,9 +197,9 @@ def _usual_network(group: NodeGroup, nodes: int) -> Link | None:
 
 
 def shorter(used: Problem, fits: Callable[[Problem], object]) -> Iterator[tuple[str, Problem]]:
-    """Shorter sequences; only where the model can be traced again from its description.
+    """Shorter sequences, if the model can be traced again from its description.
 
-    ``fits``: whether something fits. The shortest is asked about first: where nothing fits even then, no other is tried.
+    ``fits``: whether a problem has a layout that fits. The shortest length is checked first: if nothing fits there, it alone is yielded.
     """
     if used.graph.model is None:
         return
@@ -219,8 +219,6 @@ def _with_sequence(used: Problem, length: int) -> Problem:
 
     job = used.job.model_copy(update={"sequence_length": length})
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # the user was warned of the length that was asked for, and asked for none of these
+        warnings.simplefilter("ignore")  # the user was warned about the requested length, and did not request these
         graph = analyze(used.graph.model, job, attention=used.engine.attention)
     return replace(used, job=job, graph=graph)

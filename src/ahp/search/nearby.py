@@ -1,4 +1,4 @@
-"""What lies near the best row: the floor under every other decision, and the rows that only memory keeps out."""
+"""What lies near the best row: the floor of every other decision, and the rows that only memory excludes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ahp.search.exact import Outcome, Place
 from ahp.search.space import Rows, Space
 
 NEAR = 2.0
-"""A layout that needs more than this many times the device's memory is not told of as a near miss."""
+"""A layout that needs more than this many times the device's memory is not reported as a near miss."""
 
 BLOCKS_LOOKED_AT = 5
-"""Blocks, those with the lowest bounds first, of which rows that do not fit are told."""
+"""How many blocks, those with the lowest bounds, are searched for rows that do not fit."""
 
 NUM_TOO_LARGE = 3
-"""Layouts that would be faster but do not fit, told beside the runners-up: those that need the least."""
+"""How many layouts that would be faster but do not fit are reported next to the runners-up: those that need the least."""
 
 BLOCK_COLUMNS = {
     "tensor": "tensor",
@@ -44,7 +44,7 @@ class Nearby:
     best_s: float
 
     def floors(self) -> dict[str, float]:
-        """By decision: the lowest lower bound, in seconds, of all rows that decide otherwise than the best row."""
+        """The lowest lower bound, in seconds, of all rows that decide otherwise than the best row; keyed by decision."""
         blocks, (block, _) = self.space.blocks, self.best
         floors = {}
         for name, column in BLOCK_COLUMNS.items():
@@ -58,7 +58,7 @@ class Nearby:
         return floors
 
     def _row_floor_s(self, name: str) -> float:
-        """Of a block that was never opened any row may decide otherwise."""
+        """The floor of one decision within a block; in a block that was never opened, any row may decide otherwise."""
         bounds = self.found.bounds_s.copy()
         if name == "schedule":
             bounds[self.space.blocks.pipeline == 1] = np.inf
@@ -90,15 +90,15 @@ class Nearby:
         return self.space.rows(block).choices(row)
 
     def misfits_to_price(self) -> list[Place]:
-        """Rows, known not to fit by a bound, whose forecast tells the most.
+        """Rows worth a forecast although a bound shows that they do not fit.
 
-        Those that differ from the best in one decision, and of those that would be faster the ones that need the least.
+        They differ from the best row in one decision, or would be faster and need the least memory.
         """
         chosen = [*self._one_decision_away(), *self._faster()]
         return list(dict.fromkeys(chosen))
 
     def _needs(self, block: int) -> NDArray[np.float64]:
-        """Bounds of memory of a block's rows that do not fit but are near; infinite for the others."""
+        """Lower bounds of the memory of a block's rows that do not fit but nearly do; infinite for the others."""
         needs = self.bounds.needs_bytes(block)
         near = needs <= NEAR * self.bounds.problem.capacity_bytes
         return np.where(near & (needs > self.bounds.most_that_fits_bytes()), needs, np.inf)
@@ -120,7 +120,7 @@ class Nearby:
         return found
 
     def _blocks_but_for(self, name: str) -> list[int]:
-        """Blocks that differ from that of the best in one column alone."""
+        """Blocks that differ from the best row's block in this column alone."""
         blocks, block = self.space.blocks, self.best[0]
         same = np.ones(len(blocks), dtype=bool)
         for column in BLOCK_COLUMNS.values():
@@ -129,7 +129,7 @@ class Nearby:
         return np.flatnonzero(same).tolist()
 
     def _same_row(self, block: int) -> Place | None:
-        """The row of another block with the splits, the pipe and the recompute of the best."""
+        """The row of another block with the split, pipe and recompute of the best row; None if it has no such row."""
         rows: Rows = self.space.rows(block)
         split, pipe, recompute = self._own
         if split not in rows.splits or pipe not in rows.pipes or recompute not in rows.recompute:

@@ -1,7 +1,7 @@
 """What is searched for: the shortest step, the cheapest token, the most tokens a day, or the fewest devices.
 
-All but the first let the search use fewer devices than there are (``search/counts.py``). On any one number of devices
-each of them is best where the step is shortest, so that a search by step time settles a number of devices for all.
+All but the first let the search use fewer devices than there are (``search/counts.py``). On a given number of devices
+every objective is best where the step is shortest, so one search by step time per number of devices serves them all.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Objective(Record):
     price_per_device_hour: Positive | dict[str, Positive] | None = None
     """One price for all devices, or one for each device by its name; in any currency."""
     failures_per_device_hour: Positive | None = None
-    """Failures that stop the job; None = those of the cluster, else reliability.yaml."""
+    """Failures that stop the job; None = the cluster's, else reliability.yaml."""
     checkpoint_blocks_s: Annotated[float, Field(ge=0)] | None = None
-    """Seconds that a checkpoint stops training; None = from what it holds and the storage, where that was measured."""
+    """Seconds that a checkpoint stops training; None = from its size if the storage was measured, else reliability.yaml."""
     restart_s: Annotated[float, Field(ge=0)] | None = None
     """Seconds from a failure until the job trains again; None = reliability.yaml."""
     target_tokens_per_s: Positive | None = None
-    """Of all devices together."""
+    """Tokens per second of all devices together."""
 
     @field_validator("price_per_device_hour", mode="before")
     @classmethod
@@ -103,7 +103,7 @@ class Worth:
     """Less is better."""
     figures: Mapping[str, float]
     words: str
-    """For a table."""
+    """The figure for a table."""
 
 
 class Scale:
@@ -123,7 +123,7 @@ class Scale:
         return 1.0
 
     def worth(self, cluster: Cluster, step_s: float) -> Worth:
-        """What a step of so many seconds on this cluster is worth."""
+        """What a step of ``step_s`` seconds on this cluster is worth."""
         speed, devices = self.asked.job.tokens_per_step / step_s, cluster.num_devices
         figures = {"devices": float(devices), "tokens_per_s": speed}
         words = f"{count(speed)} tok/s"
@@ -212,7 +212,7 @@ class Scale:
 
     @property
     def failure_rate(self) -> tuple[str, float]:
-        """Failures of a device in an hour, with the key that says them, or would."""
+        """The key that gives the failure rate, or would, and the failures of one device per hour."""
         given, clusters = self.objective.failures_per_device_hour, self.asked.cluster.failures_per_device_hour
         if given is None and clusters is not None:
             return "cluster.failures_per_device_hour", clusters
@@ -236,7 +236,7 @@ class Scale:
         return sum(group.num_devices * self._prices[group.device.name] for group in cluster.groups)
 
     def _price_of_each(self) -> dict[str, float]:
-        """By the device's name. Raises BadInput where one has no price, or a price has no device."""
+        """Price per hour, keyed by device name. Raises BadInput if a device has no price, or a price has no device."""
         given, names = self.objective.price_per_device_hour, [g.device.name for g in self.asked.cluster.groups]
         if not isinstance(given, dict):
             return dict.fromkeys(names, given or 0.0)

@@ -19,15 +19,15 @@ class Fastest:
     """The answer for one problem."""
 
     problem: Problem
-    """As asked, with the kernels of the best where they were left open."""
+    """The problem as asked, with the best layout's kind of blocks if that was left open."""
     best: Pair | None
-    """None where nothing fits, or nothing that can take less than the ceiling."""
+    """None if nothing fits, or nothing that takes less than the ceiling."""
     at_least_s: float
-    """Seconds that no layout goes below with stages as even as can be and blocks recomputed alike; infinite where none fits."""
+    """Lower bound in seconds of layouts with even stages and all layers recomputed in one way; infinite if none fits."""
 
 
 def fastest_on_one_group(asked: Problem, ceiling_s: float = float("inf"), slack: float = 0.0) -> Fastest | None:
-    """The layout with the shortest step; None where no layout is legal on all of the problem's devices."""
+    """The layout with the shortest step; None if no layout is legal on all of the problem's devices."""
     try:
         space = build(asked)
     except BadInput:

@@ -1,8 +1,8 @@
 """The orders of mesh axes that differ in which ranks share a node.
 
-Only the innermost axes can: from the one on whose ranks are a node's devices apart, every rank of an axis lies on another
-node, whatever the order. So orders are written out from the inside until a node is full, the other axes follow in their
-usual order, and of several that place the ranks of every group alike one is kept.
+Only the innermost axes matter: once the ranks of an axis are a node's devices apart, each lies on another node, whatever the
+order of the outer axes. So orders are built from the inside until a node is full, the other axes follow in their usual order,
+and of orders that place the ranks of every group in the same way one is kept.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Order = tuple[Axis, ...]
 
 
 class Within(NamedTuple):
-    """Where the groups of one replica lie: of each, how many of its ranks share a node."""
+    """Where the groups of one replica lie: how many ranks of each group share a node."""
 
     tensor: int
     context: int
     expert: int
     pipeline: tuple[int, int]
-    """The same of the pipeline; and where nodes do not begin at the same place of every pipeline, how far places are apart."""
+    """How many ranks of a pipeline share a node; and their stride if nodes do not begin at the same place of every pipeline, else 0."""
     uneven: tuple[tuple[Axis, int], ...] = ()
-    """Where some axis does not fill nodes evenly, the inner axes with their degrees: they say which groups lie on more nodes than
+    """If some axis does not fill nodes evenly, the axes in order with their degrees: they decide which groups lie on more nodes than
     others of their axis."""
 
 
@@ -44,7 +44,7 @@ class Ordered(NamedTuple):
 
 @dataclass(frozen=True)
 class Degrees:
-    """Ranks along each mesh axis, and how many of the data and context axes share the experts; ``folded``: of the tensor axis too."""
+    """Ranks along each mesh axis, and how many ranks of the data and context axes (``folded``: and of the tensor axis) share the experts."""
 
     of: tuple[int, ...]
     """In the order of ``AXES``."""
@@ -57,7 +57,7 @@ class Degrees:
 
     @cached_property
     def nest(self) -> bool:
-        """Whether the ranks that share experts are whole axes and an even part of one, in any order."""
+        """Whether the ranks that share experts are whole axes and an even part of one more, in any order of axes."""
         return self.expert == 1 or all(degree & (degree - 1) == 0 for degree in (*self.of, self.expert))
 
     def usual(self) -> Order:
@@ -66,15 +66,15 @@ class Degrees:
 
 
 class Orders:
-    """The different orders on nodes of so many devices."""
+    """The different orders of axes on nodes of ``devices_per_node`` devices."""
 
     def __init__(self, devices_per_node: int, refused: Callable[[Order], str | None]) -> None:
-        """``refused``: why the engine cannot number ranks so. Those orders are left out, but for the usual one."""
+        """``refused``: why the engine cannot number ranks in an order. Refused orders are left out, except for the usual one."""
         self.devices_per_node, self.refused = devices_per_node, cache(refused)
         self._different, self._only_usual = cache(self._found), cache(self._has_only)
 
     def different(self, degrees: Degrees, given: Order | None = None) -> tuple[Ordered, ...]:
-        """One order for each way in which ranks can lie, the usual one first; ``given``: the only one that is asked for."""
+        """One order for each way in which ranks can lie, the usual one first; ``given``: the only order to consider."""
         if given is not None:
             usual = degrees.usual()
             if sorted(given) != sorted(usual):
@@ -82,12 +82,12 @@ class Orders:
             within, _ = _lie(self.devices_per_node, degrees, given)
             return (Ordered(None if given == usual else given, within),)
         of = degrees.of
-        if degrees.nest:  # then whole nodes of an axis more change nothing, but for the ranks that share experts
+        if degrees.nest:  # then more whole nodes along an axis change nothing, except for ranks that share experts
             of = tuple(self._fewest(degree, degrees.expert) for degree in of)
         return self._different(Degrees(of, degrees.expert, degrees.folded), degrees.usual())
 
     def _fewest(self, degree: int, expert: int) -> int:
-        """As good as so many ranks of an axis."""
+        """The fewest ranks of an axis that lie on nodes as ``degree`` ranks do."""
         per_node = self.devices_per_node
         return degree if degree % per_node else max(per_node, math.gcd(degree, expert))
 
@@ -117,7 +117,7 @@ class Orders:
 
 @lru_cache(maxsize=1 << 16)
 def _lie(per_node: int, degrees: Degrees, order: Order) -> tuple[Within, object]:
-    """Where the ranks of a replica lie, and where those that hold the same weights do."""
+    """Where the ranks of a replica lie, and a key for where the ranks that hold the same weights lie."""
     stride, even = 1, True
     strides, local = dict.fromkeys(AXES, 0), dict.fromkeys(AXES, 1)
     for axis in reversed(order):
@@ -128,7 +128,7 @@ def _lie(per_node: int, degrees: Degrees, order: Order) -> tuple[Within, object]
             even &= per_node % stride == 0 and (per_node % whole == 0 if whole < per_node else whole % per_node == 0)
         stride *= degree
     expert, alike = _experts(per_node, degrees, order)
-    # Where every axis fills nodes evenly the numbers on a node say all; else an order is taken to be like no other.
+    # If every axis fills nodes evenly, the counts per node say everything; otherwise every order is taken as different.
     uneven: tuple[tuple[Axis, int], ...] = () if even else tuple((axis, degrees.by_axis[axis]) for axis in order)
     within = Within(local["tp"], local["cp"], expert, (local["pp"], 0 if even else strides["pp"]), uneven)
     data = local["dp_replicate"], local["dp_shard"]
@@ -136,7 +136,7 @@ def _lie(per_node: int, degrees: Degrees, order: Order) -> tuple[Within, object]
 
 
 def _experts(per_node: int, degrees: Degrees, order: Order) -> tuple[int, tuple[int, ...]]:
-    """Of the ranks that share the experts, and of those that hold the same ones (all, sharded, replicated): how many share a node."""
+    """How many ranks share a node, of those that share the experts and of those that hold the same experts (all, sharded, replicated)."""
     if degrees.expert == 1:
         return 1, ()
 

@@ -1,4 +1,4 @@
-"""A layout with its forecast, as searches hand them on."""
+"""A layout with its forecast, as searches pass it on."""
 
 from __future__ import annotations
 

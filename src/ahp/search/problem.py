@@ -28,7 +28,7 @@ from ahp.schedule.stages import Ends
 from ahp.stage_place import in_words
 
 OF_PLACEMENTS = ("stages", "micro_batches_per_replica")
-"""Keys that clusters of one group, and a group alone, have no use for."""
+"""Keys that mean nothing on a cluster of one group, or on one group alone."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Problem:
     constraints: Constraints
     engine: EngineChoice
     own_order: bool = False
-    """Whether the user asks for schedules that are made for each layout's own stages (``Synthesized``). Layouts are compared under the
-    fixed patterns also then; ``found_orders`` gives the best of them their order."""
+    """Whether the user asks for schedules that are made for each layout's own stages (``Synthesized``). Even then layouts are compared
+    under the fixed patterns, and ``found_orders`` makes orders for the best of them."""
     left_out: tuple[NodeGroup, ...] = ()
-    """The user's groups that are not in ``cluster``: their devices cannot compute in the job's precision, and those of others can."""
+    """The user's groups that are not in ``cluster``: their devices cannot compute in the job's precision, while other groups' can."""
     either_blocks: bool = False
-    """Whether every layout may have compiled blocks or eager ones, as ``engine.compile`` None leaves it open: legal is what one of both can
-    run, the pricer says what neither goes below, and a forecast is that of the faster. Otherwise None is eager."""
+    """Whether every layout can have compiled or eager blocks, because ``engine.compile`` is None: a layout is legal if either can run it,
+    the pricer gives a lower bound for both, and a forecast is that of the faster. If this is False, None means eager."""
 
     @cached_property
     def capacity_bytes(self) -> int:
@@ -55,7 +55,7 @@ class Problem:
         return min(group.device.memory_bytes for group in self.cluster.groups)
 
     def price(self, parallelism: Parallelism) -> Forecast:
-        """Forecast of one layout; BadInput or NotExpressible when it is none. Made once for layouts that cost the same."""
+        """Forecast of one layout, made once for layouts that cost the same. Raises BadInput or NotExpressible if it is not legal."""
         if self.either_blocks:
             return self.with_blocks(parallelism).price(parallelism)
         alike = self.first_alike(parallelism)
@@ -64,14 +64,14 @@ class Problem:
         return self._forecasts[alike]
 
     def with_blocks(self, layout: Parallelism) -> Problem:
-        """Of a problem that leaves it open, the same with the blocks that are faster under a layout."""
+        """This problem with compiled or eager blocks, whichever are faster under a layout; ``either_blocks`` must be set."""
         if not self.faster_eager(layout):
             return self.compiled
         return min(self.compiled, self.eager, key=lambda one: _worst(one.price_or_none(layout)))
 
     def faster_eager(self, layout: Parallelism) -> list[Parallelism]:
-        """What eager blocks may run faster, or alone: the layout, by the methods of context parallelism under which compiled blocks
-        would not do as little as either."""
+        """Variants of a layout that eager blocks may run faster, or that only they can run: one for each method of context parallelism under
+        which compiled blocks have other traits than the lower bound of both."""
         methods = (
             self.context_methods(layout.context_parallel_degree) if layout.context_parallel_method is None else [None]
         )
@@ -82,19 +82,19 @@ class Problem:
 
     @cached_property
     def compiled(self) -> Problem:
-        """The same with compiled blocks."""
+        """This problem with compiled blocks."""
         return self._compiling(True)
 
     @cached_property
     def eager(self) -> Problem:
-        """The same with eager blocks."""
+        """This problem with eager blocks."""
         return self._compiling(False)
 
     def _compiling(self, compile: bool) -> Problem:
         return replace(self, engine=self.engine.model_copy(update={"compile": compile}), either_blocks=False)
 
     def price_or_none(self, parallelism: Parallelism) -> Forecast | None:
-        """The same, and None when it is none."""
+        """Forecast of one layout, or None if it is not legal."""
         try:
             return self.price(parallelism)
         except (BadInput, NotExpressible):
@@ -105,8 +105,8 @@ class Problem:
         return {}
 
     def first_alike(self, layout: Parallelism) -> Parallelism:
-        """The layout with the first of the ZeRO stages that the engine runs as its own: the forecast knows them by the engine's
-        traits alone (two engines do the same for stages 1 and 2 under a pipeline)."""
+        """The layout with the lowest ZeRO stage above 0 that the engine runs in the same way: a forecast depends on the stage only through
+        the engine's traits (two engines run stages 1 and 2 in the same way under a pipeline)."""
         if layout.zero_stage < 2 or self.cluster.is_mixed or self.refused(layout):
             return layout
         own = self.traits(layout)
@@ -117,7 +117,7 @@ class Problem:
         return layout
 
     def stages_alike(self, layout: Parallelism) -> list[int]:
-        """The other ZeRO stages that would cost the same; without accumulation there are two that the engine runs otherwise."""
+        """The other ZeRO stages with an equal forecast; without gradient accumulation two that the engine runs differently can be equal."""
         if layout.weight_shards == 1 or layout.stages is not None or self.cluster.is_mixed:
             return []
         others = (layout.model_copy(update={"zero_stage": stage}) for stage in (1, 2, 3) if stage != layout.zero_stage)
@@ -125,17 +125,17 @@ class Problem:
         return [other.zero_stage for other in others if self.offers(other) and self.price(other) == own]
 
     def priced(self, parallelism: Parallelism) -> Priced:
-        """The same with everything that it was made from, on a mixed cluster too."""
+        """The forecast of one layout with everything it was made from, on a mixed cluster too."""
         return self.any_pricer.price(parallelism)
 
     @property
     def any_pricer(self) -> Pricer | MixedPricer:
-        """What prices its layouts, on whatever cluster."""
+        """The pricer of layouts, on any kind of cluster."""
         return pricer(self.graph, self.cluster, self.job, self.engine, either_blocks=self.either_blocks)
 
     @cached_property
     def pricer(self) -> Pricer:
-        """What prices its layouts on a cluster of one group. Raises BadInput on a mixed one."""
+        """The pricer of layouts on a cluster of one group. Raises BadInput on a mixed one."""
         found = self.any_pricer
         if not isinstance(found, Pricer):
             names = [group.name for group in self.cluster.groups]
@@ -144,7 +144,7 @@ class Problem:
 
     @property
     def mixed_pricer(self) -> MixedPricer:
-        """The same on a cluster of several groups."""
+        """The pricer of layouts on a cluster of several groups."""
         found = self.any_pricer
         assert isinstance(found, MixedPricer), "asked of a mixed cluster"
         return found
@@ -159,11 +159,11 @@ class Problem:
 
     @property
     def most_stages(self) -> int:
-        """Stages that the layers can be cut into on this engine."""
+        """The most stages that the layers can be cut into on this engine."""
         return self.graph.num_layers + 2 * (self.stage_ends != "hold_layers")
 
     def decided(self, layout: Parallelism) -> Parallelism:
-        """A layout with everything said that the forecast decides."""
+        """A layout with every key filled in that the forecast decides."""
         return layout if self.cluster.is_mixed else self.pricer.decided(layout)
 
     @property
@@ -181,12 +181,12 @@ class Problem:
         return self.traits(Parallelism(pipeline_parallel_degree=2))
 
     def context_methods(self, degree: int) -> list[ContextMethod | None]:
-        """How so many ranks may share a sequence, where the engine has a choice; else None alone."""
+        """The ways in which ``degree`` ranks can share a sequence if the engine has a choice, else [None]."""
         ways = self.traits(Parallelism(context_parallel_degree=degree)).context.ways
         return [way for way in ways if way != "gather"] if degree > 1 and len(ways) > 1 else [None]
 
     def can_divide(self, tensor: int, context: int) -> bool:
-        """Whether model and engine allow a replica to be cut so many ways."""
+        """Whether the model and the engine allow these tensor and context degrees."""
         layout = Parallelism(tensor_parallel_degree=tensor, context_parallel_degree=context)
         return not (
             rules.tensor(self.graph, self.job, layout, self.engine)
@@ -197,27 +197,27 @@ class Problem:
         )
 
     def refused(self, parallelism: Parallelism) -> str | None:
-        """Why the engine cannot express a layout, or cannot run the model so; or None."""
+        """Why the engine cannot express a layout, or cannot run the model under it; or None."""
         refused = get(self.engine.name).refuses(self.job, parallelism, self.engine)
         return refused or rules.between_blocks(self.graph.uncuttable, parallelism, self.engine)
 
     def untold(self, parallelism: Parallelism) -> str | None:
-        """Why no file of the engine's program can say a layout that it would run; None where one can, or where the user has fixed
-        the key that is at fault: what is given is kept, and ``Ranking.notes`` say it."""
+        """Why no configuration file of the engine can express a layout that it could run. None if one can, or if the user has fixed
+        the key at fault: given values are kept, and ``Ranking.notes`` has the reason."""
         reason = get(self.engine.name).no_key_for(self.job, parallelism, self.engine)
         return None if reason is None or reason.partition(" = ")[0] in self.constraints.given else reason
 
     def offers(self, parallelism: Parallelism) -> bool:
-        """Whether the engine can run a layout, and be told of it."""
+        """Whether the engine can run a layout, and its configuration file can express it."""
         return not (self.refused(parallelism) or self.untold(parallelism))
 
     def refused_experts(self, degree: int, **keys: Any) -> str | None:
-        """Why the engine cannot share experts among so many ranks, however they share other weights; or None."""
+        """Why the engine cannot share experts among ``degree`` ranks, however they share other weights; or None."""
         return self.refused(self._sharing_experts({**keys, "expert_parallel_degree": degree}))
 
     def _sharing_experts(self, keys: Mapping[str, Any]) -> Parallelism:
-        """A layout with these keys, and of those one that the engine can express, if it can any: to some, ranks that share
-        experts share other weights too."""
+        """A layout with these keys, one that the engine can express if there is any: in some engines, ranks that share experts must
+        share other weights too."""
         degrees = dict.fromkeys((1, keys.get("expert_parallel_degree", 1)))
         layouts = [Parallelism(**keys, data_parallel_shard_degree=shard) for shard in degrees]
         return next((layout for layout in layouts if not self.refused(layout)), layouts[-1])
@@ -229,10 +229,10 @@ class Problem:
         return refused if refused and refused.startswith("mesh_order") else None
 
     def check(self) -> None:
-        """Raise when no layout at all can run, whatever is searched.
+        """Raise if no layout at all can run, whatever is searched.
 
-        NotExpressible: the engine, or what it cannot do of what the user has fixed. BadInput: the rest, such as a
-        precision that the device has not.
+        NotExpressible: the engine cannot run the job, or not with what the user has fixed. BadInput: everything else, such as
+        a precision that the device does not have.
         """
         kept: tuple[str, ...] = ("enable_sequence_parallel", "activation_checkpoint", "pipeline_parallel_schedule")
         degrees = ("context_parallel_degree", "expert_parallel_degree")
@@ -262,7 +262,7 @@ class Problem:
         keys = {key: given[key] for key in (*kept, *degrees) if key in given}
         if reason := self.refused(self._sharing_experts(keys)) or self._refused_method():
             raise NotExpressible(reason)
-        # Which ranks share the experts is the space's: here only whether the experts can be shared among so many.
+        # The space decides which ranks share the experts; here only whether the experts can be shared among this many.
         expert = keys.pop("expert_parallel_degree", 1)
         shared = Parallelism(data_parallel_shard_degree=expert, expert_parallel_degree=expert)
         if reason := rules.experts(self.graph, self.job, shared, self.engine):
@@ -271,14 +271,14 @@ class Problem:
         reasons = []
         for group in self.cluster.groups:
             alone = self.cluster.model_copy(update={"groups": (group,)})
-            count = layout.world_size  # a degree alone, apart from where it is placed
+            count = layout.world_size  # judges the degrees alone, not where ranks are placed
             cluster = with_devices(alone, count) or _part(alone, 1, count)
             reasons.append(rules.illegal(self.graph, cluster, self.job, layout, self.engine))
         if all(reasons):
             raise BadInput(reasons[0] or "")
 
     def _refused_method(self) -> str | None:
-        """Why the engine cannot compute attention over shared sequences as the user asks, on the fewest ranks that share one; or None."""
+        """Why the engine cannot use the context-parallel method that the user asks for, at the given degree or else at 2; or None."""
         method, degree = self.constraints.context_parallel_method, self.constraints.context_parallel_degree or 2
         if method is None or degree == 1:
             return None
@@ -289,7 +289,7 @@ class Problem:
 
 
 def _worst(forecast: Forecast | None) -> tuple[bool, bool, float]:
-    """What orders forecasts, the best first: those that there are, that fit, that take less."""
+    """Sort key of forecasts, the best first: any before none, one that fits before one that does not, then the shorter step."""
     return (True, True, 0.0) if forecast is None else (False, not forecast.fits, forecast.step_time_s)
 
 
@@ -331,7 +331,7 @@ def problem(
 
 
 def _that_compute_in(precision: Precision, cluster: Cluster) -> tuple[Cluster, tuple[NodeGroup, ...]]:
-    """The groups whose devices have the precision, and the others; all of them where none has."""
+    """The cluster of the groups whose devices have the precision, and the other groups; the whole cluster if no group has it."""
     can = tuple(group for group in cluster.groups if precision in group.device.peak_flops_per_s)
     if len(can) in (0, len(cluster.groups)):
         return cluster, ()
@@ -342,7 +342,7 @@ def _that_compute_in(precision: Precision, cluster: Cluster) -> tuple[Cluster, t
 
 
 def with_devices(cluster: Cluster, count: int) -> Cluster | None:
-    """So many devices of a cluster of one group, as many of each node, on as few nodes as can be; None where it has not got them so."""
+    """``count`` devices of a cluster of one group, equally many of each node, on as few nodes as possible; None if there is no such part."""
     group = cluster.groups[0]
     fewest = -(-count // group.devices_per_node)
     nodes = next((nodes for nodes in divisors(count) if fewest <= nodes <= group.nodes), None)

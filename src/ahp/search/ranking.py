@@ -51,22 +51,22 @@ def search(
         cluster: a Cluster, its plain form, a path, or a short form such as ``8x8xH100-SXM-80GB``.
         job: what must not change.
         constraints: the keys of the layout that are fixed; the others are searched.
-        engine: what will run the plan. Where it leaves ``compile`` open, both are searched on GPUs, and the best has the faster.
-        keep: plans of the ranking, one at least.
-        current: what runs today; priced beside the winner whether it fits or not, and a candidate where it is admitted.
+        engine: what will run the plan. If it leaves ``compile`` open, both are searched on GPUs, and the best plan has the faster.
+        keep: number of plans in the ranking, at least one.
+        current: the layout that runs today; compared with the winner whether it fits or not, and a candidate if constraints admit it.
         method: exact, which proves the best; anneal or evolve, which stop after a budget of forecasts (``Method``).
         objective: speed; or cost, tokens-per-day, fewest-devices, which may use fewer devices (``Objective``).
 
     Returns:
-        At most ``keep`` plans, fastest first, but for the simplest of those that the forecast cannot tell from the fastest, which
-        leads (``Ranking.fastest`` has the fastest). Devices are left over only where no layout can use all of them and
-        the user has fixed no degree; ``notes`` and the plans' ``why`` then say so. By another objective the best plan of
+        At most ``keep`` plans, fastest first, except that the simplest of those that the forecast cannot tell from the fastest
+        leads (``Ranking.fastest`` has the fastest). Devices are left over only if no layout can use all of them and
+        the user has fixed no degree; ``notes`` and the plans' ``why`` then say so. For another objective: the best plan of
         each number of devices, the best number first.
 
     Raises:
         BadInput: arguments or constraints that contradict each other, the model or the cluster.
-        NotExpressible: the engine cannot run what is fixed, or is not there yet.
-        NothingFits: legal layouts there are, but none fits; with the nearest miss and checked remedies.
+        NotExpressible: the engine cannot run what is fixed, or does not exist yet.
+        NothingFits: there are legal layouts, but none fits; with the nearest miss and checked remedies.
 
     Example:
         >>> import ahp
@@ -97,7 +97,7 @@ def search(
 
 
 def _with_proof(ranking: Ranking) -> Ranking:
-    """The ranking whose first plan keeps what is proven of it, after what it takes."""
+    """The ranking with the proof in its first plan's ``why``, after the line on its time."""
     first, *rest = ranking.best.why
     return ranking.told((first, *ranking.proof, *rest))
 
@@ -113,7 +113,7 @@ def _with_left_out(asked: Problem, ranking: Ranking) -> Ranking:
 
 
 def _with_refused_export(ranking: Ranking) -> Ranking:
-    """The ranking with a note where no file can say the first plan: the user has fixed the key that is at fault."""
+    """The ranking with a note if no configuration file can express the first plan: the user has fixed the key at fault."""
     best = ranking.best
     reason = get(best.engine.name).no_key_for(best.job, best.parallelism, best.engine)
     if reason is None:
@@ -122,7 +122,7 @@ def _with_refused_export(ranking: Ranking) -> Ranking:
 
 
 def _beside_today(ranking: Ranking) -> Ranking:
-    """The ranking whose first plan keeps what the user runs today, for whoever opens it later."""
+    """The ranking with today's layout stored in the first plan, for whoever opens it later."""
     if ranking.current is None:
         return ranking
     best = ranking.best.model_copy(update={"current": ranking.current.lost()})
@@ -159,7 +159,7 @@ def _by_objective(
 def _today(
     scale: Scale, ranking: Ranking, first: Worth, current: Parallelism | Mapping[str, Any] | None
 ) -> Current | None:
-    """What runs today on as many devices as it needs, beside the first."""
+    """Today's layout, on as many devices as it needs, compared with the first plan."""
     asked = replace(scale.asked, engine=ranking.best.engine)
     everything = today_of(asked, current)
     if everything is None:

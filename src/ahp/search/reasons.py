@@ -8,7 +8,7 @@ from ahp.search.ties import TIED
 from ahp.words import gib, of_gib, part_words, percent, seconds, slower
 
 TIE = 0.005
-"""Step times nearer than this share are called equal: far inside the error band of any forecast."""
+"""Step times that differ by less than this share are called equal: it is far inside the error band of any forecast."""
 
 CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tensor", ("tensor_parallel_degree",)),
@@ -26,8 +26,8 @@ CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def decides(layout: Parallelism, name: str) -> bool:
-    """Whether a layout has that decision to make: a schedule orders nothing without a pipeline, one device shares no data, and stages of
-    unlike width are several decisions."""
+    """Whether a layout has this decision to make: without a pipeline a schedule orders nothing, one device shares no data, and stages of
+    different widths are several decisions."""
     if layout.has_unlike_widths and name in ("tensor", "sequence", "data"):
         return False
     if name == "schedule":
@@ -40,7 +40,7 @@ def decides(layout: Parallelism, name: str) -> bool:
 
 
 def differences(other: Forecast, best: Forecast) -> list[tuple[str, float]]:
-    """Seconds that each part of the step takes more in ``other`` than in ``best``, the largest first."""
+    """How many more seconds each part of the step takes in ``other`` than in ``best``, the largest first."""
     parts = dict.fromkeys([*other.step, *best.step])
     gaps = [(part, other.step.get(part, 0.0) - best.step.get(part, 0.0)) for part in parts]
     return sorted(gaps, key=lambda gap: -gap[1])
@@ -49,7 +49,7 @@ def differences(other: Forecast, best: Forecast) -> list[tuple[str, float]]:
 def slower_because(other: Forecast, best: Forecast) -> str:
     """The one reason why a layout that fits lost: ``8 % slower: tensor-parallel collectives 0.62 s, 0.60 s more``.
 
-    One that is tied says so: it may be faster by the forecast, and lost to a simpler one.
+    A tied layout is marked as tied: it may be faster by the forecast, but lost to a simpler one.
     """
     more_share = other.step_time_s / best.step_time_s - 1
     if more_share <= -TIE:
@@ -71,13 +71,13 @@ def slower_because(other: Forecast, best: Forecast) -> str:
 
 
 def is_slower_because(other: Forecast, best: Forecast) -> str:
-    """The same with its verb: ``is 8 % slower: ...``, or ``takes 3.8 times as long: ...``."""
+    """``slower_because`` with a verb: ``is 8 % slower: ...``, or ``takes 3.8 times as long: ...``."""
     takes = slower(other.step_time_s / best.step_time_s).endswith("as long")
     return f"{'takes' if takes else 'is'} {slower_because(other, best)}"
 
 
 def on_a_node(layout: Parallelism, devices_per_node: int) -> str:
-    """``a node holds tp 2 x pp 4``: how many ranks of each axis are neighbours on one node."""
+    """``a node holds tp 2 x pp 4``: how many ranks of each axis share a node."""
     groups = {axis: axis_group(layout, axis, devices_per_node) for axis in reversed(layout.axes)}
     return "a node holds " + " x ".join(f"{axis} {group.local}" for axis, group in groups.items() if group.local > 1)
 
@@ -92,7 +92,7 @@ def does_not_fit(forecast: Forecast, capacity_bytes: int) -> str:
 
 
 def needed_bytes(forecast: Forecast) -> int:
-    """What the device must have for the fullest rank: all parts, those outside the allocator too."""
+    """Memory that the fullest rank needs: all parts, including those outside the allocator."""
     return sum(forecast.memory.values())
 
 

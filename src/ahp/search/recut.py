@@ -1,4 +1,4 @@
-"""The best layouts with their stages cut better than as even as can be."""
+"""Better cuts into stages than even ones, for the best layouts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ahp.search.stages import WORTH_S, BestCut, Cut, best_cut, least_longest, lo
 from ahp.words import WORTH_TELLING, percent
 
 PIPELINES = 4
-"""Of so many pipelines that differ, the fastest ones, the fastest layout is cut anew: each costs up to some hundred forecasts."""
+"""How many different pipelines, the fastest ones, have their fastest layout cut again: each costs up to some hundred forecasts."""
 
 ALIKE = 3
-"""So many more layouts with each of these pipelines get its cut, if they are faster with it: a forecast each."""
+"""How many more layouts with each of these pipelines get its cut, if they are faster with it: one forecast each."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Recut:
     ranked: list[Pair]
     forecasts: int
     gains: dict[Parallelism, float]
-    """Of each layout that is not cut as even as can be: by what share that is faster."""
+    """By what share each layout's uneven cut is faster, keyed by layout."""
 
     def words(self, layout: Parallelism) -> str | None:
-        """What the cut of a layout is worth."""
+        """A sentence on what the cut of a layout gains."""
         if layout.layers_per_stage is None or self.gains.get(layout, 0.0) < WORTH_TELLING:
             return None
         layers = ", ".join(map(str, layout.layers_per_stage))
@@ -46,7 +46,7 @@ class Recut:
 
 
 def recut(asked: Problem, ranked: list[Pair]) -> Recut:
-    """Cut the fastest layouts with a pipeline anew, unless the user has fixed the cut; the fastest first again. Some may have a cut already."""
+    """Cut the fastest layouts with a pipeline again, unless the user has fixed the cut. Returns the fastest first; some may have a cut already."""
     if asked.constraints.layers_per_stage is not None:
         return Recut(ranked, 0, {})
     found, forecasts = list(ranked), 0
@@ -65,13 +65,13 @@ def recut(asked: Problem, ranked: list[Pair]) -> Recut:
 
 
 def _gain(asked: Problem, layout: Parallelism, forecast: Forecast) -> float:
-    """By what share a cut is faster than stages as even as can be; 0 where these do not fit."""
+    """By what share a cut is faster than even stages; 0 if even stages do not fit."""
     even = asked.price_or_none(layout.model_copy(update={"layers_per_stage": None}))
     return even.step_time_s / forecast.step_time_s - 1 if even is not None and even.fits else 0.0
 
 
 def pipeline_of(asked: Problem, of: Parallelism) -> tuple[object, ...]:
-    """What decides about the best cut of a layout: it hardly depends on the rest."""
+    """The keys that decide the best cut of a layout: it hardly depends on the rest."""
     pipeline = of.pipeline_parallel_schedule, of.pipeline_parallel_degree, of.virtual_stages_per_rank
     return (*pipeline, of.num_micro_batches(asked.job))
 
@@ -82,7 +82,7 @@ def recut_anyway(asked: Problem, ranked: Sequence[Pair]) -> set[tuple[object, ..
 
 
 def _pipelines(asked: Problem, ranked: Sequence[Pair]) -> list[list[int]]:
-    """Where in a ranking the layouts with each of the fastest pipelines are."""
+    """Positions in a ranking of the layouts with each of the fastest pipelines."""
     found: dict[object, list[int]] = {}
     for at, (of, _) in enumerate(ranked):
         if of.num_stages > 1:
@@ -91,7 +91,7 @@ def _pipelines(asked: Problem, ranked: Sequence[Pair]) -> list[list[int]]:
 
 
 def with_cut(asked: Problem, layout: Parallelism, cut: Cut) -> Forecast | None:
-    """The forecast with a cut; None where it does not fit or is refused."""
+    """The forecast of a layout with a cut; None if it does not fit or is refused."""
     forecast = asked.price_or_none(layout.model_copy(update={"layers_per_stage": cut}))
     return forecast if forecast is not None and forecast.fits else None
 
@@ -99,26 +99,26 @@ def with_cut(asked: Problem, layout: Parallelism, cut: Cut) -> Forecast | None:
 def _cut(asked: Problem, layout: Parallelism) -> BestCut | None:
     costs = LayoutCosts(asked, layout)
     stages, layers = layout.num_stages, asked.graph.num_layers
-    if stages > layers:  # no cut but the one with empty ends
+    if stages > layers:  # the only cut has empty ends
         return None
-    # An engine's own cut may leave an end without a layer, which layers_per_stage cannot say.
+    # An engine's own cut may leave an end without a layer, which layers_per_stage cannot express.
     starts = [cut for cut in (costs.usual(), costs.longest[1]) if min(cut) > 0]
     return best_cut(layers, stages, costs, starts)
 
 
 class LayoutCosts:
-    """What the cuts of one layout cost, by the forecast."""
+    """The times of one layout's cuts, by the forecast."""
 
     def __init__(self, asked: Problem, layout: Parallelism) -> None:
         self.asked, self.layout, self.pricer = asked, layout, asked.pricer
         self.m = layout.num_micro_batches(asked.job)
 
     def usual(self) -> Cut:
-        """The cut that the layout has where nobody asks for another."""
+        """The cut that the layout has by default."""
         return layers_of_stages(self.layout, self.asked.graph.num_layers, ends=self.asked.stage_ends)
 
     def floors_s(self, found: Sequence[Cut]) -> Floats:
-        """[N] Of each, what the layers of its fullest rank compute."""
+        """[N] Lower bound in seconds for each cut: the computation of its fullest rank."""
         of = self.layout
         own = get(of.pipeline_parallel_schedule).placement.rank_stages(
             of.pipeline_parallel_degree, of.virtual_stages_per_rank
@@ -126,7 +126,7 @@ class LayoutCosts:
         return longest_s(found, *self._layers, own) * self._slowed
 
     def bounds_s(self, found: Sequence[Cut]) -> list[float]:
-        """Of each, the longest path through the schedule that has a closed form."""
+        """Lower bound in seconds for each cut: the longest path through the schedule that has a closed form."""
         of, times = self.layout, TimeColumns.of(*self.pricer.stage_times(self.layout, found))
         shape = of.pipeline_parallel_schedule, of.pipeline_parallel_degree, of.virtual_stages_per_rank, self.m
         bounds_s = lower_bounds_s(*shape, times, turns=self.pricer.turns)
@@ -139,25 +139,25 @@ class LayoutCosts:
         )
 
     def price(self, cut: Cut) -> Forecast | None:
-        """The forecast; None where the cut does not fit or is refused."""
+        """The forecast; None if the cut does not fit or is refused."""
         return with_cut(self.asked, self.layout, cut)
 
     def shorter(self) -> float:
-        """The longest stage of the cut whose longest is shortest, over that of the cut that the layout has; of several stages a rank, over all."""
+        """The floor of all cuts as a share of the floor of the layout's own cut."""
         return float(self.floor_s() / self.floors_s([self.usual()])[0])
 
     def floor_s(self) -> float:
-        """Seconds that no cut can go below: of its longest stage, from the layers' own computation."""
+        """Lower bound of any cut in seconds: the longest stage, from the layers' own computation."""
         return self.longest[0] * self._slowed
 
     @cached_property
     def _slowed(self) -> float:
-        """What seconds of computation come to at least on workers that take turns, and on the slowest rank."""
+        """The least factor by which workers that take turns, and the slowest rank, lengthen computation."""
         return self.pricer.stretch * float(least_share(self.pricer.turns, self.layout.pipeline_parallel_degree))
 
     @cached_property
     def _layers(self) -> tuple[Floats, Floats, float, float]:
-        """Seconds of each layer before a later stage can start or end, and over all micro-batches; of both ends."""
+        """Seconds of each layer before a later stage can start or end, and over all micro-batches; then of the embedding and the head."""
         units = self.pricer.units(self.layout)
         layers = np.array([_work_s(units.blocks[kind]) for kind in units.layers])
         forward = np.array([units.blocks[kind].times.forward_s for kind in units.layers])
@@ -166,10 +166,10 @@ class LayoutCosts:
 
     @cached_property
     def longest(self) -> tuple[float, Cut]:
-        """The floor, and the cut with the shortest longest stage; of several stages a rank, over all of them."""
+        """The floor in seconds, and the cut with the shortest longest stage; with several stages per rank the floor is the mean over ranks."""
         seconds, cut = least_longest(*self._layers, self.layout.num_stages)
         if self.layout.virtual_stages_per_rank > 1:
-            # A rank has stages from several places: all ranks together have all the work.
+            # A rank has stages from several places, so only the work of all ranks together is known.
             _, work, *ends = self._layers
             seconds = (float(work.sum()) + sum(ends)) / self.layout.pipeline_parallel_degree
         return seconds, cut

@@ -1,4 +1,4 @@
-"""What a search gives back."""
+"""What a search returns."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ SPEED = Objective()
 
 @dataclass(frozen=True)
 class OwnOrder:
-    """What is known of schedules that were made for the best layouts' own stages."""
+    """What is known about schedules that were made for the best layouts' own stages."""
 
     gain: float
-    """Share of the step that the best of them saves against everything under a fixed pattern; 0 where it is no faster."""
+    """Share of the step that the best of them saves against everything under a fixed pattern; 0 if it is no faster."""
     gap: float
-    """Share of its time by which another order of the same stages could be faster, at most."""
+    """The most by which another order of the same stages could be faster, as a share of its time."""
     bound: str
-    """What says so."""
+    """The reason for ``gap``."""
     leads: bool = False
-    """Whether it is the first plan's."""
+    """Whether the first plan has this schedule."""
 
     def words(self) -> str:
-        """What is proven of the first plan's order, after what is proven of fixed patterns."""
+        """What is proven about the first plan's order, to follow what is proven about fixed patterns."""
         faster = f"more than {percent(self.gap)} faster" if self.gap >= WORTH_TELLING else "faster"
         return f"; all this is about torch's fixed patterns; no other order of the first plan's stages is {faster}"
 
@@ -48,33 +48,33 @@ class Ranking:
     too_large: tuple[Rejected, ...]
     """Layouts that would be faster but do not fit."""
     losers: tuple[Rejected, ...]
-    """Every layout that was priced and is not in ``plans``, each with its one reason; those too large first."""
+    """Every layout that was priced and is not in ``plans``, each with one reason; those that are too large first."""
     notes: tuple[str, ...] = ()
-    """What the user should know beside: devices that are left over."""
+    """What else the user should know, such as devices that are left over."""
     current: Current | None = None
-    """What the user runs today, where it was given."""
+    """What the user runs today, if it was given."""
     objective: Objective = SPEED
     worth: tuple[Worth, ...] = ()
-    """Of each plan, by the objective."""
+    """The worth of each plan by the objective."""
     choice: Choice | None = None
-    """Of the number of devices, where the objective leaves it open; the plans are then the best of each number."""
+    """The choice of the number of devices, if the objective leaves it open; the plans are then the best of each number."""
 
     faster: Plan | None = None
-    """The fastest by the forecast, where the first plan is tied with it and simpler."""
+    """The fastest plan by the forecast, if the first plan is tied with it and simpler."""
     families: tuple[Plan, ...] = ()
-    """Beside the first plan the best of each other family (``search/families.py``), in the order of ``plans``; some may be slower
-    than all of these. The fastest and today's layout are among them."""
+    """The best plan of each family (``search/families.py``) besides the first plan's, in the order of ``plans``; some may be slower
+    than all of ``plans``. The fastest and today's layout are among them."""
     own_order: OwnOrder | None = None
-    """Where a schedule was looked for that is made for a layout's own stages."""
+    """Set if a schedule made for a layout's own stages was searched for."""
     more: tuple[Plan, ...] = ()
-    """On a mixed cluster the plans beyond ``plans``: a schedule of its own may make one of them the fastest."""
+    """On a mixed cluster, the plans beyond ``plans``: a schedule of its own may make one of them the fastest."""
     twins: int = 0
     """Layouts that were priced, fit, and are neither the first plan nor one of ``families``."""
 
     @property
     def fastest(self) -> Plan:
-        """The plan with the shortest step by the forecast; the certificate is about it, or about the fastest under a fixed pattern where it
-        has a schedule of its own (``own_order``)."""
+        """The plan with the shortest step by the forecast. The certificate is about this plan or, if it has a schedule of its own
+        (``own_order``), about the fastest under a fixed pattern."""
         return self.faster or self.best
 
     @property
@@ -88,7 +88,7 @@ class Ranking:
         return self.plans[0]
 
     def __str__(self) -> str:
-        """The plans as a table, and what is proven of the first."""
+        """The plans as a table, and what is proven about the first."""
         rows = [("#", "layout", "step", "tokens/s/device", "GiB", "why not #1")]
         for number, plan in enumerate(self.plans, 1):
             forecast = plan.priced
@@ -103,7 +103,7 @@ class Ranking:
         return "\n".join([*aligned, *self.proof])
 
     def told(self, why: Iterable[str]) -> Ranking:
-        """The same with these reasons of the first plan."""
+        """The ranking with these reasons for its first plan."""
         best = self.best.model_copy(update={"why": tuple(why)})
         return replace(self, plans=(best, *self.plans[1:]))
 

@@ -1,4 +1,4 @@
-"""What the best plan would be on slightly better hardware: one piece of it at a time, searched again."""
+"""What the best plan would be on slightly better hardware: one piece improved at a time, and searched again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Move:
 
     change: str
     layout: Parallelism
-    """The best there."""
+    """The best layout there."""
     step_time_s: float
     gain: float
     """Share of today's step that is saved."""
@@ -43,7 +43,7 @@ class Move:
 def sensitivity(asked: Problem, layout: Parallelism) -> list[Move]:
     """The best layout with 10 % more (``better.MORE``) of each piece of hardware, the most useful first.
 
-    ``layout`` is a candidate everywhere, so that what the search leaves open (its cut into stages) cannot make better
+    ``layout`` is a candidate everywhere, so that choices outside the search (its cut into stages) cannot make better
     hardware look worse.
     """
     today_s = asked.price(layout).step_time_s
@@ -51,7 +51,7 @@ def sensitivity(asked: Problem, layout: Parallelism) -> list[Move]:
     for change, cluster in better_clusters(asked.cluster):
         there = asked.on(cluster)
         kept = there.price_or_none(layout)
-        # Of two that are as fast the one that is there already: so only what is faster by more is looked for.
+        # Of two layouts as fast as each other the present one stays: so search only for one that is faster by more.
         ceiling_s = float("inf") if kept is None else kept.step_time_s * (1 - TIE)
         searched = fastest(there, ceiling_s, layout)
         pairs = [] if kept is None else [(layout, kept)]

@@ -1,5 +1,5 @@
-"""What a plan would gain that knew of a slow device, or of a node with slow links: it as a group of its own in a mixed cluster, and the search on
-that."""
+"""What a plan would gain from knowing about a slow device, or a node with slow links: a search on a mixed cluster with the slow part as its
+own group."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ahp.search.problem import Problem
 from ahp.words import percent, seconds
 
 SLOW = "slow"
-"""Name of the group; slow-2 where there is one of an earlier time."""
+"""Name of the slow group; slow-2 if an earlier one has that name."""
 SLOWED = "taken as slower than its like"
-"""Where its figures come from."""
+"""The source given for the slow group's figures."""
 
 
 @dataclass(frozen=True)
 class Slowed:
-    """The layout of today and the best one, both on a cluster with the slow device in it."""
+    """Today's layout and the best one, both on a cluster with the slow device in it."""
 
     cluster: Cluster
     today: Parallelism
@@ -32,7 +32,7 @@ class Slowed:
     best: Parallelism
     best_s: float
     network: bool = False
-    """Whether it is the links that are slow."""
+    """Whether the links are slow, rather than the device."""
 
     def plain(self) -> dict[str, Any]:
         """As data for JSON."""
@@ -50,8 +50,8 @@ class Slowed:
 
 
 def gain(asked: Problem, plan: Plan, rank: int, ratio: float, *, network: bool = False) -> Slowed:
-    """Search again with the device of a rank ``ratio`` times as slow as it was taken for, or the links of its node where it is the ``network``.
-    ``asked``: of the cluster as it is in the plan."""
+    """Search again with a rank's device ``ratio`` times as slow as assumed or, for ``network``, with its node's links that slow.
+    ``asked`` has the plan's cluster."""
     cluster = with_slow(asked.cluster, plan.parallelism, rank, ratio, network=network)
     slow = replace(asked, cluster=cluster)
     today_s = _today_s(slow, plan, ratio, network)
@@ -63,7 +63,7 @@ def gain(asked: Problem, plan: Plan, rank: int, ratio: float, *, network: bool =
 
 
 def _today_s(slow: Problem, plan: Plan, ratio: float, network: bool) -> float:
-    """A step of the plan's layout there. Where the layout does not go on groups as they lie, all wait for what is slow as if all were as slow."""
+    """Step time of the plan's layout on the slow cluster. If the layout cannot be placed on its groups, all of it is slow: all ranks wait."""
     try:
         return slow.priced(plan.parallelism).forecast.step_time_s
     except (BadInput, NotExpressible):
@@ -77,8 +77,8 @@ def _today_s(slow: Problem, plan: Plan, ratio: float, network: bool) -> float:
 
 
 def with_slow(cluster: Cluster, layout: Parallelism, rank: int, ratio: float, *, network: bool = False) -> Cluster:
-    """The cluster with a rank's device ``ratio`` times as slow, or with the links of its node: where its group has several nodes its node, since
-    devices of one node work together, else the device alone. Calibrations go: they are of one group alone."""
+    """The cluster with a rank's device, or for ``network`` its node's links, ``ratio`` times as slow. If its group has several nodes, the whole
+    node is slowed, since its devices work together; else the device alone. Calibrations are dropped: they hold for a single group only."""
     workers = place(cluster, layout).workers if cluster.is_mixed else range(layout.world_size)
     worker, groups = list(workers)[rank], list(cluster.groups)
     at = 0
@@ -101,7 +101,7 @@ def with_slow(cluster: Cluster, layout: Parallelism, rank: int, ratio: float, *,
     parts = [slow]
     if of > 1:
         others = _part(group, of - 1)
-        # Ranks fill the groups in their order: as near as two groups come to where it was.
+        # Ranks fill the groups in order: this puts the slow part as close to its old place as two groups allow.
         parts = [others, slow] if 2 * number >= of - 1 else [slow, others]
     groups[at : at + 1] = parts
     alone = [one.model_copy(update={"calibration": None}) for one in groups]
@@ -123,7 +123,7 @@ def _free_name(cluster: Cluster) -> str:
 
 
 def _links(cluster: Cluster, group: NodeGroup, slow: str) -> list[GroupLink]:
-    """From the slow part to the rest of its group, and to the other groups as its group had them."""
+    """Links from the slow part to the rest of its group, and to the other groups like those of its group."""
     own = group.inter_node if joined(group).nodes > 1 else group.intra_node
     assert own is not None, "several nodes have a link between them"
     others = [one for one in cluster.links if group.name in one.between]
@@ -132,14 +132,14 @@ def _links(cluster: Cluster, group: NodeGroup, slow: str) -> list[GroupLink]:
 
 
 def _part(group: NodeGroup, count: int) -> NodeGroup:
-    """So many nodes of a group, or devices where it has one node. What was measured stays as measured with all of them at work."""
+    """``count`` nodes of a group, or devices if it has one node. Measurements stay those with all devices at work."""
     if group.nodes > 1:
         return group.model_copy(update={"nodes": count, "inter_node": group.inter_node if count > 1 else None})
     return group.model_copy(update={"devices_per_node": count, "measured": _with_all(group)})
 
 
 def _with_all(group: NodeGroup) -> Measurements | None:
-    """The samples of as many workers as the node has, as if fewer had been at work: the others still share its memory."""
+    """Only the samples with about as many workers as the node has devices: the other devices still share its memory."""
     if group.measured is None:
         return None
     found = {}

@@ -3,8 +3,8 @@
 The table is kept as a product. A block has one value of each key that a replica's devices share (tensor, context and
 expert degree, sequence parallelism, pipeline degree), one way in which these devices lie on nodes, and one micro-batch; so it
 has one number of replicas and of micro-batches. Its rows are every way to shard the replicas and to lay them on nodes, with
-every schedule, with every kind of recompute. No rule looks at more than one of these four at once, but for what all of a block
-share: rules are masks over their values, rows are counted by multiplication, and only what is legal is ever written out.
+every schedule, with every kind of recompute. A rule looks at one of these choices only, and at what a whole block shares:
+so rules are masks over values, rows are counted by multiplication, and only legal rows are ever written out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Rows:
-    """The legal rows of a block: each split with each pipe with each kind of recompute, the last fastest."""
+    """The legal rows of a block: every combination of split, pipe and kind of recompute, the last varying fastest."""
 
     splits: tuple[ShardingChoice, ...]
     pipes: tuple[ScheduleChoice, ...]
@@ -47,7 +47,7 @@ class Rows:
         return len(self.splits), len(self.pipes), len(self.recompute)
 
     def choices(self, row: int) -> tuple[ShardingChoice, ScheduleChoice, str]:
-        """What one of them has."""
+        """The choices of one row."""
         split, pipe, recompute = np.unravel_index(row, self.shape)
         return self.splits[split], self.pipes[pipe], self.recompute[recompute]
 
@@ -60,7 +60,7 @@ class Blocks:
     """One entry for each block with a legal row."""
 
     mesh: Ints
-    """Which of the space's meshes."""
+    """Index into the space's meshes."""
     tensor: Ints
     context: Ints
     pipeline: Ints
@@ -72,13 +72,13 @@ class Blocks:
     micro_batch: Ints
     micro_batches: Ints
     rows: Ints
-    """Legal rows."""
+    """Number of legal rows."""
 
     def __len__(self) -> int:
         return len(self.tensor)
 
     def at(self, which: Ints) -> Blocks:
-        """Some of them."""
+        """The blocks at these indices."""
         return Blocks(*(getattr(self, field.name)[which] for field in fields(self)))
 
 
@@ -91,15 +91,15 @@ class Space:
         self._choices, self._meshes = choices, meshes
         self.blocks = blocks
         self.size = size
-        """Combinations whose degrees multiply to the number of devices, legal or not; in one order of ranks where their degrees break a rule."""
+        """Number of combinations whose degrees multiply to the number of devices, legal or not. Degrees that break a rule count in one order."""
         self.rules = broken
         self.num_alike = alike
-        """Combinations that break no rule, but whose ZeRO stage the engine runs as a lower one: they are no rows."""
+        """Number of combinations that break no rule, but whose ZeRO stage the engine runs like a lower one: these are not rows."""
         self._splits, self._groups = cache(self._legal_splits), cache(self._groups_of)
 
     @property
     def has_orders(self) -> bool:
-        """Whether some layout numbers its ranks in another than the usual order."""
+        """Whether some layout numbers its ranks in an order other than the usual one."""
         return any(split.order is not None for mesh in self._meshes for split in mesh.splits)
 
     @property
@@ -117,12 +117,12 @@ class Space:
         return self._choices.legal_recompute(of.tensor, of.context, of.expert)
 
     def _legal_splits(self, number: int) -> tuple[ShardingChoice, ...]:
-        """Of one mesh."""
+        """The legal splits of one mesh."""
         mesh = self._meshes[number]
         return self._choices.legal_splits(mesh.splits, mesh.shared)
 
     def mesh(self, block: int) -> Mesh:
-        """What one block has in common."""
+        """The mesh of one block."""
         return self._meshes[int(self.blocks.mesh[block])]
 
     def axes(self, block: int) -> Axes:
@@ -132,13 +132,13 @@ class Space:
         return Axes(tensor, bool(of.sequence_parallel) and of.tensor > 1, context, experts)
 
     def local(self, meshes: Ints) -> Ints:
-        """[meshes, 3] Of the ranks of each one's tensor, context and expert group, how many share a node."""
+        """[meshes, 3] How many ranks of each mesh's tensor, context and expert group share a node."""
         every = [[group.local for group in self._groups(number)] for number in range(len(self._meshes))]
         return np.array(every, dtype=np.int64).reshape(-1, 3)[meshes]
 
     def _groups_of(self, number: int) -> tuple[Group, Group, Group]:
-        """The tensor, the context and the expert group of one mesh; where an axis does not fill nodes evenly, which its splits then do alike, those
-        that reach furthest."""
+        """The tensor, context and expert group of one mesh; where an axis does not fill nodes evenly (the same for all splits of the mesh), the
+        groups that lie on the most nodes."""
         mesh = self._meshes[number]
         of, split = mesh.degrees, mesh.splits[0]
         if not mesh.within.uneven:
@@ -160,7 +160,7 @@ class Space:
         return found.tensor, found.context, found.expert
 
     def folded(self, blocks: Blocks) -> Ints:
-        """Of each of some blocks, 1 where tensor-parallel ranks hold whole experts."""
+        """1 for each block whose tensor-parallel ranks hold whole experts, else 0."""
         if not self._choices.folds:
             return np.zeros(len(blocks), dtype=np.int64)
         of = blocks.tensor, blocks.expert, blocks.sequence_parallel, blocks.data * blocks.context
@@ -173,11 +173,11 @@ class Space:
         return self.legal_pipes(int(self.blocks.pipeline[block]), int(self.blocks.micro_batches[block]))
 
     def legal_pipes(self, pipeline: int, micro_batches: int) -> tuple[ScheduleChoice, ...]:
-        """The same of every block with so many pipeline ranks and micro-batches."""
+        """The legal ways to run a pipeline with these numbers of ranks and micro-batches."""
         return self._choices.legal_pipes(pipeline, micro_batches)
 
     def states(self, block: int) -> tuple[ShardingChoice, ...]:
-        """The legal ways to share states in one block and in all that differ from it in where ranks lie, each in one order."""
+        """The legal ways to share states in a block and in those that differ only in where ranks lie; each way in one order of ranks."""
         of, at = self.blocks, block
         columns = of.tensor, of.context, of.pipeline, of.expert, of.data, of.sequence_parallel
         return self._choices.legal_states(*(int(column[at]) for column in columns))
@@ -259,7 +259,7 @@ def build(asked: Problem) -> Space:
 
 
 class _Counted:
-    """Rows of each mesh and micro-batch, and how many of them break each rule; [M, K] for M meshes, K micro-batches."""
+    """Rows of each mesh and micro-batch, and how many break each rule. Arrays are [M, K] for M meshes and K micro-batches."""
 
     def __init__(self, choices: Choices, meshes: list[Mesh], table: Ints, micro_batches: Ints) -> None:
         """``table``: [M, 6] the degrees of the meshes."""
@@ -268,14 +268,14 @@ class _Counted:
         self.num_splits = np.array([len(mesh.splits) for mesh in meshes])
         self.num_pipes = np.array([len(choices.pipes(mesh.degrees.pipeline)) for mesh in meshes])
         self.per_micro_batch = self.num_splits * self.num_pipes * self.num_recompute
-        """[M] Rows of a mesh and one micro-batch."""
+        """[M] Rows of each mesh with one micro-batch."""
         self.size = int(self.per_micro_batch.sum()) * micro_batches.shape[1]
         self.alike = 0
-        """Rows that break none, but are run as another row is."""
+        """Rows that break no rule, but that the engine runs like another row."""
         self.found: dict[str, tuple[str, int]] = {}
 
     def legal(self, broken: list[Broken]) -> Ints:
-        """[M, K] Rows that break no rule; counts those that do. ``broken``: rules of degrees, with the meshes [M] that break them."""
+        """[M, K] Number of rows that break no rule; counts the others. ``broken``: rules of degrees, with the meshes [M] that break them."""
         batch = self.choices.asked.job.global_batch_size
         self._count(
             "batch",
@@ -295,7 +295,7 @@ class _Counted:
         return good
 
     def _nearest(self, batch: int) -> str:
-        """The batches next to this one that divide by what was given, where this one does not."""
+        """Words that name the nearest batch sizes divisible by the given keys; empty if the job's own is."""
         keys = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "micro_batch_size")
         given = {key: self.choices.given[key] for key in keys if self.choices.given.get(key, 1) > 1}
         step = math.prod(given.values())
@@ -315,13 +315,13 @@ class _Counted:
             self.found[name] = before, already + broken
 
     def _good_splits(self) -> tuple[Ints, Ints]:
-        """[M] Ways to share states that the engine can express, those that it runs alike once; and how often it runs one alike."""
+        """[M] Number of ways to share states that the engine can express, each once if it runs several the same way; and the repeats."""
         each = self.num_recompute * self.micro_batches.shape[1]
         rows: dict[tuple[int, Shared], int] = {}
         first: dict[tuple[int, Shared], Mesh] = {}
         keys = [
             (id(mesh.splits), mesh.shared) for mesh in self.meshes
-        ]  # meshes that have these in common have all that decides
+        ]  # meshes with equal keys have everything in common that decides
         for key, mesh, pipes in zip(keys, self.meshes, self.num_pipes.tolist(), strict=True):
             rows[key] = rows.get(key, 0) + pipes * each
             first.setdefault(key, mesh)
@@ -338,7 +338,7 @@ class _Counted:
         return good, alike
 
     def _good_pipes(self) -> Ints:
-        """[M, K] Ways to run the pipeline that the engine can express, the layers allow and the micro-batches suit."""
+        """[M, K] Number of ways to run the pipeline that suit the engine, the layers and the micro-batches."""
         rows = np.broadcast_to((self.num_splits * self.num_recompute)[:, None], self.micro_batches.shape)
         pipeline, good = self.table[:, 2], np.zeros(self.micro_batches.shape, dtype=np.int64)
         for p in sorted(set(pipeline.tolist())):
@@ -358,7 +358,7 @@ class _Counted:
         return good
 
     def _good_recompute(self) -> Ints:
-        """[M] Kinds of recompute that the engine can express."""
+        """[M] Number of kinds of recompute that the engine can express."""
         degrees = [(of.tensor, of.context, of.expert) for of in (mesh.degrees for mesh in self.meshes)]
         rows = dict.fromkeys(degrees, 0)
         for key, count in zip(degrees, (self.per_micro_batch // self.num_recompute).tolist(), strict=True):

@@ -1,8 +1,8 @@
-"""Where to cut the layers into pipeline stages, so that the step is shortest and every rank has the memory.
+"""Where to cut the layers into pipeline stages, so that the step is shortest and every rank fits in memory.
 
-Few cuts: each has a floor, those with the lowest are bounded, and forecast in the order of their bounds until none left can win. Many: from the best of some
-starts, one layer moves from a long stage to a short one as long as a forecast gets shorter; a floor under every cut, by
-dynamic programming, says how much better another could be.
+If there are few cuts, each gets a floor; those with the lowest floors get a bound, and are forecast in the order of bounds until none left
+can win. If there are many, the search starts at the best of some cuts and moves one layer from a long stage to a short one as long as the
+forecast gets shorter; a floor under every cut, by dynamic programming, limits how much better another cut can be.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ Cut = tuple[int, ...]
 """Layers of each stage in pipeline order."""
 
 ALL_CUTS = 5_000
-"""So many cuts are all looked at; a floor takes some microseconds, a bound some 0.2 ms, a forecast some milliseconds."""
+"""The most cuts that are all tried; a floor takes some microseconds, a bound some 0.2 ms, a forecast some milliseconds."""
 
 MOST_FORECASTS = 200
-"""Of these: more would be needed where the memory is so tight that few fit, and then layers move from the starts."""
+"""The most forecasts of these cuts. More are needed only if memory is so tight that few cuts fit; then layers are moved instead."""
 
 TOGETHER = 32
 """Cuts that are bounded at once."""
 
 DONORS, TAKERS = 4, 8
-"""Of many cuts: a layer moves from one of the longest stages to one of the shortest, so many of each."""
+"""A layer moves from one of the longest stages (this many donors) to one of the shortest (this many takers)."""
 
 FORECASTS_A_ROUND, ROUNDS = 8, 12
-"""Moves that are forecast before a round gives up, and rounds."""
+"""Most moves that one round forecasts, and most rounds."""
 
 WORTH_S = 1e-4
-"""A move that shortens the step by less than this share is none."""
+"""A move that shortens the step by less than this share does not count."""
 
 
 class Costs(Protocol):
-    """What a layout's cuts cost."""
+    """The times of a layout's cuts."""
 
     def floors_s(self, found: Sequence[Cut]) -> Floats:
-        """Of each, seconds that the step takes at least, soon known."""
+        """A lower bound of the step for each cut, in seconds, quick to compute."""
         ...
 
     def bounds_s(self, found: Sequence[Cut]) -> list[float]:
-        """The same, closer."""
+        """A closer lower bound of the step for each cut, in seconds."""
         ...
 
     def stage_s(self, cut: Cut) -> Floats:
@@ -57,17 +57,17 @@ class Costs(Protocol):
         ...
 
     def price(self, cut: Cut) -> Forecast | None:
-        """The forecast; None where the cut does not fit or is refused."""
+        """The forecast; None if the cut does not fit or is refused."""
         ...
 
     def floor_s(self) -> float:
-        """Seconds that no cut can go below."""
+        """A lower bound of the step under any cut, in seconds."""
         ...
 
 
 @dataclass(frozen=True)
 class BestCut:
-    """The best cut found, and what is known of the others."""
+    """The best cut found, and what is known about the others."""
 
     layers: Cut
     forecast: Forecast
@@ -79,9 +79,9 @@ class BestCut:
 
 
 def best_cut(num_layers: int, num_stages: int, costs: Costs, starts: Sequence[Cut]) -> BestCut | None:
-    """The cut of ``num_layers`` into ``num_stages`` with the shortest step; None where none that was looked at fits.
+    """The cut of ``num_layers`` into ``num_stages`` with the shortest step; None if no cut that was tried fits.
 
-    ``starts``: cuts to begin with where there are too many to look at each.
+    ``starts``: cuts to move layers from, if there are too many cuts to try all or if trying them proves none the best.
     """
     found = None
     if num_cuts(num_layers, num_stages) <= ALL_CUTS:
@@ -176,9 +176,9 @@ def moves(cut: Cut, stage_s: Floats) -> Iterator[Cut]:
 def longest_s(
     found: Sequence[Cut], before_s: Floats, work_s: Floats, first_s: float, last_s: float, rank_stages: Ints
 ) -> Floats:
-    """[N] What the fullest rank of each cut takes at least: its work; of one stage a rank, what it waits for before too.
+    """[N] A lower bound of the fullest rank's time for each cut: its work, and with one stage per rank the wait for earlier stages too.
 
-    ``rank_stages`` [p, v]: the stages of each rank; the others as ``least_longest`` has them.
+    ``rank_stages``: [p, v] the stages of each rank; the other arguments as in ``least_longest``.
     """
     edges = np.cumsum(np.pad(np.array(found, dtype=np.int64), ((0, 0), (1, 0))), axis=1)  # [N, S + 1]
     before, work = (np.concatenate([[0.0], np.cumsum(layers)]) for layers in (before_s, work_s))
@@ -193,17 +193,17 @@ def longest_s(
 def least_longest(
     before_s: Floats, work_s: Floats, first_s: float, last_s: float, num_stages: int
 ) -> tuple[float, Cut]:
-    """The cut whose worst stage is best, by dynamic programming: a stage takes its work, and waits for what lies before.
+    """The cut whose longest stage is shortest, by dynamic programming: a stage takes its work and the wait for earlier layers.
 
     Args:
         before_s: [L] seconds of each layer that pass once before a later stage can start or end.
         work_s: [L] seconds of each layer over all micro-batches.
-        first_s: the same of the embedding, on the first stage.
-        last_s: of the head, on the last.
-        num_stages: one layer each, at least.
+        first_s: seconds of the embedding over all micro-batches, on the first stage.
+        last_s: seconds of the head over all micro-batches, on the last stage.
+        num_stages: each has at least one layer.
 
     Returns:
-        The least over all cuts of the longest stage, in seconds, and the cut.
+        The longest stage of the best cut, in seconds, and the cut.
     """
     num_layers = len(work_s)
     before, work = (np.concatenate([[0.0], np.cumsum(layers)]) for layers in (before_s, work_s))

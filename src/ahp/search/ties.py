@@ -1,4 +1,4 @@
-"""Layouts that the forecast cannot tell apart, of which the simplest comes first."""
+"""Ties: of layouts that the forecast cannot tell apart, the simplest comes first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ right order; of 138 that are 2 to 3 % apart, 70 % (docs/accuracy.md, What the or
 
 
 def complexity(layout: Parallelism) -> tuple[int, ...]:
-    """What makes a layout harder to run and to understand, the heaviest first: compared as a tuple, the least is the simplest."""
+    """What makes a layout harder to run and to understand, the heaviest first: the layout with the least tuple is the simplest."""
     axes = len(layout.axes) + (layout.expert_parallel_degree > 1)
     splits = splits_backward(layout)
     uneven = layout.layers_per_stage is not None or layout.stages is not None
@@ -33,25 +33,25 @@ def complexity(layout: Parallelism) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Ordered:
-    """Layouts as they are told: the simplest of the tied ones, then the others by their time."""
+    """Layouts as they are shown: the simplest of the tied ones, then the others by their time."""
 
     ranked: list[Pair]
     fastest: Pair
     num_tied: int
-    """Layouts within the tie of the fastest, this one among them."""
+    """Number of layouts tied with the fastest, including itself."""
 
     @property
     def first_is_fastest(self) -> bool:
         return self.ranked[0] is self.fastest
 
     def title(self) -> str:
-        """What the first of them is."""
+        """What the first layout is."""
         if self.first_is_fastest:
             return "fastest of the layouts that fit"
         return f"simplest of the {self.num_tied} layouts that are tied with the fastest"
 
     def words(self) -> tuple[str, ...]:
-        """Why the first is the first although it is not the fastest; nothing where it is."""
+        """Why the first layout leads although it is not the fastest; nothing if it is."""
         if self.first_is_fastest:
             return ()
         faster = 1.0 - self.fastest[1].step_time_s / self.ranked[0][1].step_time_s
@@ -61,10 +61,10 @@ class Ordered:
 
 
 def simplest_first(ranked: Sequence[Pair], within: float) -> Ordered:
-    """Put the simplest of the layouts in front whose time is within a share of the fastest's.
+    """Put the simplest of the layouts whose time is within a share of the fastest's in front.
 
     Args:
-        ranked: layouts with their forecast, fastest first; one at least.
+        ranked: layouts with their forecasts, fastest first; at least one.
         within: that share; 0 leaves the fastest in front.
     """
     limit_s = ranked[0][1].step_time_s * (1.0 + within)

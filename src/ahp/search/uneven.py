@@ -1,7 +1,7 @@
-"""Rows that nobody priced, or far behind, which may be the fastest under another cut into stages.
+"""Rows that were not priced, or that are far behind, but may be the fastest under another cut into stages.
 
-The longer the embedding and the head are beside a layer, the less the order of even cuts says of that of the best ones. So of the blocks with
-the lowest bound of any cut each pipeline is looked at with the cut whose longest stage is shortest.
+The longer the embedding and the head are compared with a layer, the less the ranking under even cuts says about the ranking under the best cuts.
+So in the blocks with the lowest bound of any cut, each pipeline is tried with the cut whose longest stage is shortest.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from ahp.search.stages import Cut
 from ahp.search.ties import TIED
 
 BLOCKS = 16
-"""So many blocks, those with the lowest bound of any cut."""
+"""How many blocks are tried: those with the lowest bound of any cut."""
 
 FORECASTS = 24
-"""So many forecasts at most, in the order of a bound."""
+"""Most forecasts, made in the order of a bound."""
 
 
 @dataclass(frozen=True)
 class UnevenRows:
-    """Layouts with such a cut that fit, and what was tried for them."""
+    """Layouts with an uneven cut that fit, and how many forecasts were tried for them."""
 
     pairs: list[Pair] = field(default_factory=list)
     places: dict[Parallelism, Place] = field(default_factory=dict)
-    """Of the rows that they come from."""
+    """Places of the rows that they come from, keyed by the row's layout."""
     forecasts: int = 0
 
 
 def uneven_rows(asked: Problem, bounds: Bounds, space: Space, ranked: Sequence[Pair]) -> UnevenRows:
-    """Those that may be faster than the first of a ranking by more than the forecast can tell apart, but for pipelines that are cut anyway;
-    none where the user has fixed the cut."""
+    """Rows that may be faster than the first of a ranking by more than the forecast can tell apart, except for pipelines that are recut anyway;
+    none if the user has fixed the cut."""
     if asked.constraints.layers_per_stage is not None:
         return UnevenRows()
     limit_s, known = ranked[0][1].step_time_s * (1 - TIED), recut_anyway(asked, ranked)
@@ -50,7 +50,7 @@ def uneven_rows(asked: Problem, bounds: Bounds, space: Space, ranked: Sequence[P
         if pipeline_of(asked, row) in known or row.num_stages > asked.graph.num_layers:
             continue
         costs = LayoutCosts(asked, row)
-        # A cut takes off about what the longest stage loses.
+        # A cut shortens the step by about the same factor as the longest stage.
         if max(costs.floor_s(), even_s * costs.shorter()) < limit_s:
             cut = costs.longest[1]
             some.append((costs.bounds_s([cut])[0], place, row, cut))
@@ -69,7 +69,7 @@ def uneven_rows(asked: Problem, bounds: Bounds, space: Space, ranked: Sequence[P
 
 
 def _rows(bounds: Bounds, space: Space, limit_s: float) -> Iterator[tuple[Place, float]]:
-    """Of each pipeline of the lowest blocks the row with the lowest bound that fits as it is, or the one that needs the least memory; with the bound."""
+    """For each pipeline of the lowest blocks, the fitting row with the lowest bound, else the row that needs the least memory; with its bound."""
     most_bytes = bounds.most_that_fits_bytes()
     for block in bounds.lowest_of_any_cut(limit_s)[:BLOCKS]:
         shape = space.rows(block).shape

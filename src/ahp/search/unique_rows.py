@@ -1,4 +1,4 @@
-"""The rows of a table that differ."""
+"""The distinct rows of a table."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from ahp.arrays import Ints
 
 
 def unique_rows(*columns: Ints) -> tuple[Ints, Ints]:
-    """The rows of a table that differ, in the order in which they come, and which of them each row is.
+    """The distinct rows of a table in the order of first appearance, and for every row the index of its distinct row.
 
-    numpy's own, over rows, is many times slower.
+    numpy's own ``unique`` over rows is many times slower.
     """
     number = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:

@@ -1,4 +1,4 @@
-"""Which of some hosts that were measured are alike, and the group of nodes that stands for those."""
+"""Groups measured hosts that are alike, and makes a group of nodes from each."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ahp.cluster.model import NodeGroup
 from ahp.errors import BadInput
 
 SAME_SPEED = 1.15
-"""Hosts whose products, or streams, differ by less are alike. [Empirical] Ten quick probes of one core of an AMD EPYC, beside other programs, lay up to 1.10 apart in
-products and 1.11 in streams (docs/decisions/several-hosts.md); and shares of a batch are whole micro-batches, which seldom come nearer to a ratio than that."""
+"""Hosts are alike if their products, and their streams, differ by no more. [Empirical] Ten quick probes of one core of an AMD EPYC, with other programs running, differed by
+up to 1.10 in products and 1.11 in streams (docs/decisions/several-hosts.md); and shares of a batch are whole micro-batches, which seldom match a ratio more closely."""
 SAME_MEMORY = 1.1
-"""What is free differs a little from host to host; the least of a group is what its plans may use."""
+"""The same for free memory, which differs a little from host to host; the plans of a group can use the least."""
 
 
 @dataclass(frozen=True)
 class Probed:
-    """One host: how it names itself, and what it measured of itself, a group of one node."""
+    """One host: its own name, and its own measurements as a group of one node."""
 
     name: str
     nodes: NodeGroup
@@ -46,9 +46,9 @@ class _Speed:
 
 
 def grouped(hosts: Sequence[Probed]) -> list[list[int]]:
-    """The numbers of the hosts in each group, the fastest group first; the same whatever the order in which the hosts come.
+    """The numbers of the hosts in each group, the fastest group first; the groups do not depend on the order of the hosts.
 
-    Within a group every host is like every other one: a chain of small differences joins no two that are far apart.
+    Within a group every host is like every other one: a chain of small differences never joins two that are far apart.
     """
     speeds = _speeds([host.nodes for host in hosts])
     order = sorted(
@@ -67,10 +67,10 @@ def grouped(hosts: Sequence[Probed]) -> list[list[int]]:
 
 
 def as_nodes(hosts: Sequence[Probed], groups: Sequence[Sequence[int]]) -> list[NodeGroup]:
-    """A group of nodes for each: the measurements of the host in the middle, the memory of the fullest.
+    """A group of nodes for each group of hosts: the measurements of the host in the middle, the least memory of any.
 
-    Named after the device, with a number where several groups have the same, the fastest first. Raises BadInput for GPUs beside processor cores,
-    which have no communication library in common.
+    Named after the device, with a number if several groups have the same device, the fastest first. Raises BadInput for GPUs and CPU cores
+    in one cluster, which have no communication library in common.
     """
     devices = [hosts[members[0]].nodes.device.name for members in groups]
     if len({name.startswith("cpu") for name in devices}) > 1:
@@ -103,7 +103,7 @@ def _nodes(alike: Sequence[Probed], name: str) -> NodeGroup:
 
 
 def _speeds(hosts: Sequence[NodeGroup]) -> list[_Speed]:
-    """Of hosts of one kind by the products that all of them have measured: a slow one leaves the large ones out."""
+    """The speed of each host, over the products that all hosts of its kind have measured: a slow host leaves the large ones out."""
     rates = [_rates(nodes) for nodes in hosts]
     kinds = [(nodes.device.name, nodes.devices_per_node) for nodes in hosts]
     found = []

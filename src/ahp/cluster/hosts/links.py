@@ -1,4 +1,4 @@
-"""The links of a cluster from what pairs of its hosts have measured."""
+"""The links of a cluster, from measurements between pairs of its hosts."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from itertools import combinations
 from ahp.cluster.model import Cluster, GroupLink, Link, NodeGroup
 
 STRONGLY = 1.5
-"""Pairs of one kind that differ by more are named: hosts whose own speeds differ by so much would not be one group either."""
+"""Pairs of one kind that differ by more than this factor are named: hosts whose own speeds differ as much would not be one group either."""
 MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
 class Direction:
-    """What one host's devices send to another's, measured alone on both."""
+    """The link from one host's devices to another's, measured while both do nothing else."""
 
     sender: int
     receiver: int
     bandwidth_bytes_per_s: float
-    """Of the whole host."""
+    """Bandwidth of the whole host."""
     latency_s: float
 
 
 def direction(sender: int, receiver: int, streams: int, seconds: dict[int, float]) -> Direction:
-    """``seconds``: of a message of so many bytes, sent by each of ``streams`` devices at once and answered by a small one, for two sizes or more.
+    """``seconds``: for two or more sizes in bytes, the time of a message that each of ``streams`` devices sends at once, with a small answer.
 
-    The smallest is two small messages. What the largest takes beyond it is its bytes: a shaped network lets the first ones through at once, so
-    that a message which is not large says too much.
+    The smallest is two small messages. What the largest takes beyond it is due to its bytes: a network with traffic shaping lets the first
+    bytes through at once, so that a message which is not large would show too high a rate.
     """
     small, large = min(seconds), max(seconds)
     beyond_s = max(seconds[large] - seconds[small], 1.0e-9)
@@ -38,7 +38,7 @@ def direction(sender: int, receiver: int, streams: int, seconds: dict[int, float
 
 @dataclass(frozen=True)
 class Joined:
-    """A cluster with its links, and what is to be said of them."""
+    """A cluster with its links, and warnings about them."""
 
     cluster: Cluster
     warnings: tuple[str, ...]
@@ -51,7 +51,7 @@ def joined(
     measured: Sequence[Direction],
     source: str,
 ) -> Joined:
-    """``members``: the numbers of each group's hosts; ``names``: of each host. Each pair of groups, and each group of several hosts, has a pair that was measured."""
+    """``members``: the numbers of each group's hosts; ``names``: the hosts' names. Each pair of groups, and each group of several hosts, has a measured pair."""
     group_of = {host: at for at, hosts in enumerate(members) for host in hosts}
     found: dict[frozenset[int], list[Direction]] = {}
     for one in measured:
@@ -74,7 +74,7 @@ def joined(
 
 
 def _link(measured: Sequence[Direction], source: str) -> Link:
-    """The median over the pairs, of each the slower direction: a collective waits for both."""
+    """The median over pairs of the slower direction of each: a collective waits for both."""
     pairs: dict[frozenset[int], list[Direction]] = {}
     for one in measured:
         pairs.setdefault(frozenset((one.sender, one.receiver)), []).append(one)
@@ -90,7 +90,7 @@ def _link(measured: Sequence[Direction], source: str) -> Link:
 
 
 def _differing(measured: Sequence[Direction], names: Sequence[str], where: str) -> list[str]:
-    """What a plan that takes all of them for alike would get wrong."""
+    """Warnings about links that differ too much, because a plan takes them all as equal."""
     fastest = max(one.bandwidth_bytes_per_s for one in measured)
     slowest = sorted(measured, key=lambda one: one.bandwidth_bytes_per_s)
     slow = [one for one in slowest if one.bandwidth_bytes_per_s * STRONGLY < fastest]

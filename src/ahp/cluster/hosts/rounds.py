@@ -1,12 +1,12 @@
-"""Which hosts measure their link when: in each round every host has one partner at most, so that no two pairs disturb each other."""
+"""Which hosts measure their link when: in each round every host has at most one partner, so that no two pairs disturb each other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 MOST_ROUNDS = 15
-"""All pairs of up to 16 hosts. A round takes some seconds (``runtime/probe/link_worker.py``), so that many hosts do not measure for an hour; each still meets 15 others,
-which tells a slow cable or switch apart from a slow pair."""
+"""Enough for all pairs of up to 16 hosts. A round takes some seconds (``runtime/probe/link_worker.py``), so this keeps many hosts from measuring for an hour; each still
+meets 15 others, which shows whether a cable or switch is slow, or only one pair."""
 
 Pair = tuple[int, int]
 
@@ -14,8 +14,8 @@ Pair = tuple[int, int]
 def rounds(groups: Sequence[int], most: int = MOST_ROUNDS) -> list[list[Pair]]:
     """Pairs of hosts in rounds; ``groups`` has the group of each host.
 
-    All pairs where that takes no more than ``most`` rounds. Else so many, spread evenly, with those first in which a pair of groups
-    meets that has not met in another; only for these there may be more.
+    All pairs if that takes at most ``most`` rounds. Else ``most`` rounds: first those that every pair of groups needs to meet, then
+    others spread evenly; there are more only if every pair of groups needs more to meet.
     """
     found = all_rounds(len(groups))
     if len(found) <= most:
@@ -34,8 +34,8 @@ def rounds(groups: Sequence[int], most: int = MOST_ROUNDS) -> list[list[Pair]]:
 
 
 def all_rounds(hosts: int) -> list[list[Pair]]:
-    """Every pair once, in as few rounds as there can be: one host stays in its place, the others go round it (the circle method
-    of tournaments). Of an odd number one rests in each round."""
+    """Every pair once, in as few rounds as possible: one host stays in its place, the others go round it (the circle method
+    of tournaments). If their number is odd, one rests in each round."""
     places: list[int | None] = [*range(hosts), *([None] if hosts % 2 else [])]
     found = []
     for _ in range(len(places) - 1 if hosts > 1 else 0):

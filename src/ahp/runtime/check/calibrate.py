@@ -1,4 +1,4 @@
-"""A cluster's forecasts corrected by runs on it: what their steps took, over what the forecast says they take."""
+"""Corrects a cluster's forecasts by runs on it: the measured time of their steps, divided by the forecast."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WARM_UP_STEPS = 3
 """First steps of a start, left out: they allocate, compile and load."""
 
 LEAST_STEPS = 5
-"""Steps that a median is taken of, at least."""
+"""The least number of steps for a median."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class MeasuredRun:
 
     folder: str
     step_s: float
-    """Median."""
+    """Median step time."""
     steps: int
 
 
 def measured(folder: RunFolder) -> MeasuredRun:
-    """The steps since the plan was last changed, without the first of them. Raises BadInput where there are too few."""
+    """The steps since the plan was last changed, without the first ``WARM_UP_STEPS``. Raises BadInput if there are too few."""
     records = read_metrics(folder.metrics_file, ["step_time_s"])
     if not records:
         raise BadInput(
@@ -61,7 +61,7 @@ def without_calibration(cluster: Cluster) -> Cluster:
 
 
 def calibrated(cluster: Cluster, ratios: Sequence[float], runs: Sequence[MeasuredRun]) -> Cluster:
-    """The cluster of one group with the geometric mean of the runs' ``ratios``, measured over forecast."""
+    """The cluster of one group, calibrated with the geometric mean of the runs' ``ratios``, measured over forecast."""
     mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
     [group] = without_calibration(cluster).groups
     known = Calibration(step_ratio=mean, runs=len(runs), source=_source(runs))
@@ -74,21 +74,21 @@ def _source(runs: Sequence[MeasuredRun]) -> str:
 
 
 STEP_SPREAD, GROUP_SPREAD = 0.05, 0.5
-"""Weights of the fit, of the logarithms; taken, not measured: steps miss a forecast that is right of each group by a twentieth, and groups are by half faster
-or slower than they were probed, two times in three. Other weights change only what the steps leave open."""
+"""Spreads of the logarithms in the fit; assumed, not measured: two times in three, steps are within a twentieth of a forecast that is right
+about each group, and groups are within half of their probed speed. Other weights change only what the steps leave open."""
 LEAST_TOLD = 0.5
-"""Runs whose steps leave more than this part of ``GROUP_SPREAD`` open do not say what a group takes."""
+"""Runs whose steps leave more than this part of ``GROUP_SPREAD`` open do not determine a group's ratio."""
 
 
 def group_ratios(
     cluster: Cluster, runs: Sequence[MeasuredRun], forecasts_s: Callable[[Cluster], Sequence[float]]
 ) -> dict[str, float]:
-    """How many times as long as forecast each group of a mixed cluster computes, as the runs' steps say together.
+    """How many times as long as forecast each group of a mixed cluster computes, fitted to the steps of all runs together.
 
-    ``forecasts_s``: of the runs' layouts on a cluster. The ratios that explain the steps best, with groups taken to be as they were
-    probed where no step says otherwise (least squares of logarithms, a Gaussian prior).
+    ``forecasts_s``: the forecasts of the runs' layouts on a cluster. The ratios explain the steps best, and keep a group as it was
+    probed where the steps leave it open (least squares of logarithms, a Gaussian prior).
 
-    Raises BadInput where the runs do not tell the groups apart: fewer than there are groups, or none waits for one of them.
+    Raises BadInput if the runs do not tell the groups apart: fewer runs than groups, or a group that no run waits for.
     """
     import numpy as np
     from scipy.optimize import least_squares
@@ -100,7 +100,7 @@ def group_ratios(
         told = forecasts_s(with_ratios(cluster, dict(zip(names, np.exp(logs), strict=True)), ""))
         return np.concatenate([(np.log(told) - measured) / STEP_SPREAD, logs / GROUP_SPREAD])
 
-    # A step of a hundredth: a schedule's length is piecewise linear in what its parts take.
+    # A difference of a hundredth: a schedule's length is piecewise linear in the times of its parts.
     found = least_squares(misses, np.zeros(len(names)), diff_step=0.01, bounds=(-4.0, 4.0))
     spread = np.sqrt(np.diag(np.linalg.inv(found.jac.T @ found.jac)))
     open_ = [name for name, left in zip(names, spread, strict=True) if left > LEAST_TOLD * GROUP_SPREAD]
@@ -113,13 +113,13 @@ def group_ratios(
 
 
 def with_ratios(cluster: Cluster, ratios: dict[str, float], source: str) -> Cluster:
-    """The cluster whose groups compute so many times as long."""
+    """The cluster with the compute time of each group multiplied by its ratio."""
     groups = tuple(scaled(group, ratios[group.name], source) for group in cluster.groups)
     return cluster.model_copy(update={"groups": groups})
 
 
 def calibrated_groups(cluster: Cluster, ratios: dict[str, float], runs: Sequence[MeasuredRun]) -> Cluster:
-    """The mixed cluster with the figures of its groups as runs have corrected them: a forecast has no one ratio there."""
+    """The mixed cluster with its groups' figures corrected by runs: no single ratio corrects a forecast there."""
     groups = tuple(
         scaled(group, ratios[group.name], f"times {ratios[group.name]:.3g} by {_source(runs)}")
         for group in cluster.groups

@@ -1,4 +1,4 @@
-"""How long plans really take on this machine: each runs a few steps on random text."""
+"""Measures how long plans take on this machine: each runs a few steps on random tokens."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ahp.runtime.run.worker import end_process
 from ahp.words import seconds, slower
 
 WARMUP = 2
-"""Steps before the clock counts: allocators, compilers of kernels and connections of the backend begin in them."""
+"""Steps before the clock counts: allocators, kernel compilers and the backend's connections start in them."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One plan and what its steps took, or why it could not run."""
+    """One plan and its step times, or why it could not run."""
 
     plan: Plan
     step_times_s: tuple[float, ...] = ()
@@ -36,7 +36,7 @@ class Measured:
         return statistics.median(self.step_times_s) if self.step_times_s else float("inf")
 
     def words(self, *, against: Measured | None = None) -> str:
-        """``measured here: 201 ms a step (199 ms .. 207 ms), forecast 155 ms``; ``against``: with how much slower it is."""
+        """``measured here: 201 ms a step (199 ms .. 207 ms), forecast 155 ms``; ``against``: adds how much slower this plan is."""
         if self.failure is not None:
             return f"could not be measured: {self.failure}"
         low, high = seconds(min(self.step_times_s)), seconds(max(self.step_times_s))
@@ -48,10 +48,10 @@ class Measured:
 
 
 def measure(plans: Sequence[Plan], *, steps: int = 5, say: Callable[[str], None] = lambda text: None) -> list[Measured]:
-    """Run each plan for ``steps`` steps after two to warm up, on workers of this machine; the fastest first.
+    """Run each plan for ``steps`` steps after two warm-up steps, on workers of this machine. Returns the fastest first.
 
-    A plan that fails, for want of memory for instance, comes last with the reason. Raises HardwareMismatch when the
-    plans are for other hardware, AhpError when none of them runs.
+    A plan that fails, for lack of memory for instance, comes last with the reason. Raises HardwareMismatch if the plans
+    are for other hardware, AhpError if none of them runs.
     """
     if steps < 1:
         raise bad_input("steps", steps, "must be at least 1")
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
             dist.barrier()
             start = time.perf_counter()
             parallel.step(parallel.shard(data))
-            ranks.barrier()  # of the device too: a GPU's step is over when its queue is empty
+            ranks.barrier()  # waits for the device too: a GPU's step is over when its queue is empty
             times_s.append(time.perf_counter() - start)
         answer(json.dumps(times_s[WARMUP:]))
     return 0

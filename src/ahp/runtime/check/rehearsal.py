@@ -1,4 +1,4 @@
-"""A plan on workers of this machine without a run's folder or data: what ``ahp verify`` and ``ahp plan --measure`` share."""
+"""Runs a plan on workers of this machine without a run's folder or data, for ``ahp verify`` and ``ahp plan --measure``."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 Batch = dict[str, torch.Tensor]
 
 DOCUMENT_SHARE = 0.05
-"""Of the tokens of a rehearsal, those that begin a document: short ones show soonest whether they are kept apart."""
+"""Share of a rehearsal's tokens that begin a document: short documents show soonest whether they are kept apart."""
 
 
 def on_workers(module: str, plan: Plan, device: DeviceType, *arguments: str) -> str:
-    """Run ``python -m module FOLDER DEVICE arguments`` as every rank of the plan; what rank 0 left with ``answer``.
+    """Run ``python -m module FOLDER DEVICE arguments`` as every rank of the plan. Returns what rank 0 left with ``answer``.
 
-    The weights are those of the job's seed, given ones (``init_from``) are not read.
+    The weights come from the job's seed; given weights (``init_from``) are not read.
 
-    Raises AhpError with the cause when a worker fails.
+    Raises AhpError with the cause if a worker fails.
     """
     with tempfile.TemporaryDirectory(prefix="ahp-rehearsal-") as name:
         folder = Path(name)
@@ -47,7 +47,7 @@ def on_workers(module: str, plan: Plan, device: DeviceType, *arguments: str) -> 
                 log_folder=folder / "log",
             )
         except launch.WorkersEnded as ended:
-            # Of several the first one is the cause; an empty one is of a worker that was ended meanwhile. The folder with their logs is about to go.
+            # The first error is the cause; an empty file is from a worker that was ended while writing. The folder with the logs is about to go.
             left = sorted(folder.glob("error-*.txt"), key=lambda file: file.stat().st_mtime_ns)
             errors = [file for file in left if file.stat().st_size]
             last = f"workers ended with {ended.exit_codes}: {launch.last_words(folder / 'log')}"
@@ -57,7 +57,7 @@ def on_workers(module: str, plan: Plan, device: DeviceType, *arguments: str) -> 
 
 @contextmanager
 def as_rank(argv: list[str]) -> Iterator[tuple[Plan, Ranks, Callable[[str], None]]]:
-    """On a rank that ``on_workers`` started: the plan, the ranks, and how to leave an answer; an error is left too."""
+    """On a rank that ``on_workers`` started: the plan, the ranks, and a function to leave the answer. Errors are left too."""
     folder, device = Path(argv[0]), argv[1]
     plan = Plan.load(folder / "plan.yaml")
 
@@ -74,8 +74,8 @@ def as_rank(argv: list[str]) -> Iterator[tuple[Plan, Ranks, Callable[[str], None
 
 
 def parallel_model(plan: Plan, device: torch.device, *, on_any_device: bool = False) -> tuple[Parallel, int]:
-    """The plan's model, parallelized over the ranks, and the tokens it can embed. ``on_any_device``: processor cores may stand for
-    devices with products in 8 bits, to compute the same, not to be timed."""
+    """The plan's model, parallelized over the ranks, and the number of tokens it can embed. ``on_any_device``: processor cores may
+    stand for devices with 8-bit products, to compute the same, not to be timed."""
     from ahp.runtime.parallel import parallelize, rehearse
 
     module = model(plan)
@@ -92,13 +92,13 @@ def model(plan: Plan) -> nn.Module:
 
 
 def vocabulary(module: nn.Module) -> int:
-    """Tokens that a model can embed."""
+    """Number of tokens that a model can embed."""
     return next(m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding))
 
 
 def batch(plan: Plan, step: int, tokens: int) -> Batch:
-    """Random tokens int64 [global batch, sequence], and labels of which each sequence scores another share; where the job masks
-    documents, their positions too: tokens begin one at random."""
+    """Random tokens int64 [global batch, sequence], and labels with a different scored share in each sequence; if the job masks
+    documents, positions too, in documents that begin at random tokens."""
     job = plan.job
     generator = torch.Generator().manual_seed(job.seed * 1_000_003 + step)
     input_ids = torch.randint(0, tokens, (job.global_batch_size, job.sequence_length), generator=generator)

@@ -1,4 +1,4 @@
-"""A plan against one device: the same steps in plain PyTorch on one process, compared number by number."""
+"""Compares a plan with one device, number by number: the same steps run in plain PyTorch in one process."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ TOLERANCES: dict[str, tuple[float, float]] = {
     "fp8": (2e-2, 5e-2),
 }
 """Largest relative difference at the first and at the last step. bf16 has 8 significant bits: half a unit in the last
-place is 2e-3, and a layout adds up in another order than one device; five of them at the last step. fp16 has 11.
-fp8 has 4, half a unit is 6e-2 of one number; layouts meet other roundings of bf16 before, and sums even them out."""
+place is 2e-3, and a layout adds up in another order than one device; five times that at the last step. fp16 has 11 bits.
+fp8 has 4: half a unit is 6e-2 of one number; layouts differ in the bf16 roundings before it, and sums even these out."""
 
 STATE_BYTES = 20
-"""Bytes of one parameter in one process at its worst: fp32 weight, gradient, two moments, and a copy while it is sliced."""
+"""Most bytes per parameter in one process: fp32 weight, gradient, two moments, and a copy while it is sliced."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Comparison:
 def verify(plan: Plan, *, steps: int = 10, say: Callable[[str], None] = lambda text: None) -> list[Comparison]:
     """Run ``plan`` on workers of this machine and the same job on one process, from the same weights on the same batches.
 
-    The job's optimizer, clipping, precision and global batch are used; the tokens are random, with a different number
-    of scored ones in each sequence. Raises HardwareMismatch when this machine has no room for it.
+    Uses the job's optimizer, clipping, precision and global batch. The tokens are random, with a different number of scored
+    tokens in each sequence. Raises HardwareMismatch if this machine has no room for it.
     """
     if steps < 1:
         raise bad_input("steps", steps, "must be at least 1")
@@ -102,7 +102,7 @@ def verify(plan: Plan, *, steps: int = 10, say: Callable[[str], None] = lambda t
 def one_device(plan: Plan, steps: int) -> Iterator[tuple[float, float]]:
     """Loss and pre-clip gradient norm of each step in plain PyTorch: the module, its optimizer, clip_grad_norm_.
 
-    The global batch goes through in micro-batches, each weighed by its scored tokens, to save memory.
+    The global batch is processed in micro-batches, each weighted by its scored tokens, to save memory.
     """
     job, settings = plan.job, plan.job.optimizer
     model = with_adapters(rehearsal.model(plan), job.lora, seed=job.seed)
@@ -143,7 +143,7 @@ def one_device(plan: Plan, steps: int) -> Iterator[tuple[float, float]]:
 
 
 def plain_optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.Optimizer]:
-    """torch's own optimizers on a whole model, as the settings mean them; of moments in 8 bits the runtime's, on whole weights."""
+    """torch's own optimizers on a whole model, as the settings mean them; for 8-bit moments the runtime's, on whole weights."""
     names = matrices_of(model, settings)
     if settings.name == "adamw8bit":
         in_8_bits = {n: p for n, p in model.named_parameters() if p.requires_grad and held_in_8_bits(tuple(p.shape))}
@@ -173,7 +173,7 @@ def _adamw(parameters: list[nn.Parameter], settings: Optimizer) -> list[torch.op
 
 
 class WholeEightBit(torch.optim.Optimizer):
-    """``EightBitAdamW`` on whole weights, as a loop of one process calls an optimizer."""
+    """``EightBitAdamW`` on whole weights, with the interface that a single-process loop calls."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], settings: Optimizer) -> None:
         super().__init__(list(parameters.values()) or [nn.Parameter(torch.zeros(1))], {"lr": settings.learning_rate})
@@ -186,9 +186,9 @@ class WholeEightBit(torch.optim.Optimizer):
 def _outputs(
     model: nn.Module, inputs: Inputs, documents: Documents | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, Any]:
-    """Logits, and the weighted balance loss where the model's config asks for one, as transformers computes it (else 0).
+    """Logits, and the weighted balance loss if the model's config asks for one, as transformers computes it (else 0).
 
-    With weights cast to ``dtype`` on their way in: fp32 masters receive the gradients.
+    Weights are cast to ``dtype`` on their way in: fp32 masters receive the gradients.
     """
     cast = {name: p.to(dtype) for name, p in model.named_parameters()} if dtype is not torch.float32 else {}
     with with_weights(model, cast) if cast else nullcontext():

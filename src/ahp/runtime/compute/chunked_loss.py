@@ -1,8 +1,8 @@
-"""The loss of a large vocabulary chunk by chunk: logits and their gradient exist for a few tokens at a time.
+"""Computes the loss of a large vocabulary in chunks: logits and their gradient exist for a few tokens at a time.
 
-The model's forward ends at its last block. What comes after the blocks (norm, head, scaling, soft cap) runs by the model's
-own code on a few tokens, with stand-ins for everything before, so no family needs code here. The gradient of a chunk is
-made at once, when its logits are there anyway: nothing is computed twice.
+The model's forward ends at its last block. The model's own code then runs what comes after the blocks (norm, head, scaling,
+soft cap) on a few tokens, with stand-ins for everything before, so no model family needs code here. The gradient of a chunk
+is computed at once, while its logits exist: nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Score = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Tail:
-    """What a model does after its blocks, token by token."""
+    """The part of a model after its blocks, which treats each token by itself."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class Tail:
         chunk_tokens: int,
         head: GatheredOnce | None = None,
     ) -> None:
-        """``model``: of the last stage, ready to run: its forward then returns no more than hidden states of ``dtype``. ``head``: what
-        must be called around its head, if anything."""
+        """``model``: of the last stage, ready to run; from now on its forward returns only hidden states, of ``dtype``. ``head``: the
+        wrapper to call around its head, if any."""
         self.model, self.chunk_tokens, self.head = model, chunk_tokens, head
         self.blocks = model.get_submodule(found.blocks_path)
         inside = {id(module) for module in self.blocks.modules()}
@@ -89,13 +89,13 @@ class Tail:
         return logits
 
     def _weights(self) -> list[nn.Parameter]:
-        """The trainable parameters outside of the blocks, as they are now: FSDP2 puts others in their place."""
+        """The trainable parameters outside of the blocks, looked up now: FSDP2 puts other tensors in their place."""
         found = (p for module in self.outside for p in module._parameters.values() if p is not None and p.requires_grad)
         return list({id(p): p for p in found}.values())
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Within, the blocks pass on and hand in what was received, and embeddings give zeros."""
+        """Within, blocks return their input, the last one what was received, and embeddings return zeros."""
         blocks = dict(self.blocks._modules)
         self.blocks._modules.update(self.stand_ins)
         for siblings, name, _, nothing in self.zero_embeddings:
@@ -111,7 +111,7 @@ class Tail:
 class _Chunked(torch.autograd.Function):
     """The sum of ``of_chunk`` over chunks. Gradients are made in the forward pass and handed out in the backward pass.
 
-    Those of weights are added up in fp32, however few bits a chunk's own gradient has.
+    Gradients of weights are added up in fp32, however few bits a chunk's own gradient has.
     """
 
     @staticmethod
@@ -151,10 +151,10 @@ class _Chunked(torch.autograd.Function):
 
 
 class _SummedInPlace(TorchFunctionMode):
-    """Within, a product with one of the weights has a backward pass that adds to the sum of that weight's gradients: a tensor of the
-    head's size less for each chunk, and its reading and writing.
+    """Within, the backward of a product with one of the weights adds to the sum of that weight's gradients in place. This saves a tensor
+    of the head's size for each chunk, and its reading and writing.
 
-    For weights in fp32: a sum in fp32 of products in 16 bits is an operator that torch has on GPUs alone, from 2.8 on.
+    For fp32 weights only: torch adds products of 16 bits up in fp32 on GPUs only, from 2.8 on.
     """
 
     def __init__(self, weights: tuple[torch.Tensor, ...]) -> None:
@@ -162,7 +162,7 @@ class _SummedInPlace(TorchFunctionMode):
         plain = (torch.Tensor, nn.Parameter)
         self.weights = {id(w) for w in weights if type(w) in plain and w.dtype == torch.float32}
         self.sums: dict[int, torch.Tensor] = {}
-        """By ``id`` of the weight: the function that uses them holds it."""
+        """Keyed by ``id`` of the weight, which the function that uses the sums keeps alive."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and not kwargs and id(args[1]) in self.weights and args[0].dtype == torch.float32:
@@ -201,7 +201,7 @@ def _added(total: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.T
 
 
 def _zero_embeddings(model: nn.Module, found: Outline, dtype: torch.dtype) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Modules before the blocks, each with what gives zeros in its place; a later stage has such stand-ins already."""
+    """Modules before the blocks, each with a stand-in that returns zeros; a later stage has such stand-ins already."""
     modules = dict(model.named_modules())
     for path in separate(found.before, found.blocks_path):
         if path not in modules or path in found.read_after:

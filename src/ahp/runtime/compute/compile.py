@@ -1,4 +1,4 @@
-"""Blocks as compiled kernels: element-wise chains in one piece, under ``engine.compile``."""
+"""Compiles blocks under ``engine.compile``: chains of element-wise operators become single kernels."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Compiler = Callable[[Forward], Forward]
 Backend = Callable[[GraphModule, list[torch.Tensor]], Forward]
 
 BACKEND = "inductor"
-"""torch.compile's own choice, by name for a graph that it has made already."""
+"""torch.compile's default backend, by name, for graphs that torch.compile has captured already."""
 
 
 def compiled(forward: Forward) -> Forward:
-    """``forward`` as one graph, or as several where something in it stays outside."""
+    """``forward`` as one graph, or as several if something in it stays outside."""
     return torch.compile(forward, dynamic=False)
 
 
 def split_backward_compiler(later: WeightGradients | None) -> Compiler:
-    """As ``compiled``, with the gradients of weights left to ``later`` where it is given."""
+    """Like ``compiled``, with the gradients of weights left to ``later`` if it is given."""
     if later is None:
         return compiled
     backend = _backend(None, later)
@@ -40,8 +40,8 @@ def split_backward_compiler(later: WeightGradients | None) -> Compiler:
 
 
 def selective_recompute_compiler(later: WeightGradients | None = None) -> Compiler:
-    """A compiler of forwards to one graph that keeps its products for backward, and runs the rest again. Where it is not one graph
-    what is returned raises BadInput."""
+    """A compiler to one graph that keeps its products for backward, and runs the rest again. The compiled forward raises BadInput
+    if it is not one graph."""
     backend = _PRODUCTS_KEPT if later is None else _backend("products", later)
 
     def compiler(forward: Forward) -> Forward:
@@ -60,9 +60,9 @@ def selective_recompute_compiler(later: WeightGradients | None = None) -> Compil
 
 
 class FullRecomputeCompiler:
-    """Compiles blocks, alike ones together, as one graph that keeps nothing but what enters it: backward runs again what it reads,
-    and so no block's last product. Of a block in several graphs each would keep what enters it. As soon as one block is found to
-    be so, all of them are run again from outside, every graph of theirs whole.
+    """Compiles each block, equal blocks together, as one graph that keeps only its inputs: backward runs again only what it reads,
+    so not the block's last product. If a block is several graphs, each of them would keep its inputs. As soon as one such block
+    is found, all blocks are run again from outside, with every graph whole.
     """
 
     def __init__(self, later: WeightGradients | None = None) -> None:
@@ -80,8 +80,8 @@ class FullRecomputeCompiler:
         return run
 
     def recompute_outside(self, block: nn.Module, forward_context: Context = nullcontext) -> None:
-        """Be ready, in place, to run a compiled block again from outside, within ``forward_context``. To be done outside of what else it must
-        run again within."""
+        """Prepare a compiled block, in place, to be run again from outside, within ``forward_context``. To be called after the block got
+        all wrappers that must run again too."""
         inside = block.forward
         recompute(block, "full", forward_context)
         outside = block.forward
@@ -98,14 +98,14 @@ class FullRecomputeCompiler:
 
 
 class GraphBroke(Exception):
-    """What was to be one graph is several; says why."""
+    """A forward that must be one graph is several; the message is the reason."""
 
 
 def _one_graph(forward: Forward, backend: Backend) -> Forward:
-    """``forward`` as one graph, made by this backend of torch.compile. What is returned raises GraphBroke.
+    """``forward`` as one graph, made by this backend of torch.compile. The compiled forward raises GraphBroke if it is several.
 
-    Its backend puts recompute into the graph. That the forward calls ``checkpoint`` itself would not do: function modes around it,
-    which attention of context ranks is, are not seen inside.
+    The backend puts recompute into the graph. A forward that calls ``checkpoint`` itself would not work: function modes around it,
+    such as the attention of context ranks, are not seen inside.
     """
     whole = torch.compile(forward, dynamic=False, fullgraph=True, backend=backend)
 
@@ -123,14 +123,14 @@ def _one_graph(forward: Forward, backend: Backend) -> Forward:
 
 
 def _backend(kept: Literal["products", "inputs"] | None, later: WeightGradients | None = None) -> Backend:
-    """torch.compile tells graphs apart by it too: what is to share them is given the same one."""
+    """A backend for torch.compile, which also caches graphs by backend: forwards that are to share graphs must get the same one."""
 
     def make(graph: GraphModule, inputs: list[torch.Tensor]) -> Forward:
-        # Of a block that trains nothing, behind embeddings that train nothing, there is no backward: torch's compiler refuses recompute there.
+        # A frozen block behind frozen embeddings has no backward, and torch's compiler refuses recompute there.
         if not (torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)):
             return compile_graph(graph, inputs, BACKEND)
         if kept is not None and writes_inputs(graph, inputs):
-            # What is run again would read what was written, not what there was before.
+            # The second run would read the written values, not the earlier ones.
             raise GraphBroke("it writes into its buffers")
         split = None if later is None else SplitGraph(graph, inputs, later)
         if split is not None:
@@ -150,9 +150,9 @@ def compile_block(block: nn.Module, compiler: Compiler = compiled) -> None:
     """Compile a block's forward, in place, when it is first run. Hooks on the block (FSDP2's) stay outside."""
     allow_graphs()
     forward = block.forward
-    if isinstance(forward, SlicedForward):  # its graph is known already, collectives and all
+    if isinstance(forward, SlicedForward):  # it has a graph already, collectives included
         forward.compiler = compiler
-    elif isinstance(forward, RouterOutputsTaken):  # what it keeps for later stays outside too
+    elif isinstance(forward, RouterOutputsTaken):  # collecting router outputs stays outside too
         forward.with_outputs = compiler(forward.with_outputs)
     else:
         block.forward = compiler(forward)  # type: ignore[method-assign]

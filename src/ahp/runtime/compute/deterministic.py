@@ -1,4 +1,4 @@
-"""``job.deterministic``: the same digits each time on the same devices, where CUDA's fastest kernels add in any order."""
+"""``job.deterministic``: the same digits each time on the same devices, although CUDA's fastest kernels add in any order."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch.utils.deterministic
 from ahp.errors import NotExpressible
 
 REFUSAL = "does not have a deterministic implementation"
-"""What torch says of an operator that adds in any order and has no other kernel (aten/src/ATen/Context.cpp)."""
+"""torch's message for an operator that adds in any order and has no other kernel (aten/src/ATen/Context.cpp)."""
 
 
 def set_environment() -> None:
-    """Before the first product on a GPU, and before anything is compiled. What the user has set stays.
+    """To be called before the first product on a GPU, and before anything is compiled. Variables that the user has set stay.
 
-    cuBLAS is deterministic with workspaces of its own for each stream (docs.nvidia.com/cuda/cublas, "Results Reproducibility"); Inductor
-    else picks among kernels by their times.
+    cuBLAS is deterministic with a workspace for each stream (docs.nvidia.com/cuda/cublas, "Results Reproducibility"); Inductor
+    would otherwise choose kernels by their measured times.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
@@ -28,7 +28,7 @@ def set_environment() -> None:
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Within, torch takes deterministic kernels alone, where it is wanted; then the program's own choice holds again.
+    """Within, torch uses only deterministic kernels, if ``wanted``; afterwards the program's own choice holds again.
 
     Raises NotExpressible on an operator that has none.
     """
@@ -40,7 +40,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
     memory: Any = torch.utils.deterministic
     before = cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    # torch would write NaN into each new tensor besides, to show who reads what nobody wrote.
+    # torch would also write NaN into each new tensor, to expose reads of memory that nothing wrote.
     cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory = True, False, False
     try:
         yield

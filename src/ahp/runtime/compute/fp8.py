@@ -1,7 +1,7 @@
-"""The linear layers of blocks in 8 bits (``precision: fp8``): which they are, and what a device must have for it.
+"""The linear layers of blocks in 8 bits (``precision: fp8``): which layers they are, and what a device must have for it.
 
-Everything else computes in bf16: embedding, head, norms, attention, routers, stacked experts; and so do linear layers with a
-dim that is no multiple of 16. Which layers they are is seen on the whole model, so that it is the same under every plan.
+Everything else computes in bf16: embedding, head, norms, attention, routers, stacked experts, and linear layers with a
+dim that is no multiple of 16. The layers are chosen on the whole model, so they are the same under every plan.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ahp.runtime.pipeline.weight_gradients import WeightGradients
 
 CAPABILITY = (8, 9)
-"""Ada and Hopper are the first with such products (torch._scaled_mm says so when it refuses)."""
+"""Ada and Hopper are the first GPUs with products in 8 bits (the error of torch._scaled_mm says so)."""
 OTHERS = "valid: bf16, fp32"
 NOTHING = (False, False, False)
 
@@ -41,9 +41,9 @@ aten = torch.ops.aten
 
 
 def refuse_without_fp8(plan: Plan, device: str) -> None:
-    """Raise BadInput where torchao is missing, HardwareMismatch where a device that the plan is for has no products in 8 bits.
+    """Raise BadInput if torchao is missing, HardwareMismatch if a device that the plan is for has no products in 8 bits.
 
-    ``device``: ``cpu`` or ``cuda``. Starts nothing on a GPU; ``refuse_device`` looks at the one that a worker has.
+    ``device``: ``cpu`` or ``cuda``. Starts nothing on a GPU; ``refuse_device`` checks a worker's own GPU.
     """
     if plan.job.precision != "fp8":
         return
@@ -58,7 +58,7 @@ def refuse_without_fp8(plan: Plan, device: str) -> None:
 
 
 def refuse_without_torchao() -> None:
-    """Its casts and products are used."""
+    """Raise BadInput if torchao is missing: its casts and products are used."""
     if importlib.util.find_spec("torchao") is None:
         raise BadInput(f"job.precision = 'fp8': torchao is not installed; {install_extra('fp8')} ({OTHERS})")
 
@@ -92,7 +92,7 @@ class Fp8:
         return Product(transposed, Parts(self.tokens + x, weight, self.tokens + output), self.later)
 
     def convert(self, block: nn.Module) -> None:
-        """Let the linear layers of a block that is not sliced compute in 8 bits, in place. To be done before it is compiled."""
+        """Make the linear layers of a block that is not sliced compute in 8 bits, in place. To be called before it is compiled."""
         for name, transposed in linear_weights(block).items():
             module = block.get_submodule(name.rpartition(".")[0])
             forward = _forward_by(self.product(transposed=transposed))
@@ -100,7 +100,7 @@ class Fp8:
 
 
 def _forward_by(product: Product) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
-    """A method, for torch.compile takes the same graph for other modules then; a ``partial`` it would compile again for each."""
+    """A method, because torch.compile then shares one graph between modules; it would compile a ``partial`` again for each."""
 
     def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         weight: Any = module.weight
@@ -111,19 +111,19 @@ def _forward_by(product: Product) -> Callable[[nn.Module, torch.Tensor], torch.T
 
 
 class InGraph:
-    """The same for a block that runs as its traced graph, of which each rank has a part."""
+    """``Fp8`` for a block that runs as its traced graph, of which each rank has a part."""
 
     def __init__(self, fp8: Fp8, block: nn.Module) -> None:
-        """``block``: whole; a copy without memory will do."""
+        """``block``: the whole block; a copy without memory is enough."""
         self.fp8 = fp8
         self.weights = linear_weights(block)
 
     def product(self, capture: Capture, node: Node, strategy: Strategy, group: dist.ProcessGroup) -> Product | None:
-        """What computes a call of the graph in 8 bits; None where it is no product with such a weight."""
+        """The product in 8 bits for a call of the graph; None if the call is no product with such a weight."""
         if node.target not in (aten.linear.default, aten.addmm.default):
             return None
         of_linear = node.target is aten.linear.default
-        x, weight = (0, 1) if of_linear else (1, 2)  # among the tensors that it is given
+        x, weight = (0, 1) if of_linear else (1, 2)  # places among its input tensors
         names = {weight: name for name, weight in capture.weight_nodes().items()}
         transposed = self.weights.get(names.get(tensor_inputs(node)[weight], ""))
         if transposed is None:
@@ -138,7 +138,7 @@ class InGraph:
 def linear_weights(block: nn.Module) -> dict[str, bool]:
     """The weights of a whole block that are multiplied in 8 bits, and whether they are [N, K] (nn.Linear) or [K, N].
 
-    A layer that gives as many numbers as the block has experts is a router.
+    A layer with as many outputs as the block has experts is a router, and not among them.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -156,14 +156,14 @@ def linear_weights(block: nn.Module) -> dict[str, bool]:
 
 
 def check_linear(blocks: BlockList | None) -> None:
-    """Raise BadInput for a model of which nothing would be computed in 8 bits."""
+    """Raise BadInput for a model in which nothing would be computed in 8 bits."""
     if not any(linear_weights(block) for block in (blocks.blocks if blocks else ())):
         what = "no linear layer whose dims are multiples of 16" if blocks else "no blocks"
         raise BadInput(f"job.precision = 'fp8': the model has {what} to compute in 8 bits ({OTHERS})")
 
 
 def check_parts(module: nn.Module, found: Outline, sliced: ModelSlicing, degree: int) -> None:
-    """Raise BadInput where tensor parallelism would cut a weight into parts too narrow for a product in 8 bits."""
+    """Raise BadInput if tensor parallelism would cut a weight into parts too narrow for a product in 8 bits."""
     blocks = dict(module.get_submodule(found.blocks_path).named_children())
     for kind, solution in enumerate(sliced.blocks):
         number = found.kinds.index(kind)

@@ -2,10 +2,10 @@
 
 x [T, K], weight [N, K] and the gradient of the output [T, N] are each multiplied by a scale that brings their largest element
 to the largest that 8 bits hold (e4m3; e5m2 for the gradient), cast, and multiplied in pairs by ``torch._scaled_mm``, which
-divides by the scales again. torchao's Float8Linear does the same for a tensor that one rank has the whole of. Here
+divides by the scales again. torchao's Float8Linear does the same for a tensor that one rank holds whole. Here
 
-- a rank may have a part: the largest element is found over the ranks that have the others, so the scales are those of one device;
-- the gradient of the weight may wait, as the schedules ask that split the backward (``deferred``);
+- a rank can have a part: the largest element is found over all ranks that have parts, so the scales are those of one device;
+- the gradient of the weight can wait, for the schedules that split the backward (``later``);
 - a scale is found once, and the gradient cast once, for both products that read them.
 
 The casts, scales and products of torchao are not all public: no other file uses them.
@@ -29,7 +29,7 @@ from ahp.runtime.pipeline.weight_gradients import WeightGradients
 
 Groups = tuple[dist.ProcessGroup, ...]
 
-# torchao's own choice (Float8LinearConfig): fast sums for the output alone. Rows of zeros fill up odd numbers of tokens.
+# torchao's own choice (Float8LinearConfig): fast sums for the output only. Rows of zeros pad odd numbers of tokens.
 _FAST, _EXACT = (
     ScaledMMConfig(emulate=False, use_fast_accum=fast, fp8_output=False, pad_inner_dim=True) for fast in (True, False)
 )
@@ -38,7 +38,7 @@ RECIPE = LinearMMConfig(output=_FAST, grad_input=_EXACT, grad_weight=_EXACT)
 
 @dataclass(frozen=True)
 class Parts:
-    """Over which ranks the operands of a product are spread; empty where every rank has the whole."""
+    """Over which ranks the operands of a product are spread; empty if every rank has the whole."""
 
     input: Groups = ()
     weight: Groups = ()
@@ -53,7 +53,7 @@ class Product:
     """The weight is [N, K], as in nn.Linear; else [K, N]."""
     parts: Parts = Parts()
     later: WeightGradients | None = None
-    """Where the gradient of the weight waits; None = it is computed with that of x."""
+    """Where the gradient of the weight waits; None = it is computed together with the gradient of x."""
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         out: torch.Tensor = _Function.apply(x, weight, self)  # type: ignore[assignment]
@@ -65,10 +65,10 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, product: Product) -> torch.Tensor:
         x_scale = _scale(x, e4m3_dtype, product.parts.input)
         weight_scale = _scale(weight, e4m3_dtype, product.parts.weight)
-        # In 16 bits, as without: other operators keep x too, and FSDP2 the weight. 8 bits would be kept beside them.
+        # Saved in 16 bits: other operators keep x anyway, and FSDP2 the weight. Copies in 8 bits would come on top.
         ctx.save_for_backward(x, weight, x_scale, weight_scale)
         ctx.product = product
-        # Not as it is saved: its gradient is handed to this very tensor, and a recomputed block would give another.
+        # Not the saved one: the gradient goes to this very tensor, and a recomputed block would give another.
         ctx.weight = weight if product.later is not None else None
         rows = _input(x, x_scale)
         columns = _weight(weight, weight_scale)
@@ -95,13 +95,13 @@ class _Function(torch.autograd.Function):
             return of_x, None, None
         if product.later is None:
             return of_x, of_weight(), None
-        # Through what made the weight of its parameter (a DTensor's local part), to the parameter's own gradient.
+        # Goes through the operators that made the weight from its parameter (a DTensor's local part) to the parameter's gradient.
         product.later.pending.append(lambda: torch.autograd.backward(ctx.weight, of_weight()))
         return of_x, None, None
 
 
 def _scale(x: torch.Tensor, dtype: torch.dtype, groups: Groups) -> torch.Tensor:
-    """The scale of a tensor of which this rank has a part. Collective over the groups."""
+    """The scale of a tensor that this rank has a part of. Collective over the groups."""
     largest = tensor_to_amax(x.detach())
     for group in groups:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)

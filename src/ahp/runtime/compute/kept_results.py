@@ -1,7 +1,7 @@
-"""What selective recompute keeps of a block's first run, and how its second run finds the same.
+"""What selective recompute keeps of a block's first run, and how the second run computes the same.
 
-torch's own contexts (``create_selective_checkpoint_contexts``) refuse to give back a result that was written into. And a random operator
-that writes in place draws other numbers in the second run, where random results before it are kept and draw none.
+torch's own contexts (``create_selective_checkpoint_contexts``) refuse to return a result that was written into. And with them a random
+in-place operator draws other numbers in the second run, if random results before it are kept and so draw none.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ahp.runtime.torch_compat import TorchDispatchMode, local_tensor, memory_of,
 
 
 class KeptResults:
-    """Of one run of a block, by operator in the order of its calls: what it returned; of a random one that writes in place, the state of the
-    generator before it."""
+    """From one run of a block, for each operator in the order of its calls: what it returned, or, for a random in-place operator, the state of
+    the generator before it."""
 
     def __init__(self) -> None:
         self.calls: defaultdict[Any, deque[list[Any]]] = defaultdict(deque)
 
     def copy_before_write(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """What is kept stays what it was, whatever is written into the result later (``out.add_(bias)``)."""
+        """Copy kept results that the operator will write into (``out.add_(bias)``), so that they stay what they were."""
         arguments = operator._schema.arguments
         given = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
         into = [given.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
@@ -35,7 +35,7 @@ class KeptResults:
 
 
 class FirstRun(TorchDispatchMode):
-    """Keeps of the operators of which ``keeps`` says so what the second run needs."""
+    """Keeps what the second run needs from the operators that ``keeps`` selects."""
 
     def __init__(self, kept: KeptResults, keeps: Callable[[Any], bool]) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class FirstRun(TorchDispatchMode):
 
 
 class SecondRun(TorchDispatchMode):
-    """Gives results back in the place of running what returned them, and lets what draws in place draw the same."""
+    """Returns kept results instead of running their operators, and makes random in-place operators draw the same numbers."""
 
     def __init__(self, kept: KeptResults) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def _tensors(nested: Any) -> list[torch.Tensor]:
 
 
 def _drawn_from(state: torch.Tensor, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What a random operator gives with its generator in this state; the generator stays as it is."""
+    """The result of a random operator with its generator in this state; the generator is left as it was."""
     generator = _generator(args, kwargs)
     now = generator.get_state()
     generator.set_state(state)
@@ -103,7 +103,7 @@ def _drawn_from(state: torch.Tensor, operator: Any, args: Any, kwargs: dict[str,
 
 
 def _generator(args: Any, kwargs: dict[str, Any]) -> torch.Generator:
-    """That which a random operator draws from."""
+    """The generator that a random operator draws from."""
     if (own := kwargs.get("generator")) is not None:
         return own
     device = _tensors((args, kwargs))[0].device

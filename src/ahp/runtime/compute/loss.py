@@ -22,7 +22,7 @@ IGNORED = -100
 def shifted(labels: torch.Tensor) -> torch.Tensor:
     """Targets of a causal model: position i is scored against token i + 1, the last position against nothing.
 
-    labels: int64 [batch, sequence]; result alike.
+    labels: int64 [batch, sequence]; so is the result.
     """
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
@@ -35,11 +35,11 @@ def count_scored(labels: torch.Tensor, *, causal: bool) -> torch.Tensor:
 class Loss:
     """Callable(logits [batch, sequence, vocabulary or this rank's part], labels [batch, sequence]) -> scalar.
 
-    With a ``tail`` it is given hidden states [batch, sequence, hidden] in the place of logits, and makes these in chunks.
-    ``total`` is set before each step: the number of scored tokens in the global batch. Every rank's losses then add up
-    to the mean, and gradients only ever need summing, whatever the layout.
+    With a ``tail`` it takes hidden states [batch, sequence, hidden] instead of logits, and computes the logits in chunks.
+    ``total`` is set before each step: the number of scored tokens in the global batch. The losses of all ranks then add up
+    to the mean, and gradients only need summing, whatever the layout.
 
-    With a ``balance`` and where gradients are made, it is given the sums of the balance loss beside the logits.
+    With a ``balance``, when gradients are computed, it also takes the sums of the balance loss, in a tuple with the logits.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class Loss:
         self.causal, self.vocabulary_group = causal, vocabulary_group
         self.tail: Tail | None = None
         self.context = context
-        """The ranks that share each sequence: logits are of this rank's tokens, labels of all, because the label of its last
-        token is the next rank's first."""
+        """The ranks that share each sequence: logits are of this rank's tokens, labels of all tokens, because the target of
+        this rank's last token is another rank's first token."""
         self.total: PendingCount | None = None
         self.balance: Balance | None = None
         self.num_micro_batches = 1
-        """Of the global batch, over all replicas: balance losses add up to their mean."""
+        """How many the global batch has over all replicas: balance losses are divided by it, and add up to their mean."""
         self.scale: torch.Tensor | float = 1.0
         """What each loss is multiplied by (``ahp.runtime.optimizer.loss_scale``), so that fp16 holds its gradients."""
 
@@ -72,7 +72,7 @@ class Loss:
         return self._share(output, targets) if self.tail is None else self.tail.loss(output, targets, self._share)
 
     def _share(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Of the mean over the global batch, what these tokens are; ``targets`` [batch, sequence] of the same tokens."""
+        """The share of these tokens in the mean over the global batch; ``targets`` [batch, sequence] of the same tokens."""
         assert self.total is not None
         targets = targets.reshape(-1)
         logits = logits.reshape(-1, logits.shape[-1])

@@ -13,11 +13,11 @@ from ahp.runtime.ranks.mesh import Mesh
 
 @contextmanager
 def numbers_of_step(mesh: Mesh, seed: int, step: int) -> Iterator[None]:
-    """Within, random numbers depend on the job's seed, the step and this rank's place alone; then the program's own go on.
+    """Within, random numbers depend only on the job's seed, the step and this rank's place; afterwards the program's own go on.
 
-    A run that goes on under the same layout draws what it would have drawn, so no generator's state is kept. Ranks of a
-    tensor-parallel group draw alike, because they hold whole tensors and weights together. Others draw their own numbers, those that
-    share a sequence too: each has its own tokens.
+    A run that is resumed under the same layout draws what it would have drawn, so no generator's state is saved. Ranks of a
+    tensor-parallel group draw the same numbers, because they share whole tensors and weights. Other ranks draw their own numbers,
+    also those that share a sequence: each has its own tokens.
     """
     place = (seed, step, mesh.token_rank, mesh.rank("pp"))
     state = int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1)

@@ -36,15 +36,15 @@ KEPT = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
-"""What selective recompute does not run again: products with a weight, and fused attention. Batched products are those of
-unfused attention, whose scores are the largest activation of all."""
+"""What selective recompute does not run again: products with a weight, and fused attention. Batched products do run again: they
+are those of unfused attention, whose scores are the largest activation of all."""
 
 
 def recompute(block: nn.Module, kind: Literal["selective", "full"], forward_context: Context = nullcontext) -> None:
-    """Keep of a block's forward nothing but its inputs, and if ``selective`` the products, in place; backward runs the rest
-    again, within ``forward_context``.
+    """Make a block, in place, keep only its inputs, and its products too if ``selective``; backward runs the rest again,
+    within ``forward_context``.
 
-    Its forward alone is wrapped: parameter names stay, and hooks on the block (FSDP2's) run once, outside.
+    Only its forward is wrapped: parameter names stay, and hooks on the block (FSDP2's) run once, outside.
     """
     forward = block.forward
     owners = [module for module in block.modules() if next(module.buffers(recurse=False), None) is not None]
@@ -73,17 +73,17 @@ def recompute(block: nn.Module, kind: Literal["selective", "full"], forward_cont
 
 
 def keep_products() -> Contexts:
-    """What ``checkpoint`` takes as ``context_fn`` to keep the same in a graph of torch.compile's."""
+    """The ``context_fn`` for ``checkpoint`` that keeps the same results in a torch.compile graph."""
     return create_selective_checkpoint_contexts(_policy)
 
 
 class BuffersOfFirstRun:
-    """What a block's first run reads and writes in its buffers, so that the second run computes the same and writes nothing."""
+    """Gives a block's second run the buffers as the first run found them, so that it computes the same and changes no live buffer."""
 
     def __init__(self, owners: list[nn.Module]) -> None:
         self.owners = owners
         self.values: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
-        """As they were before the first run, of modules in which it has changed one."""
+        """Buffers before the first run, for modules in which it changed one."""
 
     @contextmanager
     def keep(self) -> Iterator[None]:
@@ -94,7 +94,7 @@ class BuffersOfFirstRun:
         try:
             yield
         finally:
-            # Batch norm's kernel writes its averages unseen, beside a counter that it is seen to write.
+            # Batch norm's kernel writes its averages without raising their version, but its counter's version is raised.
             self.values = {m: values[m] for m in self.owners if _versions(m) != versions[m]}
 
     @contextmanager
@@ -110,7 +110,7 @@ class BuffersOfFirstRun:
 
 
 def _versions(module: nn.Module) -> list[tuple[int, int]]:
-    """What is another after a write into a module's buffers, in place or by another tensor."""
+    """A value that changes if a module's buffers are written in place, or replaced by other tensors."""
     return [(id(b), b._version) for b in module._buffers.values() if b is not None]
 
 
@@ -119,9 +119,9 @@ def _copied(buffer: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def saved_once(compute: Callable[[], Results]) -> Results:
-    """What ``compute`` returns; in the second run of selective recompute what it returned in the first.
+    """What ``compute`` returns; in the second run of selective recompute, what it returned in the first.
 
-    For attention that is no single operator, as around a ring: the results of its parts are not kept.
+    For attention that is not one operator, such as ring attention: the results of its parts are not kept.
     """
     how = _WITHIN.get()
     return compute() if how is None else how(compute)
@@ -130,7 +130,7 @@ def saved_once(compute: Callable[[], Results]) -> Results:
 def known_again(compute: Callable[[], Value]) -> Value:
     """What ``compute`` returns; in the second run of a block, whatever the kind of recompute, what it returned in the first.
 
-    For a few numbers that the host must wait for, such as how many tokens go to each expert: not to be waited for twice.
+    For a few numbers that the host must wait for, such as how many tokens go to each expert: it then waits only once.
     """
     return _KNOWN.get()(compute)
 
@@ -159,7 +159,7 @@ class _Kept:
     def keep(self, compute: Callable[[], Results]) -> Results:
         with _replacing(_WITHIN, _of_parts):
             found = compute()
-        # What autograd makes of the results themselves stays out of what is kept.
+        # Detached, so that the autograd graph of the results is not kept with them.
         self.results.append(tuple(result.detach() for result in found))
         return found
 
@@ -194,7 +194,7 @@ def _replacing(variable: ContextVar[Any], value: object) -> Iterator[None]:
 
 
 def _keeps(operator: Any) -> bool:
-    # A random operator that is left out would shift the numbers of the next one, so their results are kept too.
+    # A random operator that is not run again shifts the numbers of the next one, so all random results are kept.
     return _WITHIN.get() is not _of_parts and (operator in KEPT or is_random(operator))
 
 

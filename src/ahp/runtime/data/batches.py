@@ -1,4 +1,4 @@
-"""Sequences cut from documents, in an order that is a function of (seed, step) alone."""
+"""Sequences cut from documents, in an order that depends only on (seed, step)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ahp.job import Packing
 from ahp.runtime.data.corpus import Corpus
 
 NOT_SCORED = -100
-"""The label that cross-entropy leaves out (torch's default ``ignore_index``)."""
+"""The label that cross-entropy ignores (torch's default ``ignore_index``)."""
 
 
 SCORED_SHARE, HIDDEN_SHARE, REPLACED_SHARE = 0.15, 0.8, 0.1
-"""Of the tokens, those that a masked model must tell; of these, those hidden and those replaced by any token, the rest
-stay as they are (BERT, arXiv 1810.04805, section 3.1)."""
+"""Share of the tokens that a masked model must predict; shares of these that are hidden, and replaced by a random token. The
+rest stay as they are (BERT, arXiv 1810.04805, section 3.1)."""
 MASK_STREAM = 1 << 63
-"""Added to the row's number where it seeds the masks, so that no epoch's permutation shares a stream with them."""
+"""Added to a row's number to seed its masks, so that no epoch's permutation shares a stream with them."""
 TEXT_STREAMS = 1 << 40
-"""Epochs that one text of a mixture has streams for."""
+"""Number of epochs for which each text of a mixture has random streams."""
 PADDING = 0
-"""The token that fills a padded sequence: any would do, since nothing before it looks at it and it is not scored."""
+"""The token that fills a padded sequence: any token would do, since no token before it attends to it and it is not scored."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class Masking:
     token: int
     """Id of the token that hides another."""
     vocab_size: int
-    """Tokens that may stand in for another."""
+    """Number of tokens that can replace another."""
 
 
 Row = dict[str, np.ndarray]
-"""int64 [sequence_length] under the keys of a batch."""
+"""int64 [sequence_length] for each key of a batch."""
 
 
 class Batches:
-    """The global batch of every step: ``batches(step)`` gives it for step 0, 1, 2, ...; ``batches(step, rows)`` a part.
+    """The global batch of every step: ``batches(step)`` returns it for step 0, 1, 2, ...; ``batches(step, rows)`` a part of it.
 
-    ``packed``: documents are concatenated and cut into sequences of ``sequence_length``; what is left at the end is not
-    used. ``padded``: a sequence holds one document, or a part of one that is longer, and is filled up.
-    Every epoch is a permutation of all sequences, drawn from (seed, epoch). Nothing is remembered between steps, and of
-    the tokens only those of the rows that are asked for are read. ``named`` is what errors call the text.
+    ``packed``: documents are concatenated and cut into sequences of ``sequence_length``; the rest at the end is not used.
+    ``padded``: a sequence holds one document, or a part of a longer one, and is filled up.
+    Every epoch is a permutation of all sequences, drawn from (seed, epoch). No state is kept between steps, and only the
+    tokens of the requested rows are read. ``named`` is the text's name in errors.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Batches:
         named: str = "job.data",
         stream: int = 0,
     ) -> None:
-        """``stream``: which text of a mixture it is, from 1; 0 = it is none, and must have enough for a batch."""
+        """``stream``: the number of this text in a mixture, from 1; 0 = no mixture, so that the text must fill a batch."""
         self.stream = stream
         self.corpus = corpus
         self.masking = masking
@@ -73,7 +73,7 @@ class Batches:
         self.seed = seed
         self.document_mask = document_mask
         self.first_rows: np.ndarray | None = None
-        """int64 [num_documents + 1], padded only: number of the first sequence of each document, and of all."""
+        """int64 [num_documents + 1], padded only: the number of each document's first sequence, then that of all sequences."""
         if packing == "padded":
             lengths = np.diff(corpus.starts, append=len(corpus.tokens))
             self.first_rows = np.concatenate([[0], np.cumsum(-(-lengths // sequence_length))])
@@ -86,23 +86,23 @@ class Batches:
                 f"{named}: its {len(corpus.tokens)} tokens make {self.num_sequences} sequences of job.sequence_length "
                 f"{sequence_length}{fewer}; give more text or make {'it' if stream else 'either'} smaller"
             )
-        # The two epochs that a batch may touch; a cache of a pure function, not a state.
+        # The two epochs that a batch can touch; a cache of a pure function, not a state.
         self._permutation = lru_cache(maxsize=2)(self._draw)
 
     def __call__(self, step: int, rows: range | None = None) -> dict[str, torch.Tensor]:
         """``input_ids`` and ``labels``, int64 [rows, sequence_length]; ``rows`` of the global batch, None = all.
 
-        A label is the token at its own place (models shift them inside), and -100 at the first token of a document
-        (it cannot be foretold from the document before it), at tokens of prompts and at padding. For a masked model only
-        hidden tokens have a label. With ``document_mask`` also ``position_ids``, alike: of each token the place in its document, as
-        far as that lies in the sequence.
+        A label is the token at its own place (models shift labels inside), and -100 at the first token of a document (the
+        document before cannot predict it), at tokens of prompts and at padding. For a masked model only the drawn tokens
+        (``SCORED_SHARE``) have a label. With ``document_mask`` also ``position_ids`` of the same shape: each token's place in
+        the part of its document that lies in the sequence.
         """
         wanted = range(self.global_batch_size) if rows is None else rows
         first = step * self.global_batch_size
         return stacked([self.row(first + row, first + row) for row in wanted])
 
     def row(self, index: int, number: int) -> Row:
-        """The ``index``-th sequence that is read of this text, from 0. ``number``: of the row in the run, from which masks are drawn."""
+        """The ``index``-th sequence that is read from this text, from 0. ``number``: the row's number in the run, which seeds its masks."""
         sequence = self._sequence(index)
         input_ids, labels = self._tokens(sequence)
         if self.masking is not None:
@@ -143,7 +143,7 @@ class Batches:
         return input_ids, labels
 
     def _positions(self, sequence: int) -> np.ndarray:
-        """Of each token of a packed sequence; what is left of a document that began in the one before counts from 0 too."""
+        """Positions of the tokens of a packed sequence; the rest of a document that began in the sequence before counts from 0 too."""
         places = np.arange(self.sequence_length)
         begun = np.zeros(self.sequence_length, dtype=np.int64)
         starts = self._starts(*self._place(sequence))
@@ -156,7 +156,7 @@ class Batches:
         return self.corpus.starts[left:right] - first
 
     def _place(self, sequence: int) -> tuple[int, int]:
-        """First and last token of a sequence in the corpus."""
+        """First token of a sequence in the corpus, and its end (exclusive)."""
         if self.first_rows is None:
             return sequence * self.sequence_length, (sequence + 1) * self.sequence_length
         document = int(np.searchsorted(self.first_rows, sequence, side="right")) - 1
@@ -167,7 +167,7 @@ class Batches:
 
 
 def random_stream(seed: int, number: int) -> np.random.Generator:
-    """Random numbers that depend on the two alone; as uint64, because a list with large numbers becomes floats."""
+    """Random numbers that depend only on ``seed`` and ``number``; as uint64, because a list with large numbers becomes floats."""
     return np.random.Generator(np.random.Philox(key=np.array([seed, number], dtype=np.uint64)))
 
 

@@ -13,9 +13,9 @@ from ahp.runtime.data.tokenizer import BESIDE
 
 
 def template_beside(tokenizer_file: Path | None, key: str = "job.data") -> Template:
-    """Writes conversations as the template in the tokenizer's folder says; read when the first one comes.
+    """A function that writes conversations with the template in the tokenizer's folder, which is read at the first one.
 
-    The template raises BadInput when there is none, or when it refuses a conversation; ``key``: the user's, of the text.
+    It raises BadInput if there is no template, or if the template refuses a conversation; ``key``: the user's key of the text.
     """
 
     @cache
@@ -44,7 +44,7 @@ def template_beside(tokenizer_file: Path | None, key: str = "job.data") -> Templ
 
 
 def has_template(tokenizer_file: Path) -> bool:
-    """Whether a chat template lies beside a tokenizer.json."""
+    """Whether a chat template lies next to a tokenizer.json."""
     folder = tokenizer_file.parent
     if (folder / "chat_template.jinja").is_file():
         return True
@@ -55,6 +55,6 @@ def has_template(tokenizer_file: Path) -> bool:
 
 
 def fingerprint_beside(tokenizer_file: Path) -> bytes:
-    """What decides how conversations are written, as bytes to hash."""
+    """The files that decide how conversations are written, as bytes to hash."""
     found = (tokenizer_file.parent / name for name in BESIDE)
     return b"".join(file.name.encode() + file.read_bytes() for file in found if file.is_file())

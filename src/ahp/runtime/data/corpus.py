@@ -1,4 +1,4 @@
-"""Text, tokenised once into a memory-mapped file and kept in the user's cache."""
+"""Text, tokenized once into a memory-mapped file and kept in the user's cache."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FORMAT = 4
-"""Counts up when the cache's files change meaning; an entry of another format is never found."""
+"""Counted up when the cache's files change meaning; an entry of another format is never found."""
 FILES = ("tokenizer.json", "tokens.bin", "starts.bin", "scored.bin")
-"""Of an entry, beside meta.json; the last only where some token is not scored."""
+"""Files of an entry besides meta.json; the last only if some token is not scored."""
 DOCUMENTS_PER_CALL = 256
 """[Empirical] Enough for the tokenizer's own threads, and only megabytes of text in memory."""
 
 Say = Callable[[str], None]
 Progress = Callable[[str, float], AbstractContextManager[Callable[[float], None]]]
-"""A progress bar: (what is done, its size) -> within, a function that is told how much more is done."""
+"""A progress bar: (what is done, its size) -> a context with a function to call with each amount done."""
 
 
 class Damaged(BadInput):
-    """An entry of the cache is missing, or not as it was written."""
+    """An entry of the cache is missing, or has changed since it was written."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenised documents, one after the other, each ended by the end-of-text token."""
+    """Tokenized documents, one after the other, each ended by the end-of-text token unless its text has its own end."""
 
     folder: Path
     tokens: np.ndarray
@@ -58,7 +58,7 @@ class Corpus:
     """bool [num_tokens], memory-mapped: which tokens the model is trained to write; None = all of them."""
 
     def part(self, first: int, end: int) -> Corpus:
-        """The tokens ``first`` to ``end``, the last one not included; what is left of a document begins one of its own."""
+        """The tokens ``first`` to ``end`` (exclusive); the rest of a cut document becomes a document of its own."""
         begin, after = np.searchsorted(self.starts, [first, end])
         starts = self.starts[begin:after] - first
         if first < end and (not len(starts) or starts[0] > 0):
@@ -87,12 +87,12 @@ def prepare(
     say: Say | None = None,
     progress: Progress | None = None,
 ) -> Corpus:
-    """The corpus of ``data`` from the cache, every byte compared with its checksum; made now when it is not there, or is damaged, which is said.
+    """The corpus of ``data`` from the cache, every byte compared with its checksum; made now if it is missing, or damaged (with a message).
 
-    ``tokenizer_file`` is a tokenizer.json to use, with a chat template beside it if there is one; None trains one of at
-    most ``vocab_size`` tokens on the data, with the token that hides others if ``masked``. ``field`` is the key of a row
-    that holds the text, ``key`` the user's that names ``data``.
-    It is written aside and renamed, so processes that do this at the same time end with one whole entry.
+    ``tokenizer_file`` is a tokenizer.json to use, with the chat template next to it if there is one; None trains a tokenizer
+    of at most ``vocab_size`` tokens on the data, with a mask token if ``masked``. ``field`` is the key of a row that holds
+    the text, ``key`` the user's key that names ``data``.
+    An entry is written aside and renamed, so processes that do this at the same time end with one whole entry.
     """
     source, say = find(data, field, key), say or (lambda _: None)
     entry = cache_folder() / "corpora" / _key(source, vocab_size, masked, tokenizer_file)
@@ -115,9 +115,9 @@ def prepare(
 
 
 def read(folder: Path, *, verify: bool = True) -> Corpus:
-    """Open an entry that ``prepare`` made. Raises Damaged when it is missing or not as it was written.
+    """Open an entry that ``prepare`` made. Raises Damaged if it is missing or has changed since it was written.
 
-    Without ``verify`` the files' sizes are looked at, not every byte: for ranks that join one which has verified it.
+    Without ``verify`` only the files' sizes are checked, not every byte: for ranks that join a rank which has verified it.
     """
     try:
         return _read(folder, verify=verify)
@@ -194,7 +194,7 @@ class _Maker:
                 advance(document.source_bytes)
 
     def _encoded(self, tokenizer: Tokenizer) -> Iterator[tuple[list[int], np.ndarray]]:
-        """Token ids of each document and, bool [num_ids], which are scored."""
+        """For each document its token ids, and which of them are scored, bool [num_ids]."""
         end = tokenizers.end_of_text(tokenizer)
         documents = self._documents("tokenising")
         while chunk := list(islice(documents, DOCUMENTS_PER_CALL)):

@@ -1,4 +1,4 @@
-"""What a row of a data set is: plain text, a prompt and its completion, or a conversation; and what of it is scored."""
+"""Rows of a data set: plain text, a prompt and its completion, or a conversation; and which parts are scored."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class Piece(NamedTuple):
 
     text: str
     scored: bool
-    """Whether the model is trained to write it; else it only reads it."""
+    """Whether the model is trained to write the piece; otherwise it only reads it."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """Pieces in order, tokenised one by one."""
+    """Pieces in order, tokenized one by one."""
 
     pieces: tuple[Piece, ...]
     source_bytes: float
     """Its share of the bytes of the source, for a progress bar."""
     ended: bool = False
-    """Whether its text ends itself, as a chat template does; else the end-of-text token follows, and is scored."""
+    """Whether its text has its own end, as from a chat template; otherwise the end-of-text token follows, and is scored."""
 
     @property
     def text(self) -> str:
@@ -33,7 +33,7 @@ class Document:
 
 
 Template = Callable[[list[dict[str, Any]], bool], str]
-"""A conversation as text; True = and the opening of an answer. Raises BadInput."""
+"""(messages, whether to add the opening of an answer) -> the conversation as text. Raises BadInput."""
 
 SHAPES = "a key text, the keys prompt and completion, or a key messages (a list of role and content)"
 
@@ -44,7 +44,7 @@ def documents_of(
     """The documents of one row of .jsonl, .parquet or a hub's data set; a row without any text gives none.
 
     ``field`` is the key to read, None = whichever of the known shapes the row has; ``where`` names the row in errors,
-    ``key`` is the user's of the text.
+    ``key`` is the user's key of the text.
     Raises BadInput for a row of no known shape.
     """
     if not isinstance(row, Mapping):
@@ -88,9 +88,9 @@ def conversation(
 ) -> Iterator[list[Piece]]:
     """The conversation as the template writes it, with the assistant's answers scored, each up to the end of its turn.
 
-    Answers before message ``first`` are not scored. Where the template writes an earlier turn otherwise once the
-    conversation has gone on (it drops the reasoning, say), each answer becomes a document of its own after what precedes it,
-    as the model meets it when it answers.
+    Answers before message ``first`` are not scored. If the template changes an earlier turn once the conversation has gone
+    on (e.g. drops the reasoning), each answer becomes a document of its own after what precedes it, as the model sees it
+    when it answers.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
     spans = [(template(messages[:i], True), template(messages[: i + 1], False)) for i in answers]

@@ -1,4 +1,4 @@
-"""The batches that a job trains on and looks at: of one text, or of a mixture."""
+"""The training and validation batches of a job: from one text, or from a mixture."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ahp.runtime.data.mixture import Mixture
 
 
 def fingerprint_of(corpora: Sequence[Corpus]) -> str:
-    """Of all texts of a job."""
+    """The fingerprint of all texts of a job."""
     return "+".join(corpus.fingerprint for corpus in corpora)
 
 
 def batches_for(job: Job, corpora: Sequence[Corpus], *, masked: bool) -> Batches | Mixture:
-    """The batches that a job trains on. ``corpora``: of each of its texts. Raises BadInput when one is too short, or does not suit the model."""
+    """The batches that a job trains on. ``corpora``: one for each of its texts. Raises BadInput if one is too short, or does not suit the model."""
     trained = []
     for corpus in corpora:
         first = _first_held_out(job, corpus)
@@ -29,9 +29,9 @@ def batches_for(job: Job, corpora: Sequence[Corpus], *, masked: bool) -> Batches
 def validation_batches_for(
     job: Job, corpora: Sequence[Corpus], other: Corpus | None, *, masked: bool
 ) -> Batches | Mixture | None:
-    """The batches of the text that a job holds out: the last of each of ``corpora``, or ``other``; None for neither.
+    """The batches of the text that a job holds out: the end of each of ``corpora``, or ``other``; None if it holds out none.
 
-    Raises BadInput as ``batches_for`` does.
+    Raises BadInput like ``batches_for``.
     """
     if job.validation is None:
         return None
@@ -42,7 +42,7 @@ def validation_batches_for(
 
 
 def _of_texts(job: Job, corpora: Sequence[Corpus], masked: bool, named: str | None = None) -> Batches | Mixture:
-    """``named``: what errors call the text, None = by its name in ``job.data``."""
+    """``named``: the text's name in errors, None = its name in ``job.data``."""
     if isinstance(job.data, str):
         return _batches(job, corpora[0], masked, named or f"job.data = {job.data!r}")
     parts = []
@@ -54,9 +54,9 @@ def _of_texts(job: Job, corpora: Sequence[Corpus], masked: bool, named: str | No
 
 
 def _first_held_out(job: Job, corpus: Corpus) -> int:
-    """The token from which on a corpus is not trained on: where the last documents begin, by the share that the job holds out.
+    """The first held-out token of a corpus: where the last documents begin, by the share that the job holds out.
 
-    Where that share is no document, or every document, the last tokens are held out.
+    If that share is no document, or every document, the last tokens are held out.
     """
     count, size = len(corpus.starts), len(corpus.tokens)
     if not isinstance(job.validation, float):

@@ -12,23 +12,23 @@ Rows = dict[str, torch.Tensor]
 
 
 class Prefetch:
-    """This rank's rows of each step, one step ahead, in a thread. The thread ends with the ``with`` block.
+    """Makes this rank's rows of each step one step ahead, in a thread. The thread ends with the ``with`` block.
 
-    Which rows they are stays a function of the step alone, so nothing has to be kept or restored: a step that nobody foresaw is made
-    when it is asked for.
+    The rows depend only on the step, so nothing has to be kept or restored: the rows of a step that was not foreseen are made when
+    they are asked for.
     """
 
     def __init__(
         self, batches: Callable[[int, range], Rows], rows: range, *, num_steps: int, device: torch.device
     ) -> None:
-        """``batches``: (step, rows of the global batch) -> those rows. For a GPU they are put into pinned memory, from which a copy
-        to the device keeps nobody waiting."""
+        """``batches``: (step, rows of the global batch) -> those rows. For a GPU they are put into pinned memory, so that a copy to
+        the device does not block."""
         self.batches, self.rows, self.num_steps, self.device = batches, rows, num_steps, device
         self.thread = ThreadPoolExecutor(1, "batches", initializer=self._begin)
         self.next: tuple[int, Future[Rows]] | None = None
 
     def take(self, step: int) -> Rows:
-        """The rows of a step, from 0. What went wrong while they were made is raised here."""
+        """The rows of a step, from 0. Raises the error if they could not be made."""
         ahead, self.next = self.next, None
         wanted = ahead[1] if ahead is not None and ahead[0] == step else self.thread.submit(self._make, step)
         if step + 1 < self.num_steps:
@@ -36,7 +36,7 @@ class Prefetch:
         return wanted.result()
 
     def _begin(self) -> None:
-        """A thread's GPU is the first one until it says otherwise, and pinning would take memory there."""
+        """Set the thread's GPU: by default it is the first one, and pinning would take memory there."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 

@@ -1,4 +1,4 @@
-"""Where the text comes from: the standard library's own source files, the user's files, or a data set of a hub."""
+"""The sources of text: the standard library's own source files, the user's files, or a data set of a hub."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ahp.runtime.data.documents import Document, Piece, Template, documents_of
 
 PYTHON_STDLIB = "python-stdlib"
 HUB = "hub:"
-"""Before the name of a hub's data set: ``hub:owner/name``, ``hub:owner/name/configuration``, ``hub:owner/name@split``."""
+"""Prefix of a hub's data set: ``hub:owner/name``, ``hub:owner/name/configuration``, ``hub:owner/name@split``."""
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 STDLIB_LIMIT_BYTES = 12_000_000
@@ -31,25 +31,25 @@ STDLIB_LEFT_OUT = frozenset(
 """Folders that are not the library's own prose: installed packages, tests, and tables of characters or help topics."""
 
 ROWS_AT_ONCE = 1024
-"""[Empirical] Of a parquet file: megabytes of text in memory."""
+"""[Empirical] Rows of a parquet file read at once: megabytes of text in memory."""
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """Files of documents in a fixed order, and what their bytes hash to."""
+    """Files of documents in a fixed order, and the hash of their bytes."""
 
     name: str
     files: tuple[Path, ...]
     num_bytes: int
     field: str | None = None
-    """Key of a row that is read; None = by the row's shape (``ahp.runtime.data.documents``)."""
+    """The key that is read from a row; None = chosen by the row's shape (``ahp.runtime.data.documents``)."""
     rows: Any = None
-    """A hub's data set, whose rows are read in the place of the files'; it lies in the files all the same."""
+    """A hub's data set, whose rows are read instead of the files; the files still hold its bytes."""
     key: str = "job.data"
-    """The user's, by which errors name it."""
+    """The user's key, by which errors name the text."""
 
     def fingerprint(self) -> str:
-        """Hash of every file's bytes in order; the place of the files does not count."""
+        """Hash of every file's bytes in order; the files' location does not count."""
         digest = hashlib.blake2b(digest_size=16)
         for file in self.files:
             digest.update(f"{file.suffix}:{file.stat().st_size};".encode())
@@ -61,9 +61,9 @@ class TextSource:
         return digest.hexdigest()
 
     def documents(self, template: Template) -> Iterator[Document]:
-        """Every document that is not empty: a .txt file is one, a row of anything else is one (or more, a conversation).
+        """Every document that is not empty: a .txt file is one, and so is a row of anything else (a conversation can be several).
 
-        Raises BadInput, naming file and line, where a row is of no known shape or bytes are not UTF-8.
+        Raises BadInput, naming file and line, if a row is of no known shape or bytes are not UTF-8.
         """
         for row, where, size in self._rows():
             if isinstance(row, str):
@@ -93,7 +93,7 @@ class TextSource:
 
 
 def find(data: str, field: str | None = None, key: str = "job.data") -> TextSource:
-    """The files behind ``job.data``, or another key. Raises BadInput when there are none or their kind is not read."""
+    """The files behind ``job.data``, or another key. Raises BadInput if there are none or their kind is not supported."""
     if data == PYTHON_STDLIB:
         return _source(data, _standard_library(key), None, key)
     if data.startswith(HUB):
@@ -102,7 +102,7 @@ def find(data: str, field: str | None = None, key: str = "job.data") -> TextSour
 
 
 def refuse_missing(data: str, key: str) -> None:
-    """Raises BadInput as ``find`` does where a path holds no text; what is no path is not looked for."""
+    """Raises BadInput like ``find`` if a path holds no text; data that is not a path is not looked for."""
     if data != PYTHON_STDLIB and not data.startswith(HUB):
         _files(data, key)
 
@@ -153,7 +153,7 @@ def _hub(data: str, field: str | None, key: str) -> TextSource:
     except Exception as error:  # the library raises whatever its readers and the network raise
         raise bad_input(key, data, f"it cannot be loaded ({type(error).__name__}: {error})") from None
     files = [Path(part["filename"]) for part in rows.cache_files]
-    if not files:  # whose bytes tell one version of it from another
+    if not files:  # their bytes tell one version of the data from another
         raise bad_input(key, data, "it lies in no file; save it as .jsonl or .parquet")
     return _source(data, files, field, key, rows)
 
@@ -194,7 +194,7 @@ def _json_lines(file: Path, key: str) -> Iterator[tuple[object, str, float]]:
 
 
 def _decoded(content: bytes, where: str, begin: int = 0) -> str:
-    """The text that bytes are, ``begin`` bytes after the start of their file. Raises BadInput where they are no UTF-8."""
+    """Decode bytes that lie ``begin`` bytes after the start of their file. Raises BadInput if they are not UTF-8."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -209,7 +209,7 @@ def _decoded(content: bytes, where: str, begin: int = 0) -> str:
 
 
 def _refuse_nul(content: bytes, where: str) -> None:
-    """UTF-8 has the byte 0, and no text does: such a file is a program's, or text of 16 or 32 bits a character."""
+    """Refuse the byte 0, which UTF-8 allows and no text has: such a file is a binary, or text of 16 or 32 bits a character."""
     if (offset := content.find(0)) >= 0:
         raise BadInput(
             f"{where}: byte 0x00 at offset {offset} is no text (valid: UTF-8 without it; if it is UTF-16: "
@@ -218,7 +218,7 @@ def _refuse_nul(content: bytes, where: str) -> None:
 
 
 def _refuse_halves(text: str, where: str) -> None:
-    """JSON can hold one half of a UTF-16 pair, which is no character and which no tokenizer takes."""
+    """Refuse one half of a UTF-16 pair: JSON can hold it, but it is no character and no tokenizer takes it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -20,13 +20,13 @@ SMALLEST_VOCABULARY = NUM_BYTES + 1
 """Every byte and the end of a document: with fewer tokens some text cannot be written."""
 
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "[SEP]", "<eos>", "<|im_end|>")
-"""What published tokenizers call the end of a document (GPT-2, Llama 3, Llama 2, BERT, Gemma, Qwen chat)."""
+"""Names of the end of a document in published tokenizers (GPT-2, Llama 3, Llama 2, BERT, Gemma, Qwen chat)."""
 MASK_NAMES = (MASK, "[MASK]", "<mask>")
-"""What published tokenizers call the token that hides another (BERT, RoBERTa)."""
+"""Names of the token that hides another in published tokenizers (BERT, RoBERTa)."""
 
 
 BESIDE = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
-"""Files beside tokenizer.json: where transformers keeps a chat template and the tokens that it names."""
+"""Files next to tokenizer.json, where transformers keeps a chat template and the tokens that it names."""
 
 
 def train(texts: Iterable[str], vocab_size: int, *, masked: bool = False) -> Tokenizer:
@@ -72,9 +72,9 @@ def load(file: Path, vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_of(plan: Plan, kept: Path | None = None) -> Path | None:
-    """The tokenizer.json that lies with the given weights, else in the model's folder; None when there is none.
+    """The tokenizer.json next to the given weights (``init_from``), else in the model's folder; None if there is none.
 
-    ``kept``: what a run keeps beside its given weights, for where their folder is gone.
+    ``kept``: the run's copy of the files next to its given weights, for when their folder is gone.
     """
     for place in (plan.init_from, None if kept is None else str(kept), plan.model):
         if isinstance(place, str):
@@ -104,7 +104,7 @@ def _first(tokenizer: Tokenizer, names: tuple[str, ...], what: str) -> int:
 
 
 def copy_for_transformers(tokenizer_file: Path, folder: Path) -> None:
-    """Put a published tokenizer, with all that lies beside it, into another folder."""
+    """Copy a published tokenizer, with the files next to it (``BESIDE``), into another folder."""
     for name in (tokenizer_file.name, *BESIDE):
         if (tokenizer_file.parent / name).is_file():
             shutil.copyfile(tokenizer_file.parent / name, folder / name)

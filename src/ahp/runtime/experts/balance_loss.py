@@ -1,14 +1,14 @@
-"""The balance loss of a mixture of experts, where the model's config asks for it (``output_router_logits``).
+"""The balance loss of a mixture of experts, if the model's config asks for it (``output_router_logits``).
 
 transformers adds ``router_aux_loss_coef`` times experts x sum over experts of (share of the tokens that chose it) x (mean
 probability that the router gave it) to the loss of a call; both are means over all tokens and all layers of that call (Switch
-Transformer, arXiv 2101.03961, equations 4 to 6). Here a call is a micro-batch: each adds its own, and the step's loss is their mean.
+Transformer, arXiv 2101.03961, equations 4 to 6). Here a call is a micro-batch: each has its own, and the step's is their mean.
 
-Both means are of sums over layers, [2, experts] numbers: they go from stage to stage of a pipeline beside the hidden states,
-and the gradient of the second comes back the same way. So the product is of all layers, as on one device.
+Both means come from sums over layers, [2, experts] numbers, which go from stage to stage of a pipeline with the hidden states;
+the gradient of the second comes back the same way. So the product is over all layers, as on one device.
 
-Ranks that share sequences see some tokens of a call each. The loss is linear in the probabilities, so each rank takes its own share
-of it, by the counts of all of them: one sum of [experts] numbers, and no gradient to send.
+Ranks that share sequences each see some tokens of a call. The loss is linear in the probabilities, so each rank computes its own
+share with the counts of all ranks: one all-reduce of [experts] numbers, and no gradient to send.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ class Balance:
     coefficient: float
     num_experts: int
     num_chosen: int
-    """Experts of a token."""
+    """How many experts a token chooses."""
 
     def sums(self, logits: torch.Tensor) -> torch.Tensor:
-        """Of the router's logits [T, E] of a layer: how many tokens chose each expert, and the sum of its probabilities; fp32
-        [2, E]. The first has no gradient."""
+        """From a layer's router logits [T, E]: how many tokens chose each expert, and the sum of its probabilities; fp32
+        [2, E]. The counts have no gradient."""
         probabilities = logits.softmax(dim=-1)
         chosen = probabilities.detach().topk(self.num_chosen, dim=-1).indices
-        # bincount would let the host wait for the largest number
+        # bincount would make the host wait for the largest number
         counts = probabilities.new_zeros(self.num_experts, dtype=torch.float32)
         counts = counts.scatter_add(0, chosen.reshape(-1), counts.new_ones(()).expand(chosen.numel()))
         return torch.stack((counts, probabilities.float().sum(dim=0)))
 
     def nothing(self, device: torch.device) -> torch.Tensor:
-        """The sums before the first layer; trainable, because torch's pipeline sends gradients back for all that came."""
+        """The sums before the first layer: zeros, trainable because torch's pipeline sends gradients back for every input."""
         return torch.zeros((2, self.num_experts), device=device, requires_grad=True)
 
     def loss(self, sums: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-        """The weighted balance loss of a micro-batch, from the sums over its layers; of the ranks of ``group``, which have a part of
-        its tokens each, this one's share."""
+        """The weighted balance loss of a micro-batch, from the sums over its layers. If the ranks of ``group`` each have a part of
+        its tokens, this rank's share."""
         counts, probabilities = sums[0].detach(), sums[1]
         if group is not None:
             counts = counts.clone()
@@ -64,7 +64,7 @@ class Routers:
     """Adds up what the routers of one stage return during a forward pass."""
 
     def __init__(self, model: nn.Module, blocks: Iterable[nn.Module], balance: Balance) -> None:
-        """``blocks``: of the stage's ``model``, sliced if they are to be, and not yet compiled or made to recompute."""
+        """``blocks``: of the stage's ``model``, already sliced if they are to be, but not yet compiled or made to recompute."""
         self.balance = balance
         self._found: list[torch.Tensor] | None = None
         routers = {id(router): index for router, index in _routers(model)}
@@ -83,19 +83,19 @@ class Routers:
             self._found.append(logits)
 
     def begin(self) -> None:
-        """Before a forward pass."""
+        """Start collecting, before a forward pass."""
         self._found = []
 
     def end(self, earlier: torch.Tensor) -> torch.Tensor:
-        """After it: the sums [2, E] of this stage and of the ``earlier`` ones."""
+        """Stop collecting. Returns the sums [2, E] over this stage and the ``earlier`` ones."""
         found, self._found = self._found or [], None
         return torch.stack([earlier, *(self.balance.sums(logits) for logits in found)]).sum(dim=0)
 
 
 def balance_of(module: nn.Module) -> Balance | None:
-    """The balance loss that a model's config asks for, None where it asks for none.
+    """The balance loss that a model's config asks for, None if it asks for none.
 
-    Raises BadInput where it asks for one that is not the one above.
+    Raises BadInput if the model's own is not the one described above.
     """
     config, coefficient = getattr(module, "config", None), getattr(module, "router_aux_loss_coef", None)
     if not getattr(config, "output_router_logits", False) or not coefficient:
@@ -106,7 +106,7 @@ def balance_of(module: nn.Module) -> Balance | None:
     if not routers or own is None or not isinstance(experts, int) or not isinstance(chosen, int):
         raise _unknown(module)
     found = Balance(float(coefficient), experts, chosen)
-    # Families copy the function and change it: two layers of a few tokens show whether this one still is the one above.
+    # Model families copy the function and change it: two layers of a few tokens show whether it is still the one above.
     generator = torch.Generator().manual_seed(0)
     logits = tuple(torch.randn((5, experts), generator=generator) for _ in range(2))
     expected = found.coefficient * own(logits, experts, chosen)
@@ -123,7 +123,7 @@ def _unknown(module: nn.Module) -> BadInput:
 
 
 def _routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """The routers of a model, and which of their outputs are the logits, as the model itself tells transformers."""
+    """The routers of a model, and which of their outputs are the logits, as the model itself declares to transformers."""
     specs = [getattr(module, "_can_record_outputs", None) or {} for module in model.modules()]
     wanted = next((spec["router_logits"] for spec in specs if "router_logits" in spec), None)
     kind, index = getattr(wanted, "target_class", wanted), getattr(wanted, "index", 0)

@@ -1,11 +1,11 @@
-"""Expert parallelism: each rank of the ``ep`` axis holds a part of a mixture's experts, and tokens travel to those they need.
+"""Expert parallelism: each rank of the ``ep`` axis holds a part of a mixture's experts, and tokens travel to their experts.
 
-A module of experts (``ahp.graph.experts``) keeps its own forward. It runs on the tokens that arrived, as if its experts were
-all there are; around it every copy of a token is sent to the rank of its expert and its result is brought back. No token is
+A module of experts (``ahp.graph.experts``) keeps its own forward, which runs on the tokens that arrived, as if the rank's experts
+were all experts. Around it, every copy of a token is sent to the rank of its expert, and its result is sent back. No token is
 dropped, whatever the router does. In the names of tensors T are tokens, H features, K the experts of a token, E all experts.
 
-All-to-all needs on the host how many rows go to each rank. That is the one thing that the host waits for, once a layer and forward pass: in
-backward and in recompute it is known. What the module's own forward waits for is the model's.
+All-to-all needs the number of rows for each rank on the host. The host waits for nothing else, once per layer and forward pass: backward
+and recompute know the numbers already. The module's own forward may wait on top of that.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def check_experts(module: nn.Module, found: Outline | None, degree: int) -> None
 def divide_experts(model: nn.Module, found: Outline, mesh: Mesh, splits: dict[str, Split]) -> dict[str, nn.Module]:
     """Give a stage's model, in place, this rank's experts and forwards that exchange tokens.
 
-    ``splits``: by name in ``model``, the parameters of experts that are cut over the tensor-parallel ranks too, and how.
-    Returns its modules of experts by their paths. Their parameters are DTensors on the ``ep`` axis, or on ``ep`` and ``tp``.
+    ``splits``: how parameters of experts are cut over the tensor-parallel ranks too, keyed by name in ``model``.
+    Returns its modules of experts, keyed by path. Their parameters are DTensors on the ``ep`` axis, or on ``ep`` and ``tp``.
     """
     assert mesh.experts is not None
     here = dict(model.named_modules())
@@ -71,17 +71,17 @@ def divide_experts(model: nn.Module, found: Outline, mesh: Mesh, splits: dict[st
 
 
 def _count_fewer(module: nn.Module, number: int, here: int) -> None:
-    """The attributes by which a module knows how many experts it has."""
+    """Change the attributes in which a module keeps its number of experts."""
     for name, value in vars(module).items():
         if "expert" in name and type(value) is int and value == number:
             setattr(module, name, here)
 
 
 class Traffic:
-    """How many copies of tokens this rank sends to each other one and gets from it. On its way to the host while the device goes on."""
+    """How many copies of tokens this rank sends to each rank and gets from it. Copied to the host while the device goes on."""
 
     def __init__(self, sorted_experts: torch.Tensor, num_experts: int, group: dist.ProcessGroup) -> None:
-        """``sorted_experts``: of each copy the expert, in rising order. Collective."""
+        """``sorted_experts``: the expert of each copy, in rising order. Collective."""
         device, ranks = sorted_experts.device, group.size()
         ends_E = torch.searchsorted(sorted_experts, torch.arange(num_experts, device=device), right=True)
         to_E = ends_E.diff(prepend=ends_E.new_zeros(1))
@@ -101,24 +101,24 @@ class Traffic:
 
     @property
     def sent(self) -> list[int]:
-        """To each rank. Waits for the device."""
+        """Number of copies to each rank. Waits for the device."""
         return self._each[0]
 
     @property
     def received(self) -> list[int]:
-        """From each rank. Waits for the device."""
+        """Number of copies from each rank. Waits for the device."""
         return self._each[1]
 
     def experts(self) -> torch.Tensor:
-        """Of each copy that comes the expert, counted from this rank's first."""
+        """The expert of each received copy, counted from this rank's first expert."""
         ranks = len(self.received)
         experts = torch.arange(self.from_E.numel() // ranks, device=self.from_E.device).repeat(ranks)
         return experts.repeat_interleave(self.from_E, output_size=sum(self.received))
 
 
 class DividedExperts:
-    """Runs a module's experts on the tokens of all ranks of a group that chose them. It stays outside of compiled graphs: how
-    many come is another number at each call."""
+    """Runs a module's experts on the tokens of all ranks of a group that chose them. It stays outside of compiled graphs: the
+    number of tokens changes at each call."""
 
     def __init__(self, module: nn.Module, num_experts: int, group: dist.ProcessGroup) -> None:
         self.module, self.forward, self.num_experts, self.group = module, module.forward, num_experts, group
@@ -134,8 +134,8 @@ class DividedExperts:
         arrived, weights = exchange_rows(copies, sent, received, self.group)
         experts = traffic.experts()
         if not sum(received):
-            # A rank without a token computes on one of zeros and sends nothing back: its weights get gradients of zero, and it
-            # takes part in whatever sums them.
+            # A rank without tokens computes on one token of zeros and sends nothing back: its weights get gradients of zero, so
+            # that it takes part in whatever sums them.
             arrived, weights, experts = (
                 torch.cat((x, x.new_zeros(1, *x.shape[1:]))) for x in (arrived, weights, experts)
             )

@@ -1,7 +1,7 @@
-"""Blocks that return what their routers return, beside their own output: for the balance loss of a mixture.
+"""Makes blocks return the outputs of their routers next to their own, for the balance loss of a mixture.
 
-A hook that keeps tensors for later sees nothing of a block that runs as one graph, rewritten or compiled. So they become
-outputs of the block's forward, and are taken off outside.
+A hook that keeps tensors for later does not work in a block that runs as one graph, rewritten or compiled. So the routers'
+outputs become outputs of the block's forward, and are taken off outside.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Collect = Callable[[torch.Tensor], None]
 
 
 class WithRouterOutputs:
-    """The forward of a block that returns, beside its output, those of some of its modules in the order of their calls."""
+    """The forward of a block that also returns the outputs of some of its modules, in the order of their calls."""
 
     def __init__(self, block: nn.Module, outputs: dict[str, int]) -> None:
-        """``outputs``: by the path of a module in the block which of its outputs, if it has several."""
+        """``outputs``: path of a module in the block -> which of its outputs, if it has several."""
         self.forward = block.forward
         self.collected: list[torch.Tensor] = []
         for path, index in outputs.items():
@@ -39,7 +39,7 @@ class WithRouterOutputs:
 
 
 class RouterOutputsTaken:
-    """The forward of a block as it was; what its routers returned goes to ``collect``."""
+    """The forward of a block with its own output only; what its routers returned goes to ``collect``."""
 
     def __init__(self, with_outputs: Callable[..., Any], collect: Collect) -> None:
         self.with_outputs, self.collect = with_outputs, collect

@@ -1,9 +1,9 @@
 """Experts that are divided over ranks, inside of blocks that tensor parallelism slices.
 
-How many tokens come to a rank's experts is another number at each call, so their forward cannot be part of a traced graph:
-it stays the module's own, on a part of each expert. Every rank of a tensor-parallel group sends its copies to the ranks of
-its own expert-parallel group, and has a summand of the results, which the graph adds up. Where the module's own forward would
-not give a summand (it adds a bias after its last product), experts stay whole on every rank of the group.
+The number of tokens at a rank's experts changes at each call, so their forward cannot be part of a traced graph: it stays
+the module's own, on a part of each expert. Every rank of a tensor-parallel group sends its copies to the ranks of its own
+expert-parallel group, and gets a summand of the results, which the graph adds up. If the module's own forward would not
+give a summand (it adds a bias after its last product), experts stay whole on every rank of the tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ahp.search.slicing.placement import P, Split, args_of, kwargs_of, tensor_in
 from ahp.search.slicing.solve import Slicing, solve
 
 TOKENS = 8
-"""To trace with: no result depends on it."""
+"""How many tokens are traced: no result depends on it."""
 
 
 def splits_of_experts(module: nn.Module, path: str, block: Slicing, width: int, degree: int) -> dict[str, Split]:
-    """How each parameter of a module of experts is cut so that its own forward on the parts gives a summand; none where it would
+    """How each parameter of a module of experts is cut so that its own forward on the parts gives a summand; empty if it would
     not.
 
-    ``module``: at ``path`` in a block, without memory. ``block``: the solution for it. ``width``: of its tokens.
+    ``module``: at ``path`` in a block, without memory. ``block``: the block's solution. ``width``: of the tokens.
     """
     pinned = {name: block.weights[f"{path}.{name}"] for name, _ in module.named_parameters()}
     dtype = next(module.parameters()).dtype
@@ -45,7 +45,7 @@ def splits_of_experts(module: nn.Module, path: str, block: Slicing, width: int, 
 
 
 def _gives_summand(found: Slicing) -> bool:
-    """Whether every operator runs on what the ones before it give, as it is."""
+    """Whether all operators run on parts as they are placed: no conversion, no bias after a sum, no dropout of parts."""
     for node, strategy in found.chosen.items():
         placed = [found.placed[source] for source in tensor_inputs(node)]
         dropped = strategy.divides and drops(node.target, args_of(node), kwargs_of(node))
@@ -55,7 +55,7 @@ def _gives_summand(found: Slicing) -> bool:
 
 
 class ExpertsPlaceholder:
-    """Stands in the graph that the blocks of a kind share for the experts of whichever block runs it."""
+    """In the graph that the blocks of a kind share, stands for the experts of the block that runs it."""
 
     def __init__(self) -> None:
         self.module: nn.Module | None = None
@@ -68,7 +68,7 @@ class ExpertsPlaceholder:
 
 
 def leave_out(block: nn.Module, path: str, *, is_summand: bool) -> None:
-    """Let the block, in place, be traced with the experts at ``path`` as one operator."""
+    """Make the block, in place, trace its experts at ``path`` as one operator."""
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         tokens, chosen, weights = (*args, *kwargs.values())

@@ -17,7 +17,7 @@ from ahp.runtime.torch_compat import leave_out_update, local_tensor
 
 
 def matrices_of(module: nn.Module, settings: Settings) -> frozenset[str]:
-    """Parameters that Muon updates, by every name they have: the matrices inside the blocks; the rest is AdamW's.
+    """Parameters that Muon updates, under every name they have: the matrices inside the blocks. AdamW updates the rest.
 
     Embeddings, the head, norms, biases and stacks of experts are left to AdamW (Keller Jordan, kellerjordan.github.io/posts/muon).
     Raises BadInput for a model without blocks.
@@ -35,9 +35,9 @@ def matrices_of(module: nn.Module, settings: Settings) -> frozenset[str]:
 class ShardedOptimizer:
     """``torch.optim.AdamW`` and ``torch.optim.Muon`` on the local shards of distributed parameters.
 
-    AdamW works element by element, so it needs no collective and no knowledge of how a tensor is spread: plain tensors that
-    share memory with the shards spare DTensor's dispatch at every operator. Muon's momentum is a shard too; only its
-    update is orthogonalised whole, by the owner of each matrix (``ahp.runtime.optimizer.muon``).
+    AdamW works element by element, so it needs no collective and no knowledge of how a tensor is spread: it runs on plain
+    tensors that share memory with the shards, without DTensor's dispatch at every operator. Muon's momentum is a shard too;
+    only its update is orthogonalized whole, by the owner of each matrix (``ahp.runtime.optimizer.muon``).
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ShardedOptimizer:
         offload: bool = False,
         muon: LocalMatrices | OwnedMatrices | None = None,
     ) -> None:
-        """``matrices``: what Muon updates, and ``muon`` how. ``in_blocks``: whose moments are in 8 bits. ``offload``: whether AdamW's moments are kept in host memory."""
+        """``matrices``: updated by Muon, through ``muon``. ``in_blocks``: have moments in 8 bits. ``offload``: keep moments of AdamW on the host."""
         self.settings = settings
         self.parameters = parameters
         self.shards = {
@@ -59,7 +59,7 @@ class ShardedOptimizer:
             if p.requires_grad
         }
         self.momentum = {name: torch.zeros_like(self.shards[name].data) for name in self.shards if name in matrices}
-        """Of each matrix that Muon updates, this rank's part."""
+        """This rank's part of the momentum of each matrix that Muon updates."""
         self.muon = muon if muon is not None else LocalMatrices(self.momentum)
         in_8_bits = {name: shard for name, shard in self.shards.items() if name in in_blocks}
         self.eight_bit = EightBitAdamW(in_8_bits, {name: self._decay(name) for name in in_8_bits}, settings)
@@ -73,9 +73,9 @@ class ShardedOptimizer:
         self.host = HostMoments(self.adamw) if offload else None
 
     def _groups(self) -> list[dict[str, object]]:
-        """AdamW's parameters by whether they decay: vectors (norms, biases) only where the settings say so.
+        """AdamW's parameters, grouped by weight decay: vectors (norms, biases) decay only if the settings ask for it.
 
-        An empty shard is one of them too: its ``step`` counts as on every other rank, whichever of them a checkpoint asks.
+        Empty shards are included: their ``step`` counts as on every other rank, and a checkpoint takes it from any rank.
         """
         by_decay: dict[float, list[nn.Parameter]] = {}
         for name, shard in self.shards.items():
@@ -95,11 +95,11 @@ class ShardedOptimizer:
         without: Collection[str] = (),
         leave_out: torch.Tensor | None = None,
     ) -> None:
-        """One update at ``rate`` with this rank's parts of the gradients, by parameter name. Collective under Muon.
+        """One update at ``rate`` with this rank's parts of the gradients, keyed by parameter name. Collective under Muon.
 
         ``without``: parameters that no rank has a gradient of; they stay as they are.
-        ``leave_out``: bool scalar on the device; where it is true no weight, no moment and no step count changes, whatever the gradients
-        hold. The host does not look at it.
+        ``leave_out``: bool scalar on the device; if it is true no weight, no moment and no step count changes, whatever the gradients
+        hold. The host does not read it.
         """
         for name, shard in self.shards.items():
             shard.grad = gradients.get(name)
@@ -114,9 +114,9 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _muon_step(self, rate: float, without: Collection[str], leave_out: torch.Tensor | None) -> None:
-        """As ``torch.optim.Muon`` with ``adjust_lr_fn="match_rms_adamw"``, on this rank's parts of the matrices."""
+        """Like ``torch.optim.Muon`` with ``adjust_lr_fn="match_rms_adamw"``, on this rank's parts of the matrices."""
         beta = self.settings.momentum
-        # A rank whose part is empty takes part in what is exchanged all the same.
+        # A rank with an empty part, or without a gradient, still takes part in the exchange.
         gradients = {
             name: torch.zeros_like(momentum) if (found := self.shards[name].grad) is None else found
             for name, momentum in self.momentum.items()
@@ -132,8 +132,8 @@ class ShardedOptimizer:
             _write_(shard, updated.add_(part, alpha=-rate * ADAMW_RMS * max(rows, columns) ** 0.5), leave_out)
 
     def moments(self, name: str) -> dict[str, torch.Tensor]:
-        """States of one parameter's shard, made if no step was taken yet: tensors like it and, of AdamW, ``step``; of moments in 8 bits
-        codes like it, and a scale for each block of its last dim."""
+        """States of one parameter's shard, made if no step was taken yet: tensors like the shard and, under AdamW, ``step``. Moments in
+        8 bits are codes like the shard, and a scale for each block of its last dim."""
         if name in self.momentum:
             return {"momentum_buffer": self.momentum[name]}
         if name in self.eight_bit.shards:
@@ -150,10 +150,10 @@ class ShardedOptimizer:
 
 
 def _write_(live: torch.Tensor, updated: torch.Tensor, leave_out: torch.Tensor | None) -> None:
-    """Take the updated values over, or none where ``leave_out`` is true."""
+    """Copy the updated values, or nothing if ``leave_out`` is true."""
     live.copy_(updated if leave_out is None else torch.where(leave_out, live, updated))
 
 
 ADAMW_RMS = 0.2
-"""Root mean square of an AdamW update, to which Muon's is scaled, so that both share rate and decay (Moonlight, arXiv
+"""Root mean square of an AdamW update. Muon's update is scaled to it, so that both share rate and decay (Moonlight, arXiv
 2502.16982, section 2.2)."""

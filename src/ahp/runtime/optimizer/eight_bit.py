@@ -1,12 +1,12 @@
 """AdamW with both moments in 8 bits, as ``torchao.optim.AdamW8bit`` has them, under every layout.
 
 A moment is a code of 8 bits for each element and a scale in fp32 for each block of 256 (arXiv 2110.02861). torchao cuts blocks
-from whatever part of a weight a rank holds, so that another layout has other blocks. Here they lie along the last dim of the whole weight,
-where no rank's part ends within one: each layout rounds the same elements together. Weights whose last dim is no multiple of 256,
-vectors, and small ones keep moments in fp32, also as torchao does.
+from the part of a weight that a rank holds, so they depend on the layout. Here blocks lie along the last dim of the whole weight,
+and no rank's part ends within a block: every layout rounds the same elements together. Weights whose last dim is no multiple of 256,
+vectors, and weights of fewer than 4096 elements (the latter as in torchao) keep moments in fp32.
 
-On a GPU the update is one compiled kernel for a weight, as torchao's. Elsewhere it runs on a few million elements at a time, by torch's own
-operators: what they need beside the weights is small, and they need no compiler.
+On a GPU the update is one compiled kernel for each weight, as in torchao. Elsewhere torch's own operators update a few million elements
+at a time: they need little memory besides the weights, and no compiler.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ahp.runtime.device_limits import why_not_compiled
 from ahp.runtime.shard.parameter_layout import ParameterLayout
 
 CHUNK_ELEMENTS = 1 << 22
-"""Of a weight that are updated at a time, a multiple of a block: 16 MiB in fp32, as many of each of a handful of temporaries."""
+"""How many elements of a weight are updated at a time, a multiple of a block: 16 MiB in fp32, and in each of a handful of temporaries."""
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
-"""Whether each has a sign."""
+"""Whether each moment has a sign."""
 
 Table = tuple[torch.Tensor, torch.Tensor]
-"""What each code of a moment stands for, increasing, and the middles between two."""
+"""The value of each code of a moment, increasing, and the midpoints between neighboring values."""
 
 Update = Callable[..., None]
-"""``updated_``, or what a compiler made of it."""
+"""``updated_``, plain or compiled."""
 
 
 def refuse_without_torchao() -> None:
-    """Its table of codes is used."""
+    """Raise BadInput if torchao is missing: its table of codes is used."""
     if importlib.util.find_spec("torchao") is None:
         what = f"torchao is not installed; {install_extra('low-bit')}"
         raise BadInput(f"job.optimizer.name = 'adamw8bit': {what} (valid: adamw, muon)")
@@ -49,7 +49,7 @@ def refuse_without_torchao() -> None:
 def names_in_blocks(layout: ParameterLayout) -> frozenset[str]:
     """Parameters on this rank whose moments are held in 8 bits: the same on every rank that has a part of one. Collective.
 
-    Raises BadInput, on all ranks, where tensor parallelism would end a rank's part within a block: stages may be of unlike width.
+    Raises BadInput, on all ranks, if tensor parallelism would end any rank's part within a block: stages may differ in width.
     """
     found = [name for name, parameter in layout.parameters.items() if parameter.requires_grad and _rows(layout, name)]
     refusal = next(filter(None, (_cut_in_a_block(layout, name) for name in found)), None)
@@ -61,7 +61,7 @@ def names_in_blocks(layout: ParameterLayout) -> frozenset[str]:
 
 
 def _rows(layout: ParameterLayout, name: str) -> int:
-    """Dims that ranks may divide without cutting a block; 0 where moments are not held in blocks."""
+    """How many dims ranks can divide without cutting a block; 0 if moments are not held in blocks."""
     shape = layout.shapes[name]
     rows = len(shape) - 1 - (name in layout.experts)
     return rows if rows >= 1 and held_in_8_bits(shape) else 0
@@ -80,12 +80,12 @@ def _cut_in_a_block(layout: ParameterLayout, name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Moment:
-    """Of one weight's part on this rank."""
+    """One moment of this rank's part of a weight."""
 
     codes: torch.Tensor
     """uint8, in the shape of the part."""
     scale: torch.Tensor
-    """float32 [..., columns / 256]: of each block the largest magnitude."""
+    """float32 [..., columns / 256]: the largest magnitude of each block."""
 
     @classmethod
     def zeros(cls, shard: torch.Tensor, table: torch.Tensor) -> Moment:
@@ -95,7 +95,7 @@ class Moment:
 
 
 class EightBitAdamW:
-    """Updates some of a rank's shards; the counterpart of ``torch.optim.AdamW`` for the others."""
+    """Updates a rank's shards with moments in 8 bits; ``torch.optim.AdamW`` updates the others."""
 
     def __init__(self, shards: dict[str, nn.Parameter], decay: dict[str, float], settings: Settings) -> None:
         """``decay``: the decoupled weight decay of each shard."""
@@ -106,13 +106,13 @@ class EightBitAdamW:
 
     @torch.no_grad()
     def step(self, rate: float, leave_out: torch.Tensor | None) -> None:
-        """One update of each shard that has a gradient; none where ``leave_out``, bool scalar on the device, is true."""
+        """One update of each shard that has a gradient; nothing changes if ``leave_out``, bool scalar on the device, is true."""
         for name, shard in self.shards.items():
             if shard.grad is None:
                 continue
             state = self.moments(name)
             state["step"] += 1 if leave_out is None else (~leave_out).float()
-            # Numbers that change from step to step are tensors: a compiled kernel has the others for good.
+            # Numbers that change from step to step are tensors: in a compiled kernel all others are constants.
             kept, step_size = (torch.full((), x, device=shard.device) for x in (1 - rate * self.decay[name], rate))
             moments = [state[f"{key}.{part}"] for key in MOMENTS for part in ("codes", "scale")]
             tables = [self._table(signed, shard.device) for signed in MOMENTS.values()]
@@ -125,7 +125,7 @@ class EightBitAdamW:
                 )
 
     def _update_on(self, device: torch.device) -> Update:
-        """``updated_``, as one kernel where a GPU has a compiler: its operators alone read and write fifteen times as much."""
+        """``updated_``, as one kernel on a GPU with a compiler: its operators, uncompiled, read and write fifteen times as much."""
         if self._update is None:
             compiles = device.type == "cuda" and why_not_compiled(device) is None
             self._update = torch.compile(updated_, fullgraph=True) if compiles else updated_
@@ -163,13 +163,13 @@ def updated_(
     Args:
         weight, gradient: float32 [blocks, 256].
         mean_codes, square_codes: uint8 [blocks, 256]; their scales float32 [blocks, 1].
-        step: how many steps there were with this one; ``kept``: what weight decay leaves of a weight; all float32 scalars.
-        leave_out: bool scalar on the device: nothing is written where it is true.
+        step: number of steps including this one; ``kept``: factor of the weight that decay leaves; all float32 scalars.
+        leave_out: bool scalar on the device: nothing changes if it is true.
     """
     mean = _decoded(mean_codes, mean_scale, mean_table).lerp_(gradient, 1 - betas[0])
     square = _decoded(square_codes, square_scale, square_table).lerp_(gradient.square(), 1 - betas[1])
     of_mean, of_square = _encoded(mean, mean_table), _encoded(square, square_table)
-    # The update reads the moments as they were before they were rounded.
+    # The update reads the moments before rounding.
     denominator = square.sqrt_().div_((1 - betas[1] ** step).sqrt()).add_(eps)
     change = mean.div_(1 - betas[0] ** step).div_(denominator).mul_(rate)
     new = (weight.float() * kept).sub_(change)
@@ -190,7 +190,7 @@ def _encoded(value: torch.Tensor, table: Table) -> tuple[torch.Tensor, torch.Ten
 
 
 def _chunks(elements: int, *tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """So many ``elements`` at a time of tensors that have as many, or one for each block: [blocks, 256] and [blocks, 1], sharing memory."""
+    """``elements`` at a time of tensors with a value for each element or each block: [blocks, 256] and [blocks, 1], sharing memory."""
     rows = tensors[0].numel() // BLOCK_OF_8_BITS
     if rows == 0:
         return

@@ -1,4 +1,4 @@
-"""The learning rate of each step: warm-up, then a schedule. Free of torch, so that a run's folder can ask it."""
+"""The learning rate of each step: warm-up, then a schedule. Does not import torch, so that readers of a run's folder can use it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The factor that lifts gradients into what fp16 can hold, with the rules of ``torch.amp.GradScaler``.
+"""The loss scale that lifts gradients into the range of fp16, by the rules of ``torch.amp.GradScaler``.
 
-The loss is multiplied by it, the gradients are divided by it in fp32. Whether they overflowed is read off the global norm,
-which every rank has alike, so that all ranks take the update or none does. Like GradScaler's it stays on the device.
+The loss is multiplied by it, the gradients are divided by it in fp32. The global norm shows whether they overflowed: it is the
+same on every rank, so that all ranks take the update or none does. Like GradScaler's scale it stays on the device.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ahp.runtime.torch_compat import update_loss_scale_
 INITIAL, GROWTH, BACKOFF, GROWTH_INTERVAL = 65536.0, 2.0, 0.5, 2000
 """GradScaler's defaults (torch/amp/grad_scaler.py)."""
 SMALLEST = 1.0
-"""Gradients that overflow at a scale of 1 are no longer numbers, or too large for fp16 whatever the scale."""
+"""Gradients that overflow at a scale of 1 are not finite themselves, or too large for fp16 at any scale."""
 
 
 class LossScale:
-    """Starts high, halves at each overflow, doubles after so many steps without one. Powers of two change no digit."""
+    """Starts high, halves at each overflow, doubles after 2000 steps without one. Powers of two change no digit."""
 
     def __init__(self, precision: Precision, device: torch.device | str = "cpu") -> None:
         self.dynamic = precision == "fp16"
@@ -41,7 +41,7 @@ class LossScale:
         self.scale.fill_(value)
 
     def can_shrink(self) -> torch.Tensor:
-        """Whether a step whose gradients overflowed is left out and the next one scaled less; else training has diverged."""
+        """Whether an overflow only skips the step and makes the scale smaller; if not, training has diverged."""
         return (self.scale > SMALLEST) & self.dynamic
 
     def update(self, overflowed: torch.Tensor) -> None:
@@ -51,7 +51,7 @@ class LossScale:
             self.scale.clamp_(min=SMALLEST)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds of it, nothing where the scale is constant."""
+        """The state for a checkpoint, empty if the scale is constant."""
         if not self.dynamic:
             return {}
         return {

@@ -1,7 +1,7 @@
-"""Muon's matrices dealt out over the ranks that hold them: each is orthogonalised once, by its owner.
+"""Divides Muon's matrices among the ranks that hold them: each is orthogonalized once, by its owner.
 
-The ranks of one replica of a pipeline stage give the owner their parts and get back those of the result, all of them in one
-exchange each way; then the other replicas are sent the results. What travels is in bf16, in which torch's Muon computes.
+The ranks of one replica of a pipeline stage send owners their parts and get back their parts of the results, for a round of
+matrices in one exchange each way; then the results go to the other replicas. Messages are in bf16, in which torch's Muon computes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ahp.runtime.tensor.collectives import exchange_rows
 from ahp.runtime.torch_compat import orthogonalized
 
 HELD_ELEMENTS = 2**27
-"""Of the matrices that an owner has at a time on average, and of results that a replica is sent at once: 256 MiB in bf16, enough to
-fill any link, little beside weights and their optimizer states. At least one matrix."""
+"""How many elements of matrices an owner has at a time on average, and of results a replica is sent at once: 256 MiB in bf16, enough to
+fill any link, little next to weights and their optimizer states. At least one matrix."""
 
 Update = Callable[[str], torch.Tensor]
-"""The name of a matrix -> this rank's part of its update before it is orthogonalised. Without side effects."""
+"""The name of a matrix -> this rank's part of its update before it is orthogonalized. Without side effects."""
 Parts = Iterator[tuple[str, torch.Tensor]]
 """(name, this rank's part of the orthogonal matrix)."""
 
@@ -41,21 +41,21 @@ class LocalMatrices:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One of those that are dealt out."""
+    """A matrix and its owner."""
 
     name: str
     shape: tuple[int, int]
     replica: int
-    """That of its owner."""
+    """The replica of its owner."""
     owner: int
-    """Its place among the ranks of that replica."""
+    """The owner's place among the ranks of that replica."""
     parts: tuple[dict[int, Ranges], ...]
-    """What each of those ranks holds."""
+    """The part that each of those ranks holds."""
     sources: tuple[int, ...]
-    """From which of them the owner gets the parts, each from one of those that have it."""
+    """Ranks that send the owner the parts: for each different part, one rank that has it."""
 
     def shape_of(self, place: int) -> list[int]:
-        """Of the part of a rank."""
+        """The shape of a rank's part."""
         held = (self.parts[place].get(dim, [(0, size)]) for dim, size in enumerate(self.shape))
         return [sum(end - first for first, end in ranges) for ranges in held]
 
@@ -64,7 +64,7 @@ class Matrix:
 
 
 class OwnedMatrices:
-    """The matrices of this rank's stages, over the other ranks that hold them."""
+    """The matrices of this rank's stages, divided among the ranks that hold them."""
 
     def __init__(self, layout: ParameterLayout, names: Iterable[str]) -> None:
         """Collective."""
@@ -87,19 +87,19 @@ class OwnedMatrices:
                 self.rounds[-1].append(Matrix(name, shapes[name], replica, place, parts, sources))
 
     def orthogonalized(self, update: Update) -> Parts:
-        """Of every matrix. Collective."""
+        """This rank's part of every orthogonalized matrix. Collective."""
         for matrices in self.rounds:
             ours = [m for m in matrices if m.replica == self.replica]
             owned = self._gathered(ours, update)
             for name in owned:
                 owned[name] = orthogonalized(owned[name])
             parts = self._returned(ours, owned)
-            owned.clear()  # a round begins without what the last one left
+            owned.clear()  # frees memory before the next round
             yield from parts.items() if self.num_replicas == 1 else self._of_all_replicas(matrices, parts)
             parts.clear()
 
     def _gathered(self, matrices: list[Matrix], update: Update) -> dict[str, torch.Tensor]:
-        """Those of the matrices that this rank owns, whole."""
+        """The matrices that this rank owns, whole."""
         moves = [(m, source, m.owner, source) for m in matrices for source in m.sources]
         owned: dict[str, torch.Tensor] = {}
         for m, source, part in self._exchange(moves, lambda m, _: update(m.name).bfloat16()):
@@ -117,8 +117,8 @@ class OwnedMatrices:
     def _exchange(
         self, moves: list[tuple[Matrix, int, int, int]], piece: Callable[[Matrix, int], torch.Tensor]
     ) -> Iterator[tuple[Matrix, int, torch.Tensor]]:
-        """(matrix, whose part, the part) of what comes to this rank. ``moves``: (matrix, from, to, whose part), on every rank the
-        same."""
+        """(matrix, whose part, the part) for each part that comes to this rank. ``moves``: (matrix, from, to, whose part), the same
+        on every rank."""
         if all(origin == to for _, origin, to, _ in moves):
             yield from ((m, of, piece(m, of)) for m, origin, _, of in moves if origin == self.place)
             return
@@ -134,7 +134,7 @@ class OwnedMatrices:
             yield m, of, part.view(m.shape_of(of))
 
     def _of_all_replicas(self, matrices: list[Matrix], parts: Mapping[str, torch.Tensor]) -> Parts:
-        """``parts`` of this replica's matrices, and those that the others have found."""
+        """``parts`` of this replica's matrices, and the parts of matrices of the other replicas."""
         for replica in range(self.num_replicas):
             theirs = {m.name: m for m in matrices if m.replica == replica}
             for names in _buckets({name: m.numel(self.place) for name, m in theirs.items()}):
@@ -150,7 +150,7 @@ class OwnedMatrices:
 
 
 def flops(shape: tuple[int, int]) -> int:
-    """Of one iteration of Newton-Schulz: with r rows and c columns, r the smaller, r x c by c x r, r x r by r x r and by r x c."""
+    """FLOPs of one Newton-Schulz iteration. With sides r <= c, the products are r x c by c x r, r x r by r x r, and r x r by r x c."""
     r, c = sorted(shape)
     return 4 * r * r * c + 2 * r**3
 
@@ -168,13 +168,13 @@ def assign_owners(shapes: Mapping[str, tuple[int, int]], num_owners: int) -> dic
 
 
 def in_rounds(shapes: Mapping[str, tuple[int, int]], num_owners: int) -> list[list[str]]:
-    """The matrices by cost, so that those of a round are alike, and in a round so many as the owners can hold."""
+    """The matrices in order of cost, in rounds: a round has similar matrices, as many as the owners can hold."""
     ordered = sorted(shapes, key=lambda name: (-flops(shapes[name]), name))
     return _buckets({name: -(-math.prod(shapes[name]) // num_owners) for name in ordered})
 
 
 def _buckets(elements: Mapping[str, int]) -> list[list[str]]:
-    """What follows each other and has HELD_ELEMENTS together, or is one."""
+    """Lists of consecutive names that have at most HELD_ELEMENTS together, or of a single name."""
     found: list[list[str]] = []
     room = 0
     for name, count in elements.items():
@@ -187,11 +187,11 @@ def _buckets(elements: Mapping[str, int]) -> list[list[str]]:
 
 
 Place = tuple[int, int]
-"""Of a rank in its replica of a stage: which shard it has, and which tensor-parallel part."""
+"""A rank's place in its replica of a stage: which shard it has, and which tensor-parallel part."""
 
 
 def _places(mesh: Mesh, group: dist.ProcessGroup) -> list[Place]:
-    """Of each rank of the group, in its order."""
+    """The place of each rank of the group, in the group's order."""
     weights = mesh.weights
     assert weights.mesh_dim_names is not None
     shard, tensor = (weights.mesh_dim_names.index(axis) for axis in ("dp_shard", "tp"))
@@ -203,7 +203,7 @@ def _places(mesh: Mesh, group: dist.ProcessGroup) -> list[Place]:
 
 
 def sources_of(parts: Sequence[dict[int, Ranges]], places: Sequence[Place], owner: int) -> tuple[int, ...]:
-    """Ranks that have all parts together, each once: the owner itself, then those with its tensor-parallel part."""
+    """Ranks that together have each different part once: the owner itself first, then ranks with its tensor-parallel part."""
     found: dict[str, int] = {}
     for place in sorted(range(len(parts)), key=lambda p: (p != owner, places[p][1] != places[owner][1], p)):
         found.setdefault(repr(sorted(parts[place].items())), place)

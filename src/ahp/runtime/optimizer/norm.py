@@ -20,15 +20,15 @@ class SquareSum:
     """Names of gradients, and the norm of each."""
 
     def not_finite(self) -> tuple[str, ...]:
-        """The gradients whose norm is no number. The host waits for the device."""
+        """The gradients whose norm is not finite. The host waits for the device."""
         return tuple(
             n for names, norms in self.norms for n, ok in zip(names, norms.isfinite().tolist(), strict=True) if not ok
         )
 
 
 def weighted_square_sum(gradients: dict[str, torch.Tensor], copies: dict[str, int], device: torch.device) -> SquareSum:
-    """``copies[name]``: how many ranks hold the very same elements. Added up over all ranks, every element of the model
-    then counts once, however it is sharded, sliced, replicated or tied.
+    """``copies[name]``: how many ranks hold the same elements. When the result is summed over all ranks, every element of
+    the model counts once, however it is sharded, sliced, replicated or tied.
     """
     found = SquareSum(torch.zeros((), dtype=torch.float64, device=device))
     by_copies: dict[int, list[str]] = {}
@@ -36,7 +36,7 @@ def weighted_square_sum(gradients: dict[str, torch.Tensor], copies: dict[str, in
         if gradient.numel() > 0:
             by_copies.setdefault(copies[name], []).append(name)
     for count, names in by_copies.items():
-        # One tensor's norm in fp32 (as clip_grad_norm_ takes it; five times faster than in float64), their sum in float64.
+        # Each tensor's norm in fp32 (as in clip_grad_norm_; five times faster than in float64), the sum in float64.
         norms = torch.stack(norms_of([gradients[name] for name in names])).double()
         found.total += norms.square().sum() / count
         found.norms.append((names, norms))
@@ -46,8 +46,8 @@ def weighted_square_sum(gradients: dict[str, torch.Tensor], copies: dict[str, in
 def loss_and_norm(
     loss: torch.Tensor, square_sum: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor | float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add up all three over all ranks in one collective: float64 [2], the mean loss and the gradient norm, both without the scale of the
-    loss; and the ``counts``, float64 of any length."""
+    """Sum all three over all ranks in one collective. Returns float64 [2], the mean loss and the gradient norm, both without the loss
+    scale, and the summed ``counts``, float64 of any length."""
     summed = torch.cat((loss.to(torch.float64)[None], square_sum[None], counts))
     dist.all_reduce(summed)
     return torch.stack((summed[0], summed[1].sqrt())) / scale, summed[2:]
@@ -56,11 +56,11 @@ def loss_and_norm(
 def unscale_and_clip_(
     gradients: dict[str, torch.Tensor], norm: torch.Tensor, limit: float | None, scale: torch.Tensor | float
 ) -> None:
-    """Divide gradients in place by the scale of the loss, and multiply them by ``limit / norm`` when the norm, which is that
-    of the unscaled ones, is above it, as ``torch.nn.utils.clip_grad_norm_`` does.
+    """Divide gradients in place by the loss scale, and multiply them by ``limit / norm`` if the norm of the unscaled
+    gradients is above ``limit``, as ``torch.nn.utils.clip_grad_norm_`` does.
 
     ``norm``: float64 scalar on the gradients' device."""
     factor = (torch.ones_like(norm) if limit is None else (limit / (norm + 1.0e-6)).clamp(max=1.0)) / scale
-    # Looking costs nothing on a CPU; on a GPU the host would wait, and one more pass over the gradients costs less.
+    # Reading the factor is free on a CPU; on a GPU the host would wait, and one more pass over the gradients costs less.
     if gradients and not (factor.is_cpu and factor == 1):
         scale_(list(gradients.values()), factor.float())

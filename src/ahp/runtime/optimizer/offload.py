@@ -1,15 +1,15 @@
-"""AdamW's moments in the host's memory, under ``engine.offload_optimizer``: a few at a time come to the device and go back.
+"""Keeps AdamW's moments in host memory under ``engine.offload_optimizer``: a few at a time come to the device and go back.
 
-The update itself stays torch's fused AdamW on the device, so that it is the very same one; weights and gradients, which FSDP2
+The update itself is still torch's fused AdamW on the device, so that it is exactly the same; weights and gradients, which FSDP2
 computes with, stay there too. Two of the four fp32 numbers of a parameter leave the device.
 
-While one bucket is updated the next comes in and the one before goes back, each way on a stream of its own:
+While one bucket is updated, the next comes in and the one before goes back, each way on its own stream:
 
     stream in        bucket 0   bucket 1   bucket 2   ...
     stream compute              update 0   update 1   update 2   ...
     stream out                             bucket 0   bucket 1   bucket 2   ...
 
-AdamW works element by element, so a bucket may hold a part of a weight: what is on the device never exceeds the slots.
+AdamW works element by element, so a bucket can hold a part of a weight: moments on the device never exceed the slots.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ahp.errors import HardwareMismatch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 NUM_SLOTS = 4
-"""Buckets on the device at once: one that comes, one that is updated, one that goes back, and one so that none waits for another."""
+"""Buckets on the device at once: one comes in, one is updated, one goes back, and a spare one so that none waits for another."""
 ALIGNED_BYTES = 256
-"""Where parts begin: torch's fused kernels read sixteen bytes at once, a processor's a line of its cache."""
+"""Alignment of parts: torch's fused kernels read sixteen bytes at once, those for CPUs a cache line."""
 
 
 def refuse_without_host(device: torch.device) -> None:
-    """Raises HardwareMismatch where the device's memory is the host's."""
+    """Raises HardwareMismatch if the device's memory is the host's."""
     if device.type == "cpu":
         raise HardwareMismatch(
             "engine.offload_optimizer = True: on a CPU the optimizer's states are in the host's memory already (valid: False)"
@@ -40,7 +40,7 @@ def refuse_without_host(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """Elements ``first .. end`` of a shard, seen flat, and their place in the bucket's slot."""
+    """Elements ``first .. end`` of a flattened shard, and their place in the bucket's slot."""
 
     shard: torch.Tensor
     first: int
@@ -52,29 +52,29 @@ class Part:
         return tensor.detach().reshape(-1)[self.first : self.end]
 
     def in_slot(self, slot: torch.Tensor) -> torch.Tensor:
-        """Where they are in a slot [moments, elements]: [moments, end - first]."""
+        """Their place in a slot [moments, elements]: a view [moments, end - first]."""
         return slot[:, self.at : self.at + self.end - self.first]
 
 
 @dataclass
 class Bucket:
-    """Parts of one group of AdamW's that come to the device together."""
+    """Parts of one AdamW parameter group that come to the device together."""
 
     group: dict[str, Any]
     """AdamW's settings for them."""
     parts: list[Part] = field(default_factory=list)
     num_elements: int = 0
-    """Of a slot that holds them, with what lies between parts so that they are aligned."""
+    """Elements that the parts take in a slot, with gaps between them for alignment."""
 
 
 class HostMoments:
-    """Keeps the moments of an AdamW in host memory, pinned where the device is a GPU, and takes its steps."""
+    """Keeps the moments of an AdamW in host memory, pinned if the device is a GPU, and takes its steps."""
 
     def __init__(self, adamw: torch.optim.AdamW, *, bucket_bytes: int = OFFLOAD_BUCKET_BYTES) -> None:
-        """``bucket_bytes``: of moments, at most so many are on the device at once."""
+        """``bucket_bytes``: the most bytes of moments that are on the device at once."""
         self.adamw = adamw
         self.shards: list[torch.Tensor] = [shard for group in adamw.param_groups for shard in group["params"]]
-        """Empty ones too, which are in no bucket and count their steps."""
+        """All shards; empty ones are in no bucket but count their steps."""
         for shard in self.shards:
             state = adamw.state[shard]
             state["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
@@ -87,16 +87,16 @@ class HostMoments:
 
     @torch.no_grad()
     def step(self) -> None:
-        """As ``AdamW.step``, bucket by bucket: parameters without a gradient stay as they are. No gradient is left.
+        """Like ``AdamW.step``, bucket by bucket: parameters without a gradient stay as they are. Gradients are dropped.
 
-        When the compute stream gets here again all moments are back, so they may be read only after ``wait``.
+        All moments are back once the compute stream has passed this step, so they can be read only after ``wait``.
         """
         updated = {shard for shard in self.shards if shard.grad is not None}
         device = torch.get_device_module(self.device)
         compute = device.current_stream(self.device)
         slots = self._slots()
         is_free = [device.Event() for _ in slots]
-        self.incoming.wait_stream(compute)  # a slot's memory may still be read by what had it before
+        self.incoming.wait_stream(compute)  # whatever had a slot's memory before may still read it
         for number, bucket in enumerate(self.buckets):
             slot, free = slots[number % NUM_SLOTS], is_free[number % NUM_SLOTS]
             parts = [part for part in bucket.parts if part.shard in updated]
@@ -110,19 +110,19 @@ class HostMoments:
             with device.stream(self.outgoing):
                 self._copy(parts, slot, to_host=True)
                 free.record(self.outgoing)
-        compute.wait_stream(self.outgoing)  # whatever has the slots' memory next comes after
+        compute.wait_stream(self.outgoing)  # so that the next user of the slots' memory comes after the copies
         self._count(updated)
         for shard in self.shards:
             shard.grad = None
 
     def _count(self, updated: set[torch.Tensor]) -> None:
-        """One step more, but where AMP's gradient scaler found that the gradients overflowed: then the kernels did nothing."""
+        """Count one step, unless ``found_inf`` is set, as by AMP's gradient scaler at an overflow: then the kernels did nothing."""
         overflowed = getattr(self.adamw, "found_inf", None)
         for shard in updated:
             self.adamw.state[shard]["step"] += 1 if overflowed is None else 1 - overflowed
 
     def _slots(self) -> list[torch.Tensor]:
-        """[moments, elements] each. Made for a step, when activations are gone, and freed after it."""
+        """Slots of [moments, elements]. Allocated for a step, when activations are gone, and freed after it."""
         like = self.shards[0]
         return [
             like.new_empty((len(MOMENTS), max(bucket.num_elements for bucket in self.buckets[number::NUM_SLOTS])))
@@ -137,8 +137,8 @@ class HostMoments:
                 target.copy_(source, non_blocking=True)
 
     def _update(self, group: dict[str, Any], parts: list[Part], slot: torch.Tensor) -> None:
-        """Torch's fused AdamW on these parts, whose moments are in the slot. What AMP's gradient scaler gives an optimizer is taken
-        as ``AdamW.step`` takes it."""
+        """torch's fused AdamW on these parts, whose moments are in the slot. Uses the attributes that AMP's gradient scaler sets, as
+        ``AdamW.step`` does."""
         here = [part.in_slot(slot) for part in parts]
         beta1, beta2 = group["betas"]
         adamw_update(
@@ -162,12 +162,12 @@ class HostMoments:
         )
 
     def wait(self) -> None:
-        """Until the moments in host memory are those after the last step."""
+        """Wait until the moments in host memory are those after the last step."""
         torch.get_device_module(self.device).synchronize(self.device)
 
 
 def _buckets(groups: list[dict[str, Any]], slot_bytes: int) -> list[Bucket]:
-    """The shards of AdamW's groups in their order, cut so that every slot is full but the last of a group."""
+    """The shards of AdamW's groups in order, cut so that every bucket is full except for the last of a group."""
     buckets: list[Bucket] = []
     for group in groups:
         bucket: Bucket | None = None

@@ -1,8 +1,8 @@
-"""What passes a cut between stages of unlike width: pieces, each from the one rank that has it to the one that needs it.
+"""Activations between two stages of different width: each rank sends each piece straight to the rank that needs it.
 
-A micro-batch of a replica is [rows, sequence, hidden]; every context rank hands its own part of the sequence to the one of the same number. Of
-that a rank has the rows of its shard, and of a row the positions of its tensor rank: with sequence parallelism that is all that it has, else it cuts its part out before it sends, and a receiver gathers the parts
-of its tensor group. So every element crosses the cut once, however many ranks hold it on either side.
+A replica's micro-batch is [rows, sequence, hidden]. Each context rank sends its part of the sequence to the context rank of the same number: the rows
+of its shard and, of each row, the positions of its tensor rank. With sequence parallelism a rank holds no more than that; else it cuts out its part
+before it sends, and a receiver gathers the parts of its tensor group. So every element crosses the cut once, however many ranks hold it.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ahp.stage_place import Width
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank hands another one, or gets from it."""
+    """A block of hidden states that one rank sends to another, or receives from it."""
 
     peer: int
     """The other rank."""
     rows: range
     positions: range
-    """Of the part of the hidden states that this rank has: which it is."""
+    """Where the piece is in this rank's part of the hidden states."""
 
     def of(self, part: torch.Tensor) -> torch.Tensor:
-        """A view."""
+        """The piece as a view of the part."""
         return part[self.rows.start : self.rows.stop, self.positions.start : self.positions.stop]
 
 
 @dataclass(frozen=True)
 class Place:
-    """A rank among those of its stage that compute one replica."""
+    """A rank's place among the ranks of its stage that compute one replica."""
 
     shard: int
     shards: int
@@ -55,9 +55,9 @@ def _share(number: int, count: int, size: int) -> range:
 
 
 def pieces(own: Place, peers: Sequence[Sequence[int]], rows: int, positions: int) -> list[Piece]:
-    """What ``own`` shares with each rank of the stage on the other side, by shard and tensor rank: in the order of these on both sides.
+    """The pieces that ``own`` exchanges with the ranks of the stage on the other side, in the order of their shard and tensor rank.
 
-    ``peers``: those ranks, [shard][tensor rank]. ``rows``, ``positions``: of the micro-batch of a replica.
+    ``peers``: those ranks, [shard][tensor rank]. ``rows``, ``positions``: how many a replica's micro-batch has.
     """
     found = []
     mine = own.part(rows, positions)
@@ -79,21 +79,21 @@ def _within(part: range, whole: range) -> range:
 
 
 class Border:
-    """One side of such a cut, on one rank."""
+    """One side of a cut between stages of different width, on one rank."""
 
     def __init__(
         self, found: list[Piece], part: tuple[int, ...], dtype: torch.dtype, group: dist.ProcessGroup | None
     ) -> None:
-        """``part``: shape of this rank's part [rows, positions, hidden]; ``group``: its tensor group, where each of them holds all positions."""
+        """``part``: shape of this rank's part [rows, positions, hidden]; ``group``: its tensor group if each rank there holds all positions."""
         self.pieces, self.part, self.dtype, self.group = found, part, dtype, group
 
     @property
     def peers(self) -> list[int]:
-        """Of each piece."""
+        """The other rank of each piece."""
         return [piece.peer for piece in self.pieces]
 
     def empty(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Room for the pieces."""
+        """Empty tensors for the pieces."""
         rest = self.part[2:]
         return tuple(
             torch.empty((len(piece.rows), len(piece.positions), *rest), dtype=self.dtype, device=device)
@@ -101,21 +101,21 @@ class Border:
         )
 
     def join(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The hidden states that a stage takes, from the pieces that came."""
+        """The hidden states that a stage takes, from the received pieces."""
         whole: torch.Tensor = _Join.apply(self.pieces, self.part, *parts)
         return whole if self.group is None else gather_sequence(whole, self.group)
 
     def split(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The pieces that go, of the hidden states that a stage gives."""
+        """The pieces to send, from the hidden states that a stage returns."""
         part = hidden if self.group is None else cut_sequence(hidden, self.group)
         return _Split.apply(self.pieces, part)  # type: ignore[no-any-return]
 
 
 def by_micro_batch(rows: torch.Tensor, widths: Sequence[Width], own: Parallelism) -> torch.Tensor:
-    """A rank's rows [rows, sequence] in the order of its micro-batches.
+    """A rank's rows [rows, sequence], reordered by micro-batch.
 
-    Another stage may divide a micro-batch over more shards, each of which has rows that follow each other; what is one shard here has then
-    those of several, and each micro-batch takes some of each. ``widths``: of all pipeline ranks; ``own``: the layout as this one has it.
+    Another stage may divide a micro-batch over more shards, each with consecutive rows. One shard here then has the rows of several shards
+    there, and each micro-batch takes some rows of each. ``widths``: of all pipeline ranks; ``own``: the layout of this pipeline rank.
     """
     parts = math.lcm(*(shard for shard, _ in widths)) // own.data_parallel_shard_degree
     if parts == 1:
@@ -132,12 +132,12 @@ def _joined(found: list[Piece], shape: tuple[int, ...], parts: Sequence[torch.Te
 
 
 def _split(found: list[Piece], part: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Each contiguous and with memory of its own, as messages need it."""
+    """Pieces that are contiguous and have their own memory, as messages need."""
     return tuple(piece.of(part).clone(memory_format=torch.contiguous_format) for piece in found)
 
 
 class _Join(torch.autograd.Function):
-    """A part from its pieces; in backward the pieces of its gradient."""
+    """Joins pieces into a part; backward splits the part's gradient into pieces."""
 
     @staticmethod
     def forward(ctx: Any, found: list[Piece], shape: tuple[int, ...], *parts: torch.Tensor) -> torch.Tensor:
@@ -150,7 +150,7 @@ class _Join(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
-    """The pieces of a part; in backward its gradient from theirs."""
+    """Splits a part into pieces; backward joins the gradients of the pieces."""
 
     @staticmethod
     def forward(ctx: Any, found: list[Piece], part: torch.Tensor) -> tuple[torch.Tensor, ...]:

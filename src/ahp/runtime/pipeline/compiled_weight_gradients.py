@@ -1,9 +1,9 @@
-"""Weight gradients of compiled blocks apart from their input gradients, for the schedules that split the backward.
+"""Separates the weight gradients of compiled blocks from their input gradients, for the schedules that split the backward.
 
-A compiled backward is one call, and inside of it nothing can be noted for later. So each product with a weight is given two inputs
-more, of the shapes of its result and of what it multiplies, which do nothing forward. The gradient of the first is that of the
-result, and what comes back as the gradient of the second is the operand itself. Of the two the gradient of the weight is made
-outside of the graph. Nothing is hidden from the compiler, which keeps operands or computes them again as it does without.
+A compiled backward is one call, and nothing inside of it can be deferred. So each product with a weight gets two more inputs,
+called probes, of the shapes of its result and of its operand, which do nothing in forward. The gradient of the first is that of
+the result, and what comes back as the gradient of the second is the operand itself. The weight's gradient is made from these two
+outside of the graph. Nothing is hidden from the compiler, which keeps operands or computes them again as it would without probes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class _Found:
     """A product with a weight in a graph."""
 
     weight: int
-    """Which of the graph's inputs."""
+    """Its index among the graph's inputs."""
     transposed: bool
     """The weight is [N, K], as in nn.Linear; else [K, N]."""
     probes: tuple[torch.Tensor, torch.Tensor]
-    """One zero that stands for a tensor like the result, and one for a tensor like the operand."""
+    """One zero expanded to the shape of the result, and one to the shape of the operand."""
 
 
 class SplitGraph:
-    """A graph of torch.compile's that leaves the gradients of its weights to ``later``."""
+    """A torch.compile graph that leaves the gradients of its weights to ``later``."""
 
     def __init__(self, graph: GraphModule, inputs: Sequence[torch.Tensor], later: WeightGradients) -> None:
         self.later = later
@@ -43,11 +43,11 @@ class SplitGraph:
 
     @property
     def probes(self) -> list[torch.Tensor]:
-        """The inputs that the graph takes beside its own, after them."""
+        """The inputs that the graph takes after its own."""
         return [probe for found in self.found for probe in found.probes]
 
     def forward_context(self, run: Run) -> Run:
-        """What is called with the graph's own inputs; ``run``: the compiled graph."""
+        """A function of the graph's own inputs, which adds the probes. ``run``: the compiled graph."""
 
         if not self.found:
             return run
@@ -60,7 +60,7 @@ class SplitGraph:
         return call
 
     def _rewritten(self, graph: GraphModule, inputs: Sequence[torch.Tensor]) -> GraphModule:
-        """A copy, because torch.compile reads its own again."""
+        """The rewritten graph: a copy, because torch.compile reads the original again."""
         copied = Graph()
         copied.output(copied.graph_copy(graph.graph, {}))
         placeholders = copied.find_nodes(op="placeholder")
@@ -72,7 +72,7 @@ class SplitGraph:
                 continue
             x, weight, bias, transposed = operands
             if weight not in number or not inputs[number[weight]].requires_grad:
-                continue  # made from weights in the graph, which then has their gradients too
+                continue  # frozen, or made from weights in the graph, which then makes their gradients too
             probes = tuple(_standing_for(like) for like in (node, x))
             self.found.append(_Found(number[weight], transposed, probes))  # type: ignore[arg-type]
             of_each = []
@@ -90,7 +90,7 @@ class SplitGraph:
 
 
 def _operands(node: Node) -> tuple[Any, Any, Any, bool] | None:
-    """What a product multiplies and adds, and whether its weight is transposed; None where the node is no product."""
+    """Operand, weight and bias of a product, and whether its weight is transposed; None if the node is no product."""
     if node.target in LINEAR:
         given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
         return given["input"], given["weight"], given.get("bias"), True
@@ -131,12 +131,12 @@ class _Product(torch.autograd.Function):
 
 
 def _product(*operands: Any) -> torch.Tensor:
-    """``_Product.apply`` by a name of its own: torch 2.15 writes a graph's functions by theirs, and that one's stands in no module."""
+    """``_Product.apply`` under a name of this module: torch 2.15 writes a graph's functions by name, and ``apply`` is in no module."""
     return _Product.apply(*operands)
 
 
 class _Probes(torch.autograd.Function):
-    """The inputs that do nothing forward; backward leaves what comes back for them to ``later``."""
+    """Makes the probes; backward leaves the weight gradients, made from what comes back for them, to ``later``."""
 
     @staticmethod
     def forward(

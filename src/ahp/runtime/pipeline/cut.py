@@ -1,8 +1,8 @@
 """Cut an unmodified model into pipeline stages at its blocks.
 
-Every stage runs the model's own forward. What belongs to other stages is replaced: modules before the blocks give
-zeros, earlier blocks pass on, the last of them hands in what was received, later blocks stop the forward. So masks,
-positions and rotary tables are made by the model's own code, and no family needs code here.
+Every stage runs the model's own forward, with the modules of other stages replaced: modules before the blocks return
+zeros, earlier blocks return their input, the last of them returns what was received, later blocks stop the forward. So the
+model's own code makes masks, positions and rotary tables, and no model family needs code here.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from ahp.runtime.transformers_compat import consecutive_positions
 
 
 class Stage(nn.Module):
-    """One stage: ``forward(x, **inputs)`` takes hidden states (token ids on the first stage) and gives hidden
-    states (logits on the last). ``inputs``: the model's own, of the same rows: ``input_ids``, and ``position_ids`` where the job masks
-    documents.
+    """One stage: ``forward(x, **inputs)`` takes hidden states (token ids on the first stage) and returns hidden
+    states (logits on the last). ``inputs``: the model's own inputs for the same rows: ``input_ids``, and ``position_ids`` if the job
+    masks documents.
 
-    With ``routers``, and where gradients are made, it takes and gives the sums of the balance loss beside them.
+    With ``routers``, when gradients are computed, it also takes and returns the sums of the balance loss.
     """
 
     def __init__(self, model: nn.Module, receive: StageInput | None) -> None:
         super().__init__()
         self.model = model
-        self.receive = [receive] if receive is not None else []  # in a list: not a submodule a second time
+        self.receive = [receive] if receive is not None else []  # in a list, so as not to register a submodule twice
         self.later: WeightGradients | None = None
-        """Where the gradients of weights wait, under a schedule that splits the backward."""
+        """Holds deferred weight gradients under a schedule that splits the backward."""
         self.routers: Routers | None = None
         self.head: GatheredOnce | None = None
-        """Around the head, where it runs on a few tokens at a time."""
+        """Wraps the head if it runs on a few tokens at a time."""
         self.documents: Documents | None = None
-        """How the model is told which tokens are one document, where the job masks documents."""
+        """How the model learns which tokens are one document, if the job masks documents."""
         self.before: Border | None = None
         self.after: Border | None = None
-        """Where the neighbouring stage is of another width: ``forward`` takes, or gives, the pieces of hidden states."""
+        """Set if the neighboring stage has another width: ``forward`` then takes, or returns, pieces of hidden states."""
         self.after_blocks = ExitStack()
-        """What the last block enters for the rest of the forward."""
+        """Holds contexts that the last block enters for the rest of the forward."""
 
     def forward_context(self) -> AbstractContextManager[object]:
-        """What the model's forward runs within, also when it runs again for backward."""
+        """The context that the model's forward runs in, also when it runs again for backward."""
         return nullcontext() if self.later is None else Deferring(self.later)
 
     def forward(self, x: torch.Tensor, *earlier: torch.Tensor, **inputs: torch.Tensor) -> Any:
@@ -92,7 +92,7 @@ class StopForward(BaseException):
 
 
 class PassThrough(nn.Module):
-    """In the place of a block of an earlier stage."""
+    """Replaces a block of an earlier stage: returns its input."""
 
     def __init__(self, output: str, num_outputs: int) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class PassThrough(nn.Module):
 
 
 class StageInput(PassThrough):
-    """In the place of the last block of the earlier stages: its output is what came from the previous stage."""
+    """Replaces the last block of the earlier stages: returns what came from the previous stage."""
 
     def __init__(self, output: str, num_outputs: int) -> None:
         super().__init__(output, num_outputs)
@@ -118,21 +118,21 @@ class StageInput(PassThrough):
 
 
 class Stop(nn.Module):
-    """In the place of the first block of the later stages."""
+    """Replaces the blocks of later stages: ends the forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise StopForward(block_input(args, kwargs))
 
 
 class ZeroEmbedding(nn.Module):
-    """In the place of a module before the blocks on a later stage: zeros of the right shape, with no memory of their own where the
-    model does not write into them."""
+    """Replaces a module before the blocks on a later stage: returns zeros of the right shape, one expanded element unless the
+    model writes into them."""
 
     def __init__(self, width: int | None, dtype: torch.dtype, *, written: bool) -> None:
         super().__init__()
         self.width, self.dtype, self.written = width, dtype, written
         self.weight = torch.empty((0, width or 0), dtype=dtype)
-        """No rows, on the stage's device, for which a model may ask its embedding. No parameter and no buffer: those would be filled, summed and saved."""
+        """Has no rows; a model may ask its embedding for the device. Neither parameter nor buffer: those would be filled, summed and saved."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ZeroEmbedding:
         self.weight = fn(self.weight)
@@ -143,7 +143,7 @@ class ZeroEmbedding(nn.Module):
         x = given[0]
         if (
             self.width is not None
-        ):  # a table's rows are [batch, sequence] at most; OPT's is given a mask of documents before them
+        ):  # row numbers of a table are [batch, sequence] at most; OPT's is given a mask of documents first
             x = next((tensor for tensor in given if tensor.dim() <= 2), x)
         shape = x.shape if self.width is None else (*x.shape, self.width)
         if self.written:
@@ -152,15 +152,15 @@ class ZeroEmbedding(nn.Module):
 
 
 def cut(module: nn.Module, found: Outline, layers: range, dtype: torch.dtype) -> Stage:
-    """The stage with the blocks numbered ``layers``; its parameters are those of ``module``, nothing is copied.
+    """The stage with the blocks numbered ``layers``; its parameters are those of ``module``, not copies.
 
-    Buffers outside the blocks are copied, for each stage writes its own. ``dtype`` is that of the hidden states. Raises BadInput when the model does more between its blocks than hand on.
-    """
+    Buffers outside the blocks are copied, because each stage writes its own. ``dtype``: of the hidden states. Raises BadInput if
+    the model does more between its blocks than pass hidden states on."""
     if found.uncuttable is not None:
         raise BadInput(f"{found.uncuttable}, so it cannot be cut into stages")
     first, last = layers.start == 0, layers.stop == found.num_layers
     memo: dict[int, Any] = {id(p): p for p in module.parameters()}
-    # torch's own copy of a fake tensor asks for its address, and warns that it has none.
+    # deepcopy of a fake tensor asks for its address, and torch warns that it has none.
     memo.update({id(b): b.detach().clone() for b in module.buffers()})
     memo.update({id(b): b for b in module.get_submodule(found.blocks_path).buffers()})
     model = copy.deepcopy(module, memo)
@@ -204,8 +204,8 @@ def separate(paths: tuple[str, ...], blocks_path: str) -> list[str]:
 
 
 def zeros_for(module: nn.Module, dtype: torch.dtype, *, written: bool) -> nn.Module | None:
-    """What stands in for a module before the blocks; None when its output's shape is not known from its class: then it
-    stays on every stage, where it works in vain but right. ``written``: whether the model writes into what it returns."""
+    """The stand-in for a module before the blocks; None if its class does not tell the shape of its output: then it stays
+    on every stage, where its work is wasted but correct. ``written``: whether the model writes into what it returns."""
     if isinstance(module, nn.Embedding):
         return ZeroEmbedding(module.embedding_dim, dtype, written=written)
     if isinstance(module, nn.LayerNorm) or "Norm" in type(module).__name__:

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
 Inputs = dict[str, torch.Tensor]
-"""What a model is called with, int64 [rows, sequence]: ``input_ids``, and ``position_ids`` where the job masks documents."""
+"""The inputs of a model, int64 [rows, sequence]: ``input_ids``, and ``position_ids`` if the job masks documents."""
 
 
 def split_rows(inputs: Inputs, labels: torch.Tensor, size: int) -> Iterator[tuple[Inputs, torch.Tensor]]:
-    """``size`` rows at a time, of inputs and labels."""
+    """Inputs and labels, ``size`` rows at a time."""
     for first in range(0, len(labels), size):
         part = slice(first, first + size)
         yield {key: value[part] for key, value in inputs.items()}, labels[part]
@@ -50,10 +50,10 @@ class Accumulation:
         self.stages, self.loss, self.sharding = {0: stage}, loss, sharding
 
     def prepare(self, num_micro_batches: int) -> None:
-        """Any number can be run."""
+        """Does nothing: any number can be run."""
 
     def run(self, inputs: Inputs, labels: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
-        """Gradients of the whole part; returns its share of the mean loss, detached."""
+        """Compute the gradients of the whole part. Returns its share of the mean loss, detached."""
         total = torch.zeros((), device=labels.device)
         for number, (part, targets) in enumerate(split_rows(inputs, labels, len(labels) // num_micro_batches)):
             self.sharding.before_backward(last=number == num_micro_batches - 1)
@@ -63,12 +63,12 @@ class Accumulation:
         return total
 
     def evaluate(self, inputs: Inputs, labels: torch.Tensor) -> torch.Tensor:
-        """This rank's share of the loss of one micro-batch, forward alone."""
+        """This rank's share of the loss of one micro-batch, forward only."""
         return self.loss(self.stages[0](inputs["input_ids"], **inputs), labels)
 
 
 class Pipeline:
-    """Several stages on torch's pipeline runtime, in the order of a schedule, which says which rank holds which stages."""
+    """Several stages on torch's pipeline runtime, in the order of a schedule, which also decides the rank of each stage."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class Pipeline:
         hidden: TensorLike,
         outputs: TensorLike,
     ) -> None:
-        """``hidden``: what passes between stages of this rank's width; ``outputs``: what the last one gives to the loss. Both beside the sums of
-        the balance loss, where there is one."""
+        """``hidden``: the tensor between stages of this rank's width; ``outputs``: what the last stage gives to the loss. The sums of the
+        balance loss, if there is one, come next to both."""
         p = parallelism
         self.stages, self.num_stages, self.loss, self.mesh = stages, p.num_stages, loss, mesh
         self.layout = p.of_rank(mesh.rank("pp"))
@@ -92,7 +92,7 @@ class Pipeline:
         self.ids, self.hidden, self.outputs = ids, hidden, outputs
         self.schedules: dict[int, Any] = {}
         self.waits: list[Callable[[], None]] = []
-        """Of this step, what waits for gradients that are reduced beside the rank's other stages."""
+        """In this step, functions that wait for gradients whose reduction overlaps with the rank's other stages."""
         self.unlike = p.has_unlike_widths
         for index, stage in stages.items():
             stage.before, stage.after = (self._border(p, index, other) for other in (index - 1, index + 1))
@@ -100,14 +100,14 @@ class Pipeline:
                 reduce_units_at_once(stage)
 
     def prepare(self, num_micro_batches: int) -> None:
-        """Raises BadInput for a number that the schedule cannot run, before anything has run."""
+        """Make the schedule for this number. Raises BadInput, before anything has run, if it cannot run that number."""
         if num_micro_batches not in self.schedules:
             ordered = None if self.order is None else self.order.num_micro_batches
             refuse_micro_batches(self.layout, num_micro_batches, ordered)
             self.schedules[num_micro_batches] = self._schedule(num_micro_batches)
 
     def run(self, inputs: Inputs, labels: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
-        """As ``Accumulation.run``, of a number that is prepared; 0 on ranks that do not hold the last stage."""
+        """Like ``Accumulation.run``, for a prepared number of micro-batches. Returns 0 on ranks without the last stage."""
         losses: list[torch.Tensor] = []
         first, last = 0 in self.stages, self.num_stages - 1 in self.stages
         self.schedules[num_micro_batches].step(
@@ -123,10 +123,10 @@ class Pipeline:
         return torch.stack([loss.detach() for loss in losses]).sum() if last else torch.zeros((), device=labels.device)
 
     def evaluate(self, inputs: Inputs, labels: torch.Tensor) -> torch.Tensor:
-        """This rank's share of the loss of one micro-batch, forward alone: 0 where the last stage is elsewhere. Collective.
+        """This rank's share of the loss of one micro-batch, forward only: 0 if the last stage is elsewhere. Collective.
 
-        Stages run one after the other. Every rank goes through them in the same order, so that whoever sends is waited for;
-        nothing waits in a circle.
+        Stages run one after the other. Every rank goes through them in the same order, so every send meets its receive,
+        and no ranks wait in a circle.
         """
         group, me, last = self.mesh.group("pp"), self.mesh.rank("pp"), self.num_stages - 1
         hidden: Any = inputs["input_ids"]
@@ -145,7 +145,7 @@ class Pipeline:
         return torch.zeros((), device=self.mesh.device)
 
     def _border(self, p: Parallelism, index: int, other: int) -> Border | None:
-        """This rank's side of the cut between one of its stages and a neighbouring one; None where both are of one width, or there is none."""
+        """This rank's side of the cut between one of its stages and a neighbor; None if both have one width, or there is no neighbor."""
         if not 0 <= other < self.num_stages:
             return None
         here, there = (p.widths[self.stage_ranks[stage]] for stage in (index, other))
@@ -160,13 +160,13 @@ class Pipeline:
         return Border(found, part, self.hidden.dtype, mesh.group("tp") if holds_all else None)
 
     def _empty(self, border: Border | None, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Room for what passes a cut."""
+        """Empty tensors for the hidden states that cross a cut."""
         if border is not None:
             return border.empty(device)
         return (torch.empty(self.hidden.shape, dtype=self.hidden.dtype, device=device),)
 
     def _peers(self, border: Border | None, other: int) -> list[int]:
-        """The ranks of a neighbouring stage that this rank gives parts of hidden states, or takes them from."""
+        """The ranks of a neighboring stage that this rank sends parts of hidden states to, or receives them from."""
         if border is not None:
             return border.peers
         at = tuple(self.mesh.rank(axis) for axis in STAGE_AXES)
@@ -175,16 +175,16 @@ class Pipeline:
     def _schedule(self, num_micro_batches: int) -> Any:
         stages = [self._stage(index) for index in sorted(self.stages)]
         order = self.order or make(self.name, len(self.stage_ranks) // len(stages), len(stages), num_micro_batches)
-        # gloo keeps apart what several messages wait for; NCCL's wait for each other on one stream.
+        # gloo's messages wait independently; NCCL's wait for each other on one stream.
         ranks = with_messages(order, receives_first=self.mesh.device.type == "cpu")
         steps = [[str(step) for step in rank] for rank in ranks]
         ahead = self.order is not None or get(self.name).gathers_ahead
-        # The loss is a sum over the global number of tokens: dividing by the micro-batches again would be wrong.
+        # The loss is divided by the global number of tokens already: dividing by the micro-batches too would be wrong.
         settings: dict[str, Any] = {"n_microbatches": num_micro_batches, "loss_fn": self.loss, "scale_grads": False}
         return pipeline_of_steps(stages, steps, gathers_ahead=ahead, **settings)
 
     def _stage(self, index: int) -> PipelineStage:
-        """With all shapes given, so that torch need not run the stage on made-up data to find them."""
+        """torch's PipelineStage with all shapes given, so that torch need not run the stage on made-up data to find them."""
         from torch.distributed.pipelining import PipelineStage
 
         first, last, meta = index == 0, index == self.num_stages - 1, torch.device("meta")
@@ -201,7 +201,7 @@ class Pipeline:
         mesh = self.mesh
         made = PipelineStage(
             stage, index, self.num_stages, mesh.device, group=mesh.whole.get_group("pp"), **settings
-        )  # of this rank alone where stages are of unlike width
+        )  # the group is this rank alone if stages differ in width
         if len(self.stages) > 1:
             greet_others_alone(made)
             reduce_beside(made, self.waits)
@@ -230,7 +230,7 @@ def stages_of_rank(rank: int, parallelism: Parallelism) -> tuple[int, ...]:
 
 
 def _weight_gradients(stage: Stage) -> Callable[[], None]:
-    """What the backward that has just run left to do for the weights."""
+    """A function that computes the weight gradients that the last backward deferred."""
     assert stage.later is not None
     compute = stage.later.take()
 

@@ -20,9 +20,9 @@ def give_peers(
     stage_ranks: Sequence[int],
     pipeline_rank: int,
 ) -> None:
-    """Let each input of torch's PipelineStage come from a rank of its own, and each output go to one; gradients the other way.
+    """Give each input and each output of torch's PipelineStage its own peer rank; gradients go the other way.
 
-    torch knows one peer for a stage, and a group with one rank for each pipeline rank. ``group``: has all these ranks, and this one.
+    torch has one peer per stage, and a group with one rank per pipeline rank. ``group``: holds all these peers, and this rank.
     """
     for name, peers in (
         ("get_fwd_recv_ops", sources),
@@ -31,7 +31,7 @@ def give_peers(
         ("get_bwd_send_ops", sources),
     ):
         setattr(stage, name, _with_peers(getattr(stage, name), peers))
-    # Before the first step neighbours agree by one peer each: 2.13 that all shapes are given, 2.11 and 2.12 on nothing.
+    # Before the first step neighbors exchange one vote with one peer each: in 2.13 whether all shapes are given, in 2.11 and 2.12 nothing.
     agreed = torch.ones(1, dtype=torch.int32, device=stage.device)
     stage._warmup_forward_vote = stage._warmup_backward_result = lambda *args, **kwargs: agreed
     stage._get_init_p2p_neighbors_ops = list
@@ -43,7 +43,7 @@ def give_peers(
 def _with_peers(
     operations: Callable[[int], list[dist.P2POp]], peers: Sequence[int]
 ) -> Callable[[int], list[dist.P2POp]]:
-    """The same messages, each with its own rank."""
+    """The same messages, each with its own peer."""
 
     def found(micro_batch: int) -> list[dist.P2POp]:
         made = operations(micro_batch)
@@ -54,11 +54,11 @@ def _with_peers(
 
 
 def pipeline_of_steps(stages: list[Any], ranks: list[list[str]], *, gathers_ahead: bool = True, **settings: Any) -> Any:
-    """torch's pipeline runtime under an order of our own: each rank's computations, sends and receives, as torch writes them (``0F0``,
-    ``0SEND_F0``). When weights are gathered and gradients reduced torch adds itself, by the rules of its other schedules.
+    """torch's pipeline runtime under our own order: each rank's computations, sends and receives, in torch's notation (``0F0``,
+    ``0SEND_F0``). torch itself adds when weights are gathered and gradients reduced, by the rules of its other schedules.
 
-    ``gathers_ahead``: a stage's weights are all gathered before its first forward; else FSDP2 gathers each block's as it comes, as under torch's
-    schedules with one stage on each rank.
+    ``gathers_ahead``: all weights of a stage are gathered before its first forward; else FSDP2 gathers them block by block, as under torch's
+    schedules with one stage per rank.
     """
     from torch.distributed.pipelining import schedules
 
@@ -74,7 +74,7 @@ def pipeline_of_steps(stages: list[Any], ranks: list[list[str]], *, gathers_ahea
         schedule.pipeline_order_with_comms[rank] = _with_messages_of(steps[rank], kept)
     if not gathers_ahead:
         schedule._assert_unsharded = lambda stage: None
-    # From 2.15 on an order says when the ranks wait for what they have sent.
+    # From 2.15 on an order also has the points where ranks wait for their sends.
     with_waits = getattr(schedules, "_add_wait_send", None)
     if with_waits is not None:
         schedule.pipeline_order_with_comms = with_waits(schedule.pipeline_order_with_comms)
@@ -82,8 +82,8 @@ def pipeline_of_steps(stages: list[Any], ranks: list[list[str]], *, gathers_ahea
 
 
 def _with_messages_of(steps: list[Any], lowered: list[Any]) -> list[Any]:
-    """What torch made of a rank's computations, with the messages of ``steps`` in the place of torch's: each right after the
-    computation that it follows there."""
+    """The actions that torch made of a rank's computations, with the messages of ``steps`` instead of torch's: each right after
+    the computation that it follows in ``steps``."""
     following: dict[Any, list[Any]] = {None: []}
     last = None
     for step in steps:
@@ -101,26 +101,26 @@ def _with_messages_of(steps: list[Any], lowered: list[Any]) -> list[Any]:
 
 
 def greet_others_alone(stage: Any) -> None:
-    """Let torch's PipelineStage send its first message to other ranks alone. Before 2.13 torch has each stage greet both neighbours, where
-    one is on the same rank too, and gloo has no connection of a rank with itself."""
+    """Make torch's PipelineStage send its first message to other ranks only. Before 2.13 each stage greets both neighbors, even one on the
+    same rank, and gloo has no connection of a rank with itself."""
     greetings = getattr(stage, "_get_init_p2p_neighbors_ops", list)  # 2.15 has none
     stage._get_init_p2p_neighbors_ops = lambda: [one for one in greetings() if one.group_peer != stage.group_rank]
 
 
 def reduce_units_at_once(stage: nn.Module) -> None:
-    """Let the reductions of a stage's units be on their way together, before its first forward. Their buffers lie where the gradients lay.
+    """Let a stage's units reduce at the same time; to be called before its first forward. Their buffers take the memory of the gradients.
 
-    By default each waits for the one before, whose buffer it takes, and the computation waits with it. Before 2.13 it stays so.
+    By default each reduction waits for the one before, whose buffer it takes, and computation waits with it. Before 2.13 it stays so.
     """
     if isinstance(stage, FSDPModule) and hasattr(stage, "set_reduce_scatter_max_input_buffers"):
         stage.set_reduce_scatter_max_input_buffers(sum(isinstance(one, FSDPModule) for one in stage.modules()))
 
 
 def reduce_beside(stage: Any, waits: list[Callable[[], None]]) -> None:
-    """Let torch's PipelineStage go on once it has begun to reduce its gradients: what waits for them is put into ``waits``, to be called
-    before they are read.
+    """Let torch's PipelineStage go on once the reduction of its gradients has begun: functions that wait for it are put into ``waits``, to be
+    called before the gradients are read.
 
-    torch waits at once, so that a rank's other stages compute nothing meanwhile (2.13, ``perform_reduce_grad``).
+    torch waits at once, so that a rank's other stages compute nothing in that time (2.13, ``perform_reduce_grad``).
     """
     if not isinstance(stage.submod, FSDPModule):
         return

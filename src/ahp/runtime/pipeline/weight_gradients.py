@@ -1,9 +1,9 @@
-"""Weight gradients apart from input gradients: what the split-backward schedules ask for.
+"""Separates weight gradients from input gradients, as the split-backward schedules need.
 
 torch's own split walks the autograd graph at every micro-batch, looks for weights that FSDP2 may have freed, and would
-run a recomputed block again for each of its weights. Here the products with a weight compute the gradient of their input in
-backward and leave that of the weight for later (the weight-gradient store of arXiv 2401.10241); everything else, such as
-biases and norms, has its gradients at once.
+run a recomputed block again for each of its weights. Here a product with a weight computes the gradient of its input in
+backward and defers the gradient of the weight (the weight-gradient store of arXiv 2401.10241); everything else, such as
+biases and norms, gets its gradients at once.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ PRODUCTS = LINEAR | ADDMM
 
 
 class WeightGradients:
-    """What the last backward has left to do, until ``take`` hands it over."""
+    """Weight gradients that the last backward deferred, until ``take`` hands them over."""
 
     def __init__(self) -> None:
         self.pending: list[Callable[[], None]] = []
 
     def take(self) -> Callable[[], None]:
-        """All that is pending, as one function that computes it; torch calls this ``dw_builder``."""
+        """One function that computes all pending gradients; torch calls this ``dw_builder``."""
         pending, self.pending = self.pending, []
 
         @torch.no_grad()
@@ -47,8 +47,8 @@ class Deferring(TorchFunctionMode):
         self.later = later
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The first question is the cheapest: each operator of a forward comes by here, and few are products.
-        # A graph's products are seen to in it (runtime/pipeline/compiled_weight_gradients.py).
+        # The first test is the cheapest: every operator of a forward passes here, and few are products.
+        # Products of a compiled graph are handled in runtime/pipeline/compiled_weight_gradients.py.
         if func not in PRODUCTS or torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
         if func in LINEAR and torch.is_grad_enabled() and _operand(1, "weight", args, kwargs).requires_grad:
@@ -72,8 +72,8 @@ def _linear(
 def weight_gradient(
     x: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, transposed: bool
 ) -> Callable[[], None]:
-    """What is left to do for the weight of a product: ``x [..., K]``, gradient of its result [..., N], weight [N, K] when
-    ``transposed``, else [K, N]."""
+    """A function that adds to the gradient of a product's weight. x [..., K], gradient of the result [..., N], weight [N, K]
+    when ``transposed``, else [K, N]."""
 
     def finish() -> None:
         rows, outputs = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
@@ -81,15 +81,15 @@ def weight_gradient(
         if (total := _sum_of(weight)) is not None and total.dtype == first.dtype == second.dtype == torch.float32:
             total.addmm_(first, second)
             return
-        # Through what made the weight of its parameter (a DTensor's local part), to the parameter's own gradient.
+        # Goes through the operators that made the weight from its parameter (a DTensor's local part) to the parameter's gradient.
         torch.autograd.backward(weight, first.mm(second))
 
     return finish
 
 
 def _sum_of(weight: torch.Tensor) -> torch.Tensor | None:
-    """The gradients of earlier micro-batches, where a product can be added to them in place: a tensor of the weight's size less, and its
-    reading and writing. Hooks on a gradient that is there already have nothing to do (runtime/shard/replicas.py)."""
+    """The sum of earlier micro-batches' gradients, if a product can be added to it in place: saves a tensor of the weight's size, and its
+    reading and writing. Hooks have nothing to do for a gradient that exists already (runtime/shard/replicas.py)."""
     total = weight.grad if weight.is_leaf else None
     return total if type(total) is torch.Tensor else None
 
@@ -107,10 +107,10 @@ class _Product(torch.autograd.Function):
         later: WeightGradients,
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        # Not saved: the gradient is handed to this very tensor, and a recomputed block would give another.
+        # Not saved by autograd: the gradient goes to this very tensor, and a recomputed block would give another.
         ctx.weight, ctx.transposed, ctx.later = weight, transposed, later
         if transposed:
-            # Of three dims torch returns a view of a matrix, and into a view from in here a model could not write in place.
+            # For three dims torch returns a view of a matrix, and a model could not write in place into a view made in here.
             product = F.linear(x, weight, bias)
             return torch.ops.aten._unsafe_view(product, product.shape)
         assert bias is not None

@@ -1,4 +1,4 @@
-"""``probe`` of several hosts at once: each measures itself, then pairs of them their links, and one cluster comes of it."""
+"""``probe`` of several hosts at once: each host measures itself, then pairs of hosts measure their links; the result is one cluster."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ahp.runtime.probe.meeting import Meeting, own_name
 
 LINK_WORKER = "ahp.runtime.probe.link_worker"
 QUICK_S, FULL_S = 0.2, 1.0
-"""For which messages of one size are sent, one way: long beside the time slices of a processor."""
+"""How long messages of one size are sent, one way: long compared with the time slices of a processor."""
 MOST_CPU_STREAMS = 4
 """[Empirical] One connection of gloo carries 2.9 GB/s (``ahp.cluster.local``): four fill 90 Gb/s."""
 
 
 @dataclass(frozen=True)
 class ProbedHosts:
-    """The cluster that some hosts make, and how it was found."""
+    """The cluster that several hosts form, and how it was found."""
 
     cluster: Cluster
     names: tuple[str, ...]
-    """Of the hosts, by their numbers, which a name that comes twice has too."""
+    """The hosts' names, in the order of their numbers; a name that occurs twice includes the number."""
     members: tuple[tuple[int, ...], ...]
     """Numbers of each group's hosts."""
     directions: tuple[Direction, ...]
@@ -51,15 +51,15 @@ def probe_hosts(
     progress: Progress,
     folder: Any,
 ) -> ProbedHosts | None:
-    """Sense and measure this host and its links, with all that have met. Collective.
+    """Sense and measure this host and its links, together with all hosts that have met. Collective.
 
     Args:
-        meeting: of this host with the others.
-        check: called by the first host before anything is measured; raises what ends the probe on all.
-        quick, workers, progress, folder: as ``probe`` has them.
+        meeting: this host's meeting with the others.
+        check: called by the first host before anything is measured; an error that it raises ends the probe on all hosts.
+        quick, workers, progress, folder: as in ``probe``.
 
-    Returns the cluster on the first host, None on the others. Raises BadInput where hosts run other versions than the first or see other
-    kinds of devices, AhpError where a host fails, or two do not reach each other.
+    Returns the cluster on the first host, None on the others. Raises BadInput if hosts run different versions or see different kinds of
+    devices, AhpError if a host fails, or if two do not reach each other.
     """
     names = _alike(meeting)
     meeting.decided_by_first(check)
@@ -103,7 +103,7 @@ def probe_hosts(
 
 
 def _alike(meeting: Meeting) -> list[str]:
-    """The hosts' names, by their numbers. Raises BadInput where versions differ."""
+    """The hosts' names, in the order of their numbers. Raises BadInput if versions differ."""
     ours = {"name": own_name(), "ahp": __version__, "torch": version("torch")}
     said = meeting.all_of("who", lambda: ours)
     for program in ("ahp", "torch"):
@@ -119,13 +119,13 @@ def _own(**options: Any) -> NodeGroup:
 
 
 def _streams(hosts: Sequence[Probed]) -> int:
-    """Devices of each host that send at once, so that a message does not stand for one card of several."""
+    """How many devices of each host send at once, so that a message does not stand for one card of several."""
     least = min(host.nodes.devices_per_node for host in hosts)
     return min(least, MOST_CPU_STREAMS) if hosts[0].nodes.device.name == CPU else least
 
 
 def _links(meeting: Meeting, hosts: Sequence[Probed], plan: Any, quick: bool) -> list[dict[str, Any]]:
-    """What this host's processes say of its links."""
+    """The measurements of this host's links by its processes."""
     settings = {
         "workers": _streams(hosts),
         "host": meeting.place.number,

@@ -1,7 +1,8 @@
-"""One process of one host that measures its links, ``python -m ahp.runtime.probe.link_worker STREAM SETTINGS.json``, started by ``team.py``.
+"""One process of a host that measures the host's links, ``python -m ahp.runtime.probe.link_worker STREAM SETTINGS.json``, started by ``team.py``.
 
-Each host has as many as it sends streams at once. All go through the same rounds; in a round those of a pair of hosts make a process group of their
-own, as training does, and measure one direction after the other, while the host's other pairs wait. The first of the lower host prints a JSON line for each.
+Each host has one process for each stream that it sends at once. All processes go through the same rounds. In a round, the processes of a
+pair of hosts make a process group of their own, as training does, and measure one direction after the other, while the host's other pairs
+wait. For each pair the first process of the lower host prints a JSON line, and so does every process that fails.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SLOWEST_S = 1.0
 """A size that would take longer is left out: at 100 Mb/s that of 16 MiB."""
 FEWEST, MOST = 3, 200
 JOIN_S, ROUND_S = 30, 120
-"""For which a pair may take to join, and all hosts to come to the end of a round: an idle one waits for the slowest pair."""
+"""How long a pair may take to join, and all hosts to end a round: an idle host waits for the slowest pair."""
 PREFIX = "ahp/probe/links"
 
 
@@ -73,7 +74,7 @@ class LinkWorker:
             dist.destroy_process_group()
 
     def _one_way(self, partner: int, *, sends: bool) -> dict[int, float]:
-        """Seconds by size of a message there and a small one back, the slowest stream's. Both hosts get the same."""
+        """Seconds of a message there and a small one back, keyed by size; the slowest stream's, the same on both hosts."""
         found: dict[int, float] = {}
         before_bytes = 0
         for size in SIZES_BYTES:
@@ -85,7 +86,7 @@ class LinkWorker:
             first_s = self._agreed(self._exchange(message, ack, partner, sends))
             calls = min(MOST, max(FEWEST, int(self.budget_s / first_s)))
             times = [self._exchange(message, ack, partner, sends) for _ in range(calls)]
-            # The receiver waits for its turn in what it times, so the sender's counts.
+            # The receiver's times include waiting for its turn, so the sender's times count.
             found[size] = self._agreed(statistics.median(times) if sends else 0.0)
             before_bytes = size
         return found
@@ -103,13 +104,13 @@ class LinkWorker:
         return max(time.perf_counter() - start, 1.0e-9)
 
     def _agreed(self, seconds: float) -> float:
-        """The longest of all streams of the pair; they go on together."""
+        """The longest time of all streams of the pair; they go on together."""
         slowest = torch.tensor([seconds], device=self.device, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return slowest.item()
 
     def _end_round(self, number: int) -> None:
-        """No host begins the next round before all have ended this one."""
+        """Wait for all hosts to end this round before the next one begins."""
         key = f"{PREFIX}/{number}"
         if self.store.add(f"{key}/done", 1) == self.hosts * self.streams:
             self.store.set(f"{key}/all", "")
@@ -117,7 +118,7 @@ class LinkWorker:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure as stream ``arguments[0]`` by the settings in the JSON file ``arguments[1]``."""
+    """Measure as stream ``arguments[0]`` with the settings in the JSON file ``arguments[1]``."""
     LinkWorker(int(arguments[0]), json.loads(Path(arguments[1]).read_text())).run()
 
 

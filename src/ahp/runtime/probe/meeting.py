@@ -1,4 +1,4 @@
-"""How hosts that are probed together meet: through torchrun, through srun, or at an address that each is given."""
+"""How hosts that are probed together meet: through torchrun, through srun, or at an address that is given to each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ahp.runtime.ranks.torch_compat import launchers_store
 
 PREFIX = "ahp/probe"
 LEAVE_S = 10.0
-"""For which the host that keeps the store waits until the others have read it."""
+"""How long the host that keeps the store waits for the others to read it."""
 Result = TypeVar("Result")
 
 
@@ -30,21 +30,21 @@ class Place:
 
     store: dist.Store
     endpoint: tuple[str, int]
-    """Where other processes of this host reach the store."""
+    """Host and port at which other processes of this host reach the store."""
     number: int
     size: int
     kept: object = None
-    """The store itself, where it is gone with this object."""
+    """Keeps the store alive, if this process serves it."""
 
     @property
     def is_first(self) -> bool:
-        """The one that writes the file."""
+        """Whether this host writes the file."""
         return self.number == 0
 
 
 def at_rendezvous(nodes: int, rendezvous: str) -> Place:
-    """At an address of one of them. The first is the one that keeps the store there, the others are numbered as they come: a number
-    means nothing else. Raises BadInput where nobody answers, or for a host too many."""
+    """The place of a host that meets the others at an address of one of them. The host that keeps the store there is the first; the others
+    are numbered as they come: a number means nothing else. Raises BadInput if nobody answers, or if too many hosts come."""
     found = store_place.find(store_place.parse(rendezvous))
     number = 0 if found.is_host else found.store.add(f"{PREFIX}/came", 1)
     if number >= nodes:
@@ -55,7 +55,7 @@ def at_rendezvous(nodes: int, rendezvous: str) -> Place:
 
 
 def under_srun(task: slurm.Task) -> Place | None:
-    """Of several tasks on a node, the first stands for it; None in the others. The very first keeps the store."""
+    """The place of a node under srun, in the first of its tasks; None in the others. The very first task keeps the store."""
     if task.local > 0:
         return None
     kept = slurm.become_worker(task)
@@ -64,7 +64,7 @@ def under_srun(task: slurm.Task) -> Place | None:
 
 
 def under_launcher() -> Place | None:
-    """As torchrun says it to its workers; None in those that are not the first of their host."""
+    """The place of a host under torchrun, from its variables; None in workers that are not the first of their host."""
     here, workers = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if here > 0:
         return None
@@ -75,16 +75,16 @@ def under_launcher() -> Place | None:
 
 
 class Meeting:
-    """What the hosts say to each other. Every method is called by all of them alike."""
+    """Exchanges data between the hosts. All hosts call every method."""
 
     def __init__(self, place: Place, *, within_s: float = MEET_S) -> None:
-        """Raises NoAnswer with those that do not come."""
+        """Raises NoAnswer with the hosts that do not come."""
         self.place = place
         meet(place.store, place.number, place.size, at="probe of several hosts", within_s=within_s, who="host")
         self.work = Preparation((place.store, place.number, place.size), what="was probed")
 
     def all_of(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """What the work of each host came to, by their numbers, however long it takes while all live; it is JSON."""
+        """The result of each host's work as JSON data, in the order of their numbers; waits for as long as all hosts live."""
         key = f"{PREFIX}/{what}"
 
         def say() -> None:
@@ -98,7 +98,7 @@ class Meeting:
         return self.work.decided_by_first(decide, kind)
 
     def leave(self) -> None:
-        """The last word: the store may go now."""
+        """End the meeting. The first host waits for the others to leave, up to ``LEAVE_S``: the store may go then."""
         store, key = self.place.store, f"{PREFIX}/left"
         left = store.add(key, 1)
         began_s = time.monotonic()
@@ -108,5 +108,5 @@ class Meeting:
 
 
 def own_name() -> str:
-    """By which this host is known when it is probed, and to the workers that train there."""
+    """The name of this host, for the probe and for the workers that train there."""
     return socket.gethostname()

@@ -1,4 +1,4 @@
-"""Asks the workers of a launcher to save and stop, when something in the launcher says so."""
+"""Asks the workers of a launcher to save and stop, when a condition in the launcher is met."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import psutil
 from ahp.runtime.ranks.beside import looking
 
 POLL_S = 1.0
-"""Between two questions; whatever asks for it can wait so long."""
+"""Time between two checks of the condition, which can wait that long."""
 
 
 def stopping_when(
     is_due: Callable[[], bool] | None, workers: Callable[[], list[psutil.Process]]
 ) -> AbstractContextManager[None]:
-    """Within, workers get SIGTERM once ``is_due`` says yes: they finish their step, save, and end well."""
+    """Inside the block, workers get SIGTERM once ``is_due`` returns True: they finish their step, save, and end well."""
 
     def ask() -> bool:
         assert is_due is not None

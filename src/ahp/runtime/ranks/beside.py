@@ -1,4 +1,4 @@
-"""A thread beside a launcher, which waits in torch for its workers: it looks at something again and again."""
+"""A thread that checks something again and again, while a launcher waits in torch for its workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def looking(look: Callable[[], bool], *, every_s: float) -> Iterator[None]:
-    """Within, call ``look`` every so often, until it says that it has seen enough. It must not raise."""
+    """Inside the block, call ``look`` every ``every_s`` seconds until it returns True. ``look`` must not raise."""
     over = threading.Event()
 
     def again() -> None:

@@ -1,8 +1,8 @@
-"""Nodes that come and go: torch's dynamic rendezvous over a store of theirs, and the launcher of one of the nodes.
+"""Nodes that come and go: torch's dynamic rendezvous over the nodes' own store, and the launcher of one node.
 
-``ahp train CONFIG --nodes 2:4 --rendezvous HOST:PORT`` is this on each node: torch's elastic launcher starts the same command as many times as
-the node has workers, which know by their variables what they are. Where a node is lost, or another one comes, all workers are ended, those that are
-there are counted anew, and the first worker plans for as many.
+``ahp train CONFIG --nodes 2:4 --rendezvous HOST:PORT`` runs this on each node: torch's elastic launcher starts the same command once per
+worker of the node, and its environment variables make each process a worker. If a node is lost, or another one comes, all workers are ended,
+the workers that are there are counted again, and the first worker plans for that number.
 """
 
 from __future__ import annotations
@@ -59,26 +59,26 @@ from ahp.runtime.ranks.watch import Watch, watching
 
 BACKEND = "ahp-changing"
 JOIN_S = 900
-"""For which a node waits for the others, as for node 0 of a fixed number (``rendezvous.py``)."""
+"""How long a node waits for the others; the same as for node 0 of a fixed number of nodes (``rendezvous.py``)."""
 LAST_CALL_S = 5
-"""For which the least number of nodes waits for more. Nodes that come later join too: workers save, and start anew with them."""
+"""How long the least number of nodes waits for more. Nodes that come later join too: workers save, and start again with them."""
 KNOWN_CALL_S = 2
-"""Likewise, where those that can come are there already: nodes leave a round together, and look every second whether the next one has begun."""
+"""The same wait if all nodes that can come are known: nodes leave a round together, and check every second whether the next has begun."""
 KEEP_ALIVE_S, MOST_MISSED = 1, 5
-"""A launcher that has not been heard of for so often so long is gone: a short interval tells a dead one sooner than a long one that may be missed
-less often. torch has 5 s and 3."""
+"""A launcher that misses this many intervals is gone: many short intervals reveal a dead launcher sooner than few long ones. torch has 5 s
+and 3."""
 LOOK_AGAIN_S = 1.1
-"""Before a node counts as gone: one that leaves a round is in no list until it waits for the next one, and torch keeps what it read for 1 s."""
+"""Wait before a node counts as gone: a node that leaves a round is in no list until it waits for the next, and torch caches a read for 1 s."""
 LEAVE_S = 10
-"""For which the launcher that keeps the store waits for the others at the end."""
+"""How long the launcher that keeps the store waits for the others at the end."""
 ENDED = "ahp/ended"
-"""Key of the exit code with which all are to end."""
+"""Key of the exit code with which all launchers are to end."""
 MONITOR_S = 0.5
-"""Between two looks of a launcher at its workers."""
+"""Time between two looks of a launcher at its workers."""
 
 
 class JobEnded(AhpError):
-    """The job goes on no more, on this node or on any."""
+    """The job has ended, on this node or on all nodes."""
 
     def __init__(self, exit_code: int, message: str = "") -> None:
         super().__init__(message)
@@ -86,28 +86,28 @@ class JobEnded(AhpError):
 
 
 def end_for_all(exit_code: int) -> None:
-    """Called by a worker that ends with an error which a new start would meet again: let every launcher end with this code."""
+    """Make every launcher end with this code. Called by a worker whose error a new start would meet again."""
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store.set(ENDED, str(exit_code))
 
 
 class StoreLost(Exception):
-    """The store of the launchers answers no more: its node is gone, or the network to it."""
+    """The store of the launchers no longer answers: its node is gone, or the network to it."""
 
     def __init__(self, address: Address, nodes: int) -> None:
         super().__init__(f"the launcher that kept the store at {address} is gone")
         self.address = address
         self.left = nodes - 1
-        """Nodes of the last round that may come to the next store."""
+        """How many nodes of the last round can come to the next store."""
 
 
 class LastCall(RendezvousTimeout):
-    """How long nodes are waited for."""
+    """How long the rendezvous waits for nodes."""
 
     def __init__(self, *, all_known: bool) -> None:
         super().__init__(join=timedelta(seconds=JOIN_S))
         self.all_known = all_known
-        """Whether all that can come are there, or are known."""
+        """Whether all nodes that can come are there, or are known."""
 
     @property
     def last_call(self) -> timedelta:
@@ -115,9 +115,9 @@ class LastCall(RendezvousTimeout):
 
 
 class ChangingNodes(RendezvousHandler):
-    """torch's dynamic rendezvous over a store on one of the endpoint's addresses alone, which the workers take too.
+    """torch's dynamic rendezvous over a store on only one of the endpoint's addresses; the workers use that store too.
 
-    torch's own listens on every address, and unpickles what anyone leaves in its store.
+    torch's own rendezvous listens on every address, and unpickles what anyone leaves in its store.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -128,9 +128,9 @@ class ChangingNodes(RendezvousHandler):
         self.lost = False
         self.round = self.nodes = 0
         self.members: dict[Any, tuple[int, str]] = {}
-        """Of this round, with their numbers and addresses."""
+        """The nodes of this round, with their numbers and addresses."""
         self.workers: int = parameters.config.get("workers", 1)
-        """Of this node."""
+        """Number of workers on this node."""
         self.waits = LastCall(all_known=left is not None and left <= parameters.min_nodes)
         self.torchs = DynamicRendezvousHandler.from_backend(
             parameters.run_id,
@@ -145,7 +145,7 @@ class ChangingNodes(RendezvousHandler):
         )
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Raises JobEnded where a worker has said that no start will help, or the others have left, StoreLost without the store."""
+        """Raises JobEnded if a worker has called ``end_for_all`` or the others have left, StoreLost if the store is gone."""
         try:
             self._refuse_what_has_ended()
             with _no_store_of_torchs():
@@ -155,7 +155,7 @@ class ChangingNodes(RendezvousHandler):
             self.round, self.nodes = int(found.store.get("ahp/round")), found.world_size
             self.store.set(f"ahp/workers/{self.round}/{found.rank}", str(self.workers))
             self.members, self.waits.all_known = nodes_of_round(self.torchs), True
-        except (RendezvousClosedError, RendezvousGracefulExitError) as error:  # the latter where this node was to spare
+        except (RendezvousClosedError, RendezvousGracefulExitError) as error:  # the latter on a spare node
             self._refuse_what_has_ended()
             raise JobEnded(1, "the launchers of the other nodes have ended the job") from error
         except (RendezvousConnectionError, dist.DistError) as error:
@@ -176,12 +176,12 @@ class ChangingNodes(RendezvousHandler):
         return BACKEND
 
     def get_run_id(self) -> str:
-        """With the round, which all launchers count alike: a node that came later has started its workers less often."""
+        """The run's id with the round, which all launchers count alike; they differ in how often they have started workers."""
         return f"{self.torchs.get_run_id()}{ROUND}{self.round}"
 
     def num_nodes_waiting(self) -> int:
-        """How many want to join, or 1 where a node of this round is gone: then all start again, and the workers of this node, which wait for it in
-        vain, are ended at once. Those of a node that leaves and waits itself end by themselves; they may have to save."""
+        """How many nodes want to join, at least 1 if a node of this round is gone: then all start again, and this node's workers, which wait for
+        it in vain, are killed at once. For a node that only leaves to wait for the next round, workers end by themselves; they may have to save."""
         waiting = self._waiting()
         if not self._gone():
             return waiting
@@ -205,12 +205,12 @@ class ChangingNodes(RendezvousHandler):
             raise self._store_lost() from error
 
     def _gone(self) -> list[tuple[int, str]]:
-        """Numbers and addresses of nodes of this round that are neither there any more nor wait for the next one."""
+        """Numbers and addresses of the nodes of this round that are no longer there and do not wait for the next round."""
         there = nodes_heard_of(self.torchs)
         return [] if there is None else [place for node, place in self.members.items() if node not in there]
 
     def _ranks(self, number: int) -> str:
-        """Those of a node, in words: torch's launchers number workers node by node."""
+        """The ranks of a node, in words: torch's launchers number workers node by node."""
         try:
             counts = [int(self.store.get(f"ahp/workers/{self.round}/{before}")) for before in range(number + 1)]
         except RuntimeError:
@@ -219,7 +219,7 @@ class ChangingNodes(RendezvousHandler):
 
     def _store_lost(self) -> StoreLost:
         self.lost = True
-        # Where its process alone is gone, all workers finish their step and save. Others wait for the lost host in vain.
+        # If only the store's process is gone, all workers finish their step and save. If its host is lost, they wait for it in vain.
         if workers_of("ahp") and not self.address.refuses():
             _end_workers()
         return StoreLost(self.address, self.nodes)
@@ -231,9 +231,9 @@ class ChangingNodes(RendezvousHandler):
         self.torchs.set_closed()
 
     def shutdown(self) -> bool:
-        """Leave; the launcher that keeps the store waits for the others, nodes to spare too, which have to read there how the job ended.
+        """Leave. The launcher that keeps the store waits for the others, spare nodes too, which have to read there how the job ended.
 
-        torch's closes the job for all. Whoever has lost the store must not: its network may be back by now, and the others go on.
+        torch's shutdown closes the job for all. A launcher that has lost the store must not: its network may be back, and the others go on.
         """
         if self.lost:
             stop_heartbeats(self.torchs)
@@ -258,7 +258,7 @@ Found = TypeVar("Found", bound=tuple | None)
 
 
 class CheckedState(C10dRendezvousBackend):
-    """What launchers know of each other lies in the store as a pickle; it may name the classes of such a state and nothing else."""
+    """The launchers' shared state lies in the store as a pickle, which may name only the classes of such a state."""
 
     def get_state(self) -> tuple[bytes, Token] | None:
         return _checked(super().get_state())
@@ -290,7 +290,7 @@ class _StateOnly(pickle.Unpickler):
 
 @contextmanager
 def _no_store_of_torchs() -> Iterator[None]:
-    """torch's handler would open another store, on every address."""
+    """Inside the block, torch's handler does not open another store, which would be on every address."""
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -304,34 +304,34 @@ def _no_store_of_torchs() -> Iterator[None]:
 
 
 def _nobody(why: str) -> None:
-    """Is told."""
+    """Tells nobody."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """What the launcher of one node is told."""
+    """The settings of one node's launcher."""
 
     least: int
     most: int
-    """Nodes that the job runs on."""
+    """The least and the most nodes that the job runs on."""
     endpoint: str
-    """One address or several, with commas between, in the order in which they keep the store."""
+    """One address, or several separated by commas, in the order in which they keep the store."""
     workers: int
-    """Of this node."""
+    """Number of workers on this node."""
     max_restarts: int
     log_folder: Path
-    """For torch's own notes of errors, which it would leave in the system's folder for temporary files."""
+    """Folder for torch's own notes of errors, which would otherwise go to the system's temporary folder."""
     watch: Watch
-    """When this node's workers hang."""
+    """Decides when this node's workers hang."""
     told: Callable[[str], None] = _nobody
-    """Gets the reason why workers of this node were ended, which cannot say it themselves."""
+    """Called with the reason why workers of this node were ended, which they cannot report themselves."""
 
 
 def launch(words: Sequence[str], node: Node) -> int:
-    """Run ``python -m ahp WORDS`` as every worker of this node, again whenever workers fail or nodes come and go; the exit code.
+    """Run ``python -m ahp WORDS`` as every worker of this node, again whenever workers fail or nodes come and go. Returns the exit code.
 
-    Workers write where this process does. SIGINT, SIGTERM and SIGUSR1 reach them as SIGTERM; they save, for as long as that takes. Where the store
-    is lost, the launchers that are left meet at the next address, or at the same one where there is no other and its node comes back.
+    Workers write where this process does. SIGINT, SIGTERM and SIGUSR1 reach them as SIGTERM; they save for as long as that takes. If the
+    store is lost, the launchers that are left meet at the next address, or at the same one if there is no other and its node comes back.
     Raises BadInput for more workers than this machine carries, or an endpoint where nobody answers.
     """
     refuse_workers(f"--workers-per-node = {node.workers}", node.workers)
@@ -363,8 +363,8 @@ def _without_store(node: Node, why: str) -> str:
 
 
 def _launch(words: Sequence[str], node: Node, gone: Sequence[Address], left: int | None) -> int:
-    """As ``launch``, until the store is lost. ``gone``: where it was, latest last; ``left``: nodes that may come to the next one, where they are
-    known."""
+    """Like ``launch``, until the store is lost. ``gone``: addresses where it was lost, latest last; ``left``: how many nodes can come to the
+    next store, None if unknown."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -380,7 +380,7 @@ def _launch(words: Sequence[str], node: Node, gone: Sequence[Address], left: int
         max_restarts=node.max_restarts,
         monitor_interval=MONITOR_S,
         logs_specs=DefaultLogsSpecs(log_dir=str(node.log_folder)),
-        # Ours are set below; torch's would kill the workers 30 s after the signal, saved or not.
+        # Our handlers are set below; torch's would kill the workers 30 s after the signal, saved or not.
         signals_to_handle="SIGQUIT",
     )
 
@@ -398,7 +398,7 @@ def _launch(words: Sequence[str], node: Node, gone: Sequence[Address], left: int
     except JobEnded as ended:
         if str(ended):
             raise
-        return ended.exit_code  # a worker has said why
+        return ended.exit_code  # a worker has reported the cause
     except SignalException as stopped:
         return 128 + signal.Signals(stopped.sigval).value
     except ChildFailedError as failed:

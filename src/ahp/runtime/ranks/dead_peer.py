@@ -1,7 +1,7 @@
-"""Gives connections to a store up when the network to it is gone.
+"""Gives up connections to a store when the network to it is gone.
 
-torch's store waits without a limit for some answers (``check``, ``compare_set``, and after a wait that has timed out). A host that dies closes its
-connections; a network that is cut says nothing, and Linux tries again for a quarter of an hour (tcp(7), ``tcp_retries2``).
+torch's store waits without a limit for some answers (``check``, ``compare_set``, and after a wait that has timed out). A process that dies
+closes its connections; a cut network sends nothing, and Linux retries for a quarter of an hour (tcp(7), ``tcp_retries2``).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from contextlib import suppress
 
 
 def give_up_after(port: int, seconds: float) -> int:
-    """Let this process's connections to a port of another process end once what was sent has not been acknowledged for so long; how many there are.
+    """Make this process's connections to a peer's port end once sent data stays unacknowledged for that long. Returns how many there are.
 
-    Linux alone has the option (``TCP_USER_TIMEOUT``), and shows a process its connections. torch does not hand out those of its stores.
+    Only Linux has the option (``TCP_USER_TIMEOUT``), and lists a process's connections. torch does not expose those of its stores.
     """
     option, found = getattr(socket, "TCP_USER_TIMEOUT", None), 0
     if option is None or not os.path.isdir("/proc/self/fd"):
         return 0
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed meanwhile, or not connected
+        with suppress(OSError):  # already closed, or not connected
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 found += _set(int(name), port, option, int(1000 * seconds))
     return found
@@ -36,4 +36,4 @@ def _set(number: int, port: int, option: int, milliseconds: int) -> int:
         connection.setsockopt(socket.IPPROTO_TCP, option, milliseconds)
         return 1
     finally:
-        connection.detach()  # it stays torch's
+        connection.detach()  # the socket stays torch's

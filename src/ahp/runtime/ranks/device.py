@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and why not on a GPU that is there."""
+"""Chooses the device that a rank computes on, and explains why it is not a GPU that is there."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from ahp.words import number_of
 DeviceType = Literal["cpu", "cuda"]
 BACKENDS: dict[DeviceType, str] = {"cpu": "gloo", "cuda": "nccl"}
 DRIVERS = ("nvidiactl", "kfd")
-"""What NVIDIA's and AMD's drivers put into /dev."""
+"""Files that NVIDIA's and AMD's drivers put into /dev."""
 
 
 def num_gpus() -> int:
-    """GPUs of this node that torch can use."""
+    """Number of GPUs of this node that torch can use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def choose_device(num_local_workers: int) -> DeviceType:
-    """The device of a run, decided here alone: GPUs when the machine has one for every worker, else the CPU."""
+    """The device of a run, decided only here: GPUs if the machine has one for every worker, else the CPU."""
     return "cuda" if num_gpus() >= num_local_workers else "cpu"
 
 
 def idle_gpus(num_local_workers: int) -> str | None:
-    """Why so many workers of this node compute on the CPU, where it has GPUs; None where it has none."""
+    """Why this node's workers compute on the CPU although it has GPUs; None if it has none, or the user hides them."""
     if found := num_gpus():
         return f"this process sees {number_of(found, 'GPU')}, and {num_local_workers} workers run on this node"
     hidden = any(name in os.environ for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))  # the user's own wish
@@ -43,7 +43,7 @@ def idle_gpus(num_local_workers: int) -> str | None:
 
 
 def device_for(plan: Plan, num_local_workers: int) -> DeviceType:
-    """The device that a plan was made for, of which this node has enough. Raises HardwareMismatch otherwise."""
+    """The device type that a plan was made for. Raises HardwareMismatch if this node has too few such devices."""
     names = [group["device"]["name"] for group in (plan.cluster or {}).get("groups", [])]
     if names and all(name.startswith("cpu") for name in names):
         device: DeviceType = "cpu"
@@ -60,10 +60,10 @@ def device_for(plan: Plan, num_local_workers: int) -> DeviceType:
 
 
 def device_of_group(wanted: torch.device | None) -> tuple[torch.device, str | None]:
-    """The device of this rank in the default process group, whatever backends it was made with: its GPU where the group's backend for
-    GPUs is NCCL and there is one, else the CPU; and why it is the CPU, where there are GPUs.
+    """The device of this rank in the default process group, whatever its backends: a GPU if there is one and the group's backend for
+    GPUs is not gloo, else the CPU. Also returns why it is the CPU, if there are GPUs.
 
-    ``wanted``: the user's own wish. Raises BadInput when the group does not carry it, HardwareMismatch when there is no such GPU.
+    ``wanted``: the user's own choice. Raises BadInput if the group does not carry it, HardwareMismatch if there is no such GPU.
     """
     carried = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
     if wanted is not None:
@@ -82,16 +82,16 @@ def device_of_group(wanted: torch.device | None) -> tuple[torch.device, str | No
 
 
 def own_gpu(wanted: torch.device | None = None) -> torch.device:
-    """This rank's GPU: the one that was asked for, that the process group or the program has chosen, or that of LOCAL_RANK.
+    """This rank's GPU: the GPU that was asked for, else the one that the process group or the program has chosen, else that of LOCAL_RANK.
 
-    Raises HardwareMismatch when there is no such GPU.
+    Raises HardwareMismatch if there is no such GPU.
     """
     bound = bound_device() if dist.is_initialized() else None
     if wanted is not None and wanted.index is not None:
         index = wanted.index
     elif bound is not None:
         index = bound.index
-    elif num_gpus() == 1:  # also where the launcher shows each worker its own alone
+    elif num_gpus() == 1:  # also if the launcher shows each worker only its own
         index = 0
     else:
         index = torch.cuda.current_device() if num_gpus() else 0
@@ -102,6 +102,6 @@ def own_gpu(wanted: torch.device | None = None) -> torch.device:
 
 
 def local_world_size() -> int:
-    """Workers on this node, as the launcher says; all where it says nothing."""
+    """Number of workers on this node, from the launcher's variables; all workers if it sets none."""
     everyone = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     return int(os.environ.get("LOCAL_WORLD_SIZE", everyone))

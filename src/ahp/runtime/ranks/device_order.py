@@ -1,8 +1,8 @@
-"""Which worker takes which place of the mesh, where a plan says on which devices of a mixed cluster its stages lie.
+"""Assigns workers to places of the mesh, for a plan that places its stages on the devices of a mixed cluster.
 
-Workers are numbered through the groups in the cluster's order, as many in each as the plan uses. A launcher numbers them node by node, in whatever order its
-nodes came: so each worker says what it computes on, and they are numbered anew by that. torch numbers the ranks of a process group in rising
-order, so the places of the mesh are made the ranks: a worker joins with the place that its device has.
+A plan numbers workers through the groups in the cluster's order, as many in each as it uses. A launcher numbers them node by node, in
+whatever order its nodes came, so each worker reports what it computes on, and they are renumbered by that. torch sorts the ranks of a
+process group, so the places of the mesh become the ranks: a worker joins with the place of its device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ahp.plan import Plan
 
 
 def placement_of(plan: Plan) -> Placement | None:
-    """The cells of a plan for a mixed cluster, None for any other. Raises BadInput when they do not go on it."""
+    """The placement of a plan on a mixed cluster, None for any other cluster. Raises BadInput if the plan does not fit the cluster."""
     cluster = Cluster.resolve(plan.cluster) if plan.cluster is not None else None
     if cluster is None or not cluster.is_mixed:
         return None
@@ -38,7 +38,7 @@ def placement_of(plan: Plan) -> Placement | None:
 
 
 def mesh_places(plan: Plan) -> list[int] | None:
-    """The place in the mesh of each worker, by its number from the launcher; None where it is that number."""
+    """The place of each worker in the mesh, indexed by its number in the plan; None if the two are equal."""
     placement = placement_of(plan)
     workers = placement.workers if placement is not None else []
     if workers == sorted(workers):
@@ -48,15 +48,15 @@ def mesh_places(plan: Plan) -> list[int] | None:
 
 
 GROUP = "AHP_GROUP"
-"""Variable of a host with the name of its group in the cluster's file, where nothing else tells: processor cores look alike."""
+"""Environment variable that names a host's group in the cluster's file, if nothing else identifies it: processor cores look alike."""
 READ_S = 60.0
-"""For which a worker waits for what another one says, after all have met."""
+"""How long a worker waits for what another one reports, after all have met."""
 
 
 def own_group(plan: Plan, device: torch.device) -> str | None:
-    """The group of a mixed cluster that this worker's device belongs to; None where that is not to be seen.
+    """The group of a mixed cluster that this worker's device belongs to; None if that cannot be seen.
 
-    Raises BadInput where the host's ``AHP_GROUP`` names none.
+    Raises BadInput if the host's ``AHP_GROUP`` names no group of the cluster.
     """
     names = [group["name"] for group in (plan.cluster or {}).get("groups", [])]
     given = os.environ.get(GROUP)
@@ -74,8 +74,8 @@ def own_group(plan: Plan, device: torch.device) -> str | None:
 
 
 def probed_group(plan: Plan, device: torch.device) -> str | None:
-    """The group that this host was in when it was probed with the others (``ahp probe --nodes``): by its name, else, of processor cores, by
-    what it has; None where that tells none, or several."""
+    """The group that this host was in when it was probed with the others (``ahp probe --nodes``): by its name, or, for processor cores, by
+    its hardware; None if no group matches, or several do."""
     groups = (plan.cluster or {}).get("groups", [])
     named = [group["name"] for group in groups if socket.gethostname() in group.get("hosts", ())]
     if len(named) == 1 or device.type != "cpu":
@@ -91,20 +91,20 @@ def _has(host: Mapping[str, Any]) -> tuple[str | None, int | None, float | None]
 
 @dataclass(frozen=True)
 class Said:
-    """What a worker says of itself when all meet."""
+    """A worker's report about itself when all meet."""
 
     host: str
     group: str | None
-    """As its GPU or the user tells it."""
+    """Known from its GPU, or from the user."""
     probed: str | None
-    """As the cluster's file tells it, which knows the host."""
+    """Known from the cluster's file, which lists the host."""
 
 
 def groups_of(plan: Plan, said: Sequence[Said]) -> list[str | None]:
-    """The group of each worker; None where neither tells it, and the cluster was not probed.
+    """The group of each worker; None if neither source knows it and the cluster was not probed.
 
-    Workers of one host alone stand for those of the cluster's hosts, as in ``ahp verify``: that the file knows it counts for nothing. Raises
-    HardwareMismatch for a host of which a probed cluster does not know which group it is: its place would be chance.
+    Workers on a single host stand for those of the cluster's hosts, as in ``ahp verify``: what the file knows of that host is ignored. Raises
+    HardwareMismatch for a host whose group a probed cluster does not know: its place would be chance.
     """
     if len({one.host for one in said}) == 1:
         return [one.group for one in said]
@@ -120,9 +120,9 @@ def groups_of(plan: Plan, said: Sequence[Said]) -> list[str | None]:
 
 
 def numbers(used: dict[str, int], said: Sequence[str | None]) -> list[int] | None:
-    """The number that each worker has in the plan, by the launcher's number; None where that is the same, or not all have said their group.
+    """The number of each worker in the plan, indexed by the launcher's number; None if the two are equal, or if any group is unknown.
 
-    ``used``: workers of each group, in the order of their numbers. Raises HardwareMismatch where others are there than the plan uses.
+    ``used``: number of workers of each group, in the order of their numbers. Raises HardwareMismatch if the workers are not those of the plan.
     """
     if None in said:
         return None
@@ -140,7 +140,7 @@ def numbers(used: dict[str, int], said: Sequence[str | None]) -> list[int] | Non
 
 
 def agreed_numbers(store: dist.Store, worker: int, size: int, plan: Plan, device: torch.device) -> list[int] | None:
-    """``numbers``, from what all workers say at the launcher's store. Collective. None for a cluster of one group."""
+    """``numbers``, from what all workers report at the launcher's store. Collective. None if the plan's cluster is not mixed."""
     placement = placement_of(plan)
     if placement is None:
         return None
@@ -153,9 +153,9 @@ def agreed_numbers(store: dist.Store, worker: int, size: int, plan: Plan, device
 
 
 def check_device(plan: Plan, rank: int, device: torch.device) -> None:
-    """Raise HardwareMismatch where a GPU is another than the plan has at this place of the mesh.
+    """Raise HardwareMismatch if a GPU is not the one that the plan has at this place of the mesh.
 
-    Workers on processor cores stand for any device, and a GPU that nobody knows may be the right one.
+    Workers on processor cores stand for any device, and a GPU that is not in the catalogue may be the right one.
     """
     placement = placement_of(plan)
     if placement is None or device.type != "cuda":

@@ -1,4 +1,4 @@
-"""What a process that computes on GPUs inherits, or sets for itself before it first uses one."""
+"""Variables that a process on GPUs inherits, or sets for itself before it first uses a GPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """torch 2.11 to 2.13 read the first, and the second for older scripts (c10/core/AllocatorConfig.h)."""
 RECORDER = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""Where NCCL's flight recorder writes the last collectives of each rank; the second is the older name."""
+"""Variables for the file to which NCCL's flight recorder writes the last collectives of each rank; the second is the older name."""
 
 
 def gpu_variables(given: Mapping[str, str], log_folder: Path | None = None) -> dict[str, str]:
-    """Ours beside those that are ``given``: what the user has set stays, under its older name too.
+    """AHP's variables to add to those that are ``given``: what the user has set stays, under its older name too.
 
-    Segments that grow keep memory from being cut into pieces that fit nothing. With a ``log_folder`` each rank leaves there what
-    its last collectives were when one does not end; torch has the recorder on, and dumps it then.
+    Segments that grow keep memory from being cut into pieces that fit nothing. With a ``log_folder`` each rank writes its last
+    collectives there if one does not end; torch has the recorder on, and dumps it then.
     """
     found: dict[str, str] = {}
     if not any(name in given for name in ALLOCATOR):
@@ -32,11 +32,11 @@ def gpu_variables(given: Mapping[str, str], log_folder: Path | None = None) -> d
 
 
 ROUND = "-round-"
-"""Between the name of a run and the number of the rendezvous that its workers were started by (``changing_nodes.py``)."""
+"""Separates the name of a run from the number of the rendezvous that started its workers (``changing_nodes.py``)."""
 
 
 def run_of_changing_nodes() -> str | None:
-    """The run with its round, in a worker that a launcher of changing nodes has started; None in any other process."""
+    """The run's id with its round, in a worker that a launcher of changing nodes has started; None in any other process."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return run if ROUND in run else None
 

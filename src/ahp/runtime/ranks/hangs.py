@@ -1,7 +1,7 @@
-"""Who does not come to a collective in the middle of a run: a time-out says only that this rank has waited.
+"""Finds the rank that does not come to a collective in the middle of a run: a time-out shows only that this rank has waited.
 
-Ranks that wait for the same one give up together. Each says so in the store of the job before it ends; whoever has said nothing is
-the one that hangs.
+Ranks that wait for the same rank give up together. Each reports this in the store of the job before it ends; a rank that reports
+nothing hangs.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ahp.runtime.ranks.preflight import Hosts
 from ahp.runtime.ranks.torch_compat import default_store, time_limit
 
 GIVE_UP_S = 5.0
-"""Beside a step's time, between the first rank that gives up and the last one: who waits for a rank that waits itself begins within a
-step of it, and all wait as long. [Empirical] Small steps on busy cores end within seconds of each other."""
+"""Time between the first rank that gives up and the last, on top of a step's time: a rank that waits for a waiting rank begins within a
+step of it, and all wait equally long. [Empirical] Small steps on busy cores end within seconds of each other."""
 TIME_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
-"""What gloo ("Timed out waiting 600000ms for recv operation") and NCCL ("Watchdog caught collective operation timeout") say."""
+"""Messages of gloo ("Timed out waiting 600000ms for recv operation") and NCCL ("Watchdog caught collective operation timeout")."""
 BROKEN = re.compile(r"connection (reset|closed)|broken pipe|remote process exited|socket closed", re.IGNORECASE)
-"""What gloo and NCCL say where the process at the other end has gone."""
+"""Messages of gloo and NCCL if the process at the other end is gone."""
 LOST_S = 1.0
-"""Ranks that lose a connection hear of it at once: whoever has not come after this long has gone."""
+"""Ranks that lose a connection notice it at once: a rank that has not come after this long is gone."""
 
 
 class RankMissing(AhpError):
-    """Ranks that the others waited for in vain; ``missing``: those that are known to hang."""
+    """Ranks that the others waited for in vain; ``missing``: the ranks that are known to hang."""
 
     may_pass = True
 
@@ -49,11 +49,11 @@ def explained(
     give_up_s: float = GIVE_UP_S,
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Exception:
-    """RankMissing with the ranks that hang, where the error is a collective's time-out, or with those that have gone, where a connection
-    to one broke; else the error itself.
+    """RankMissing with the ranks that hang if the error is a collective's time-out, or naming those that are gone if a connection broke;
+    else the error itself.
 
-    A rank may wait for one that waits for a third: so it is all ranks of the job that say that they gave up, not this one's neighbours.
-    ``step``: the last one that was done; ``waiting``: within, the others are waited for. A launcher that knows who hangs may end this rank then.
+    A rank can wait for a rank that waits for a third, so all ranks of the job report that they gave up, not only this rank's neighbors.
+    ``step``: the last completed step; ``waiting``: the context of the wait for the others, in which the launcher may end this rank.
     """
     words = [str(cause) for cause in _causes(error) if isinstance(cause, RuntimeError)]
     if any(BROKEN.search(said) for said in words):
@@ -78,7 +78,7 @@ def explained(
 
 
 def _gone(error: Exception, hosts: Hosts, step: int) -> RankMissing:
-    """Who of the job's ranks does not come to say that it has lost another."""
+    """RankMissing that names the ranks of the job that do not come to report a lost connection."""
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
         meet(default_store(), rank, size, at="lost connection", within_s=LOST_S)
@@ -94,7 +94,7 @@ def _gone(error: Exception, hosts: Hosts, step: int) -> RankMissing:
 
 
 def _axes(mesh: Mesh, ranks: list[int]) -> str:
-    """Those on which this rank waited for others in vain, where it did; else those that there are."""
+    """The axes on which this rank waited for others in vain, or all axes if there are none; in words."""
     there_are = [axis for axis in (*AXES, "ep") if mesh.size(axis) > 1]
     own = [axis for axis in there_are if set(ranks) & set(dist.get_process_group_ranks(mesh.group(axis)))]
     found = own or there_are

@@ -28,17 +28,17 @@ from ahp.runtime.ranks.watch import Watch, watching
 SECONDS_BETWEEN_POLLS = 0.1
 """The launcher's own default (torch.distributed.launcher.api.LaunchConfig.monitor_interval)."""
 SAME_MOMENT_S = 10
-"""Workers that end within this of the first failure were not ended by the launcher, which waits 30 s before it kills
+"""Workers that end within this time of the first failure were not ended by the launcher, which waits 30 s before it kills
 (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)."""
 LAST_LINES = 5
-"""Of each worker's log: the end of a traceback."""
+"""How many lines of each worker's log are shown: the end of a traceback."""
 SECOND_SIGNAL_S = 1.0
-"""[Empirical] Signals closer together than this are one wish, sent to a group of processes and passed on."""
+"""[Empirical] Signals closer together than this are one request, sent to a group of processes and passed on."""
 
 
 class WorkersEnded(Exception):
-    """Not every worker ended well; ``exit_codes`` of those that ended first, by rank, minus the signal if killed. ``hang``: which of them
-    hung, where the launcher ended them for it."""
+    """Not every worker ended well. ``exit_codes``: of the workers that ended first, keyed by rank; minus the signal's number if killed.
+    ``hang``: the cause, if the launcher ended workers because they hung."""
 
     def __init__(self, exit_codes: dict[int, int], hang: str | None = None) -> None:
         super().__init__(f"workers ended with {exit_codes}")
@@ -46,7 +46,7 @@ class WorkersEnded(Exception):
 
     @property
     def killed(self) -> dict[int, signal.Signals]:
-        """The signal that took each rank; SIGTERM is not looked at, it is how the launcher ends the others."""
+        """The signal that killed each rank, except SIGTERM, with which the launcher ends the others."""
         ours = -signal.SIGTERM
         return {rank: signal.Signals(-code) for rank, code in self.exit_codes.items() if code < 0 and code != ours}
 
@@ -62,9 +62,9 @@ def launch(
 ) -> int:
     """Run ``python -m module arguments`` as ranks 0 .. num_workers - 1 on this node until all have ended.
 
-    Their output goes to files under ``log_folder``. ``watch``: when they hang, and are ended. ``stops_when``: whether they are to save and stop
-    without a signal to this process. SIGINT, SIGTERM and SIGUSR1 are passed on
-    to the workers as SIGTERM, which end when they have saved; a second one kills them.
+    Their output goes to files under ``log_folder``. ``watch``: when workers hang, and are ended. ``stops_when``: whether workers are to save
+    and stop without a signal to this process. SIGINT, SIGTERM and SIGUSR1 are passed on as SIGTERM to the workers, which end when they have
+    saved; a second signal kills them.
 
     Returns:
         The signal that asked for the stop, 0 for none.
@@ -90,7 +90,7 @@ def launch(
         max_restarts=0,
         monitor_interval=SECONDS_BETWEEN_POLLS,
         logs_specs=DefaultLogsSpecs(log_dir=str(log_folder), redirects=Std.ALL),
-        # Ours are set below; the launcher's would kill the workers 30 s after the signal, saved or not.
+        # Our handlers are set below; the launcher's would kill the workers 30 s after the signal, saved or not.
         signals_to_handle="SIGQUIT",
     )
     with (
@@ -149,7 +149,7 @@ def _forwarding_signals(module: str) -> Iterator[_StopSignal]:
 
 
 def last_words(log_folder: Path) -> str:
-    """The end of what each worker of the newest start wrote to stderr, for an error that nobody could tell otherwise."""
+    """The last lines that each worker of the newest start wrote to stderr, for an error with no other explanation."""
     folders = [path for path in log_folder.glob("*") if path.is_dir()]
     newest = max(folders, key=lambda path: path.stat().st_mtime, default=log_folder)
     logs = sorted(newest.rglob("stderr.log"))
@@ -186,7 +186,7 @@ def _environment(num_workers: int, log_folder: Path) -> Iterator[None]:
 
 @contextmanager
 def quiet_launcher() -> Iterator[None]:
-    """The launcher logs tables about failures; the user is told the cause instead."""
+    """Silences torch's launcher, which logs tables about failures; the user gets the cause instead."""
     names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
     before = {name: logging.getLogger(name).level for name in names}
     for name in names:

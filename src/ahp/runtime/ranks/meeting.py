@@ -1,4 +1,4 @@
-"""Ranks wait for each other at a store: no group is needed, each may wait as long as it likes, and whoever does not come is named."""
+"""Ranks wait for each other at a store: this needs no process group, each can wait as long as it likes, and missing ranks are named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_NAMED = 8
 
 
 class NoAnswer(AhpError):
-    """Ranks that did not come, or a network that does not carry."""
+    """Ranks did not come, or the network does not work."""
 
     may_pass = True
 
@@ -27,9 +27,9 @@ class NoAnswer(AhpError):
 
 
 def meet(store: dist.Store, rank: int, size: int, *, at: str, within_s: float = MEET_S, who: str = "rank") -> None:
-    """Wait for all of ``size`` ranks. Collective. Raises NoAnswer with those that did not come.
+    """Wait for all of ``size`` ranks. Collective. Raises NoAnswer with the ranks that did not come.
 
-    ``at``: what is met for, in words, the same on every rank; ``who``: what a rank is called. A process may come there more than once; all ranks count alike.
+    ``at``: the purpose in words, the same on every rank; ``who``: the word for a rank. Ranks can meet several times, all equally often.
     """
     turn = store.add(f"ahp/{at}/turn-of/{rank}", 1)
     here = f"ahp/{at}/{turn}"
@@ -40,7 +40,7 @@ def meet(store: dist.Store, rank: int, size: int, *, at: str, within_s: float = 
         store.wait([f"{here}/all"], timedelta(seconds=within_s))
     except RuntimeError:
         missing = absent(store, {other: f"{here}/{other}" for other in range(size)})
-        if not missing:  # the last came meanwhile
+        if not missing:  # the last one has come by now
             return
         there = [other for other in range(size) if other not in set(missing)]
         where = dict.fromkeys(store.get(f"{here}/{other}").decode() for other in there[:MOST_NAMED])
@@ -52,7 +52,7 @@ def meet(store: dist.Store, rank: int, size: int, *, at: str, within_s: float = 
 
 
 def absent(store: dist.Store, keys: dict[int, str]) -> list[int]:
-    """The ranks whose keys nobody has set. Few questions where few are missing: a job may have thousands."""
+    """The ranks whose keys are not set. Makes few queries if few ranks are missing: a job can have thousands."""
     if store.check(list(keys.values())):
         return []
     if len(keys) == 1:

@@ -1,7 +1,7 @@
 """The device mesh of a plan: named axes over the ranks of the job.
 
-torch's DeviceMesh has no rows of unlike length. Where stages are of unlike width each has a mesh of its own, with a ``pp`` axis of one
-rank, over process groups that all ranks make alike; and one group holds all ranks of a replica, over its stages.
+torch's DeviceMesh has no rows of different length. If stages have different widths, each has a mesh of its own, with a ``pp`` axis of
+one rank, over process groups that all ranks make in the same order; and one group holds all ranks of a replica, across its stages.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from ahp.runtime.ranks.meeting import meet
 from ahp.runtime.ranks.torch_compat import default_store, flatten_axes, groups_wait, time_limit, unflatten_axis
 
 AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""As the dims of the mesh follow each other whatever the order in which ranks are numbered: FSDP2 wants ``dp_shard`` before ``tp``."""
+"""The order of the mesh's dims, whatever the order in which ranks are numbered: FSDP2 wants ``dp_shard`` before ``tp``."""
 
 EXPERT_AXES = ("efsdp", "ep")
-"""What ``dp_shard`` of the weights is to those of experts: neighbouring ranks hold different ones and send each other their tokens;
-those that hold the same ones shard them. torchtitan's names."""
+"""The two axes that ``dp_shard`` of the weights becomes for experts: neighboring ranks (``ep``) hold different experts and send each
+other their tokens; ranks that hold the same experts (``efsdp``) shard them. torchtitan's names."""
 
 WEIGHT_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-"""Where weights lie. The ranks of the context axis hold the same ones, so they are further shards, or further replicas where
-nothing is sharded (torchtitan's ``fsdp`` axis)."""
+"""The axes that weights lie on. The ranks of the context axis hold the same weights, so they are further shards, or further replicas
+if nothing is sharded (torchtitan's ``fsdp`` axis)."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands on each axis, and the process groups along them."""
+    """This rank's place on each axis, and the process groups along the axes."""
 
     device: torch.device
     places: tuple[torch.Tensor, ...]
-    """Of each pipeline rank: its ranks by replica, shard, context and tensor rank."""
+    """For each pipeline rank, its ranks indexed by replica, shard, context and tensor rank."""
     whole: DeviceMesh
-    """The same ranks by ``AXES``; where stages are of unlike width those of this rank's stage."""
+    """The same ranks by ``AXES``; only those of this rank's stage if stages have different widths."""
     weights: DeviceMesh
-    """The same ranks by ``WEIGHT_AXES``: ``dp_replicate`` and ``dp_shard`` are what FSDP2 is given, context ranks included."""
+    """The same ranks by ``WEIGHT_AXES``: ``dp_replicate`` and ``dp_shard`` are passed to FSDP2, context ranks included."""
     data: DeviceMesh
     """The flattened ``dp_replicate x dp_shard``: ranks that see different sequences."""
     sizes: dict[str, int]
     ranks: dict[str, int]
-    """This rank's coordinate on each axis. Both kept here because DeviceMesh makes a new mesh at every question."""
+    """This rank's coordinate on each axis. Both are kept here because DeviceMesh makes a new mesh at every query."""
     shards: tuple[int, int]
     """(rank, size) on the ``dp_shard`` axis of the weights."""
     num_replicas: int
     """Size of the ``dp_replicate`` axis of the weights."""
     experts: DeviceMesh | None
-    """``weights`` with ``EXPERT_AXES`` in the place of ``dp_shard``; None where every rank has all experts."""
+    """``weights`` with ``EXPERT_AXES`` in place of ``dp_shard``; None if every rank has all experts."""
     pipeline: dist.ProcessGroup
-    """The ranks that a micro-batch goes through: one of each pipeline rank, or all of a replica where stages are of unlike width."""
+    """The ranks that a micro-batch passes through: one per pipeline rank, or all ranks of a replica if stages have different widths."""
     joined: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
-    """Along one or several axes of ``weights``, where stages are of unlike width: groups that all ranks have to make alike."""
+    """The groups along one or several axes of ``weights`` if stages have different widths; all ranks have to make them together."""
 
     def size(self, axis: str) -> int:
         return self.sizes[axis]
@@ -73,11 +73,11 @@ class Mesh:
         return self.joined[axes] if self.joined else flatten_axes(self.weights, axes, name).get_group()
 
     def peers(self, pipeline_rank: int) -> torch.Tensor:
-        """The ranks of a pipeline rank that compute the same part of the same replica's sequences as this one, by shard and tensor rank."""
+        """The ranks of a pipeline rank with this rank's replica and context rank, indexed by shard and tensor rank."""
         return self.places[pipeline_rank][self.rank("dp_replicate"), :, self.rank("cp")]
 
     def place_in_pipeline(self, pipeline_rank: int) -> int:
-        """In the group ``pipeline``: that of a pipeline rank, or of its first one where stages are of unlike width."""
+        """The place of a pipeline rank in the group ``pipeline``, or of its first rank if stages have different widths."""
         if not self.joined:
             return pipeline_rank
         return dist.get_group_rank(self.pipeline, int(self.places[pipeline_rank][self.rank("dp_replicate"), 0, 0, 0]))
@@ -95,7 +95,7 @@ class Mesh:
 
     @property
     def token_rank(self) -> int:
-        """Among the ranks that see different tokens: ``data x cp``."""
+        """This rank's number among the ranks that see different tokens: ``data x cp``."""
         return self.data_rank * self.size("cp") + self.rank("cp")
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class Mesh:
 
 
 def build_mesh(parallelism: Parallelism, device: torch.device) -> Mesh:
-    """A mesh over the ranks of the initialised default group. Collective. Raises HardwareMismatch on another world size, NoAnswer
+    """A mesh over the ranks of the initialized default group. Collective. Raises HardwareMismatch on another world size, NoAnswer
     with the ranks that do not come."""
     world = dist.get_world_size()
     if parallelism.world_size != world:
@@ -111,7 +111,7 @@ def build_mesh(parallelism: Parallelism, device: torch.device) -> Mesh:
             f"parallelism: its degrees multiply to {parallelism.world_size} ranks, but {world} are running "
             f"({parallelism.short()}); start {parallelism.world_size} workers or plan again for {world}"
         )
-    # Groups are made within the limit of a collective, and so ranks that still build a model are waited for before.
+    # Groups must be made within a collective's time limit, so first wait for the ranks that still build a model.
     meet(default_store(), dist.get_rank(), world, at="making of the mesh")
     with groups_wait(time_limit(device)):
         return (_build_by_stage if parallelism.has_unlike_widths else _build)(parallelism, device)
@@ -122,7 +122,7 @@ def _build(parallelism: Parallelism, device: torch.device) -> Mesh:
     whole = DeviceMesh(device.type, numbered, mesh_dim_names=AXES)
     weights = whole
     if parallelism.context_parallel_degree > 1:
-        # dp_shard and cp are neighbours, and a layout that shards nothing has a dp_shard of 1: so either is a reshape.
+        # dp_shard and cp are neighbors, and a layout that shards nothing has a dp_shard of 1, so both cases are a reshape.
         p = parallelism
         shape = p.pipeline_parallel_degree, p.weight_replicas, p.weight_shards, p.tensor_parallel_degree
         weights = DeviceMesh(device.type, numbered.reshape(shape), mesh_dim_names=WEIGHT_AXES)
@@ -148,10 +148,10 @@ def _build(parallelism: Parallelism, device: torch.device) -> Mesh:
 
 
 STAGE_AXES, STAGE_WEIGHT_AXES = AXES[1:], WEIGHT_AXES[1:]
-"""Of the ranks of one stage."""
+"""The axes of the ranks of one stage."""
 DATA = ("dp_replicate", "dp_shard")
 JOINED = (DATA, ("dp_shard", "tp"), (*DATA, "tp"))
-"""Axes of ``STAGE_WEIGHT_AXES`` along which one group is asked for (``Mesh.over``)."""
+"""Sets of ``STAGE_WEIGHT_AXES`` along which one joint group is needed (``Mesh.over``)."""
 
 
 def _build_by_stage(parallelism: Parallelism, device: torch.device) -> Mesh:
@@ -196,18 +196,18 @@ def _build_by_stage(parallelism: Parallelism, device: torch.device) -> Mesh:
 
 
 def _by_weights(ranks: torch.Tensor, own: Parallelism) -> torch.Tensor:
-    """The ranks of one stage by ``STAGE_WEIGHT_AXES``; ``ranks``: by ``STAGE_AXES``, of which ``dp_shard`` and ``cp`` are neighbours."""
+    """The ranks of one stage by ``STAGE_WEIGHT_AXES``; ``ranks``: the same by ``STAGE_AXES``, where ``dp_shard`` and ``cp`` are neighbors."""
     return ranks.reshape(own.weight_replicas, own.weight_shards, own.tensor_parallel_degree)
 
 
 class _Groups:
-    """Process groups, each made once. Every rank asks for all of them in the same order, those that it is not in too."""
+    """Process groups, each made once. Every rank asks for all groups in the same order, including those that it is not in."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def of(self, ranks: list[int]) -> dist.ProcessGroup | None:
-        """None where this rank is not one of them. Collective."""
+        """The group of these ranks; None if this rank is not one of them. Collective."""
         key = tuple(sorted(ranks))
         if key not in self._made:
             group = dist.new_group(list(key))
@@ -217,8 +217,8 @@ class _Groups:
     def along(
         self, ranks: torch.Tensor, names: tuple[str, ...], joined: Iterable[tuple[str, ...]]
     ) -> dict[tuple[str, ...], dist.ProcessGroup]:
-        """This rank's groups along each axis and along some together, where it is one of these. ``ranks``: of a stage, by the axes ``names``.
-        Collective."""
+        """This rank's groups along each axis and along the ``joined`` sets of axes; none if it is not in this stage. ``ranks``: those of a
+        stage, by the axes ``names``. Collective."""
         found = {}
         for axes in (*((axis,) for axis in names), *joined):
             dims = [names.index(axis) for axis in axes]
@@ -230,14 +230,14 @@ class _Groups:
 
 
 def _mine(groups: list[dist.ProcessGroup | None], *, needed: bool = True) -> Any:
-    """The one that this rank is in."""
+    """The group that this rank is in."""
     found = next((group for group in groups if group is not None), None)
     assert found is not None or not needed
     return found
 
 
 def ranks_by_stage(parallelism: Parallelism) -> tuple[torch.Tensor, ...]:
-    """Of each pipeline rank: its ranks by replica, shard, context and tensor rank."""
+    """For each pipeline rank, its ranks indexed by replica, shard, context and tensor rank."""
     if not parallelism.has_unlike_widths:
         return tuple(ranks_by_place(parallelism))
     found, first = [], 0
@@ -250,8 +250,8 @@ def ranks_by_stage(parallelism: Parallelism) -> tuple[torch.Tensor, ...]:
 
 
 def ranks_by_place(parallelism: Parallelism) -> torch.Tensor:
-    """The rank at each place of the mesh of stages that are alike, with one dim for each axis: ranks are numbered as ``mesh_order`` says."""
+    """The rank at each place of a mesh of equally wide stages, with one dim for each axis; ranks are numbered in ``mesh_order``."""
     numbered: list[Axis] = [*(axis for axis in AXES if parallelism.degree(axis) == 1), *parallelism.axes]
     ranks = torch.arange(parallelism.world_size).view([parallelism.degree(axis) for axis in numbered])
-    # A copy: torch 2.11 reads the order of the axes off the strides, and a dim of size 1 may have any in a view.
+    # A copy: torch 2.11 derives the order of the axes from the strides, and a dim of size 1 can have any stride in a view.
     return ranks.permute([numbered.index(axis) for axis in AXES]).clone(memory_format=torch.contiguous_format)

@@ -1,5 +1,5 @@
-"""A store on one address of this node: torch's own listens on all of them. Free of torch's elastic launcher, which looks for AHP's rendezvous
-when it is imported."""
+"""A store on one address of this node: torch's own listens on all addresses. Does not import torch's elastic launcher, which looks for AHP's
+rendezvous when it is imported."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ahp.errors import bad_input
 
 PORT = 29500
 TIMEOUT_S = 900
-"""For which launchers wait for node 0, as torch's LaunchConfig has it."""
+"""How long launchers wait for node 0, as in torch's LaunchConfig."""
 
 
 def checked_address(option: str, host: str) -> tuple[int, str]:
-    """Family and number of a host's address. Raises BadInput for one that nobody has, or that others cannot reach; ``option`` is how the user gave
-    it."""
+    """Family and number of a host's address. Raises BadInput for an unknown host, or an address that others cannot reach; ``option`` names the
+    user's option."""
     try:
         family, _, _, _, place = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -34,7 +34,7 @@ def checked_address(option: str, host: str) -> tuple[int, str]:
 
 
 def store_on(host: str, port: int, *, option: str, timeout: timedelta = timedelta(seconds=TIMEOUT_S)) -> dist.TCPStore:
-    """A store on the host's address, and on no other; port 0 takes a free one. ``option`` is how the user gave the host."""
+    """A store on the host's address, and on no other; port 0 takes a free port. ``option`` names the user's option for the host."""
     family, address = checked_address(option, host)
     try:
         listener = socket.create_server((address, port), family=family)

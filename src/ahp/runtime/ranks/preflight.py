@@ -1,7 +1,7 @@
-"""Before the first step: the ranks of every mesh axis exchange one number, so that whoever does not answer is named.
+"""Before the first step, the ranks of every mesh axis exchange one number, so that ranks that do not answer are named.
 
-Without it the first collective of the run would wait for a rank that never comes until its own time-out, and then say only
-that a peer is silent.
+Without this the first collective of the run would wait until its own time-out for a rank that never comes, and then report
+only that a peer is silent.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ahp.runtime.ranks.mesh import AXES, Mesh
 from ahp.runtime.ranks.torch_compat import default_store
 
 EXCHANGE_S = 60.0
-"""Of one all-reduce of one number. The first on an axis also makes NCCL's communicator: seconds for a thousand ranks."""
+"""Limit of one all-reduce of one number. The first on an axis also makes NCCL's communicator: seconds for a thousand ranks."""
 
 
 def preflight(mesh: Mesh, *, answer_s: float = MEET_S, exchange_s: float = EXCHANGE_S) -> Hosts:
-    """Let all ranks meet, then all-reduce one number along each axis. Collective. Returns who came, and from where.
+    """Let all ranks meet, then all-reduce one number along each axis. Collective. Returns the ranks that came, and their hosts.
 
-    Raises NoAnswer: ranks and hosts that did not come within ``answer_s``, or the axis on which an exchange failed or took
-    longer than ``exchange_s``, with the ranks and hosts on it.
+    Raises NoAnswer with the ranks that did not come within ``answer_s``, or with the axis on which an exchange failed or took
+    longer than ``exchange_s``, and the ranks and hosts on it.
     """
     hosts = Hosts(mesh)
     hosts.meet(answer_s)
@@ -35,20 +35,20 @@ def preflight(mesh: Mesh, *, answer_s: float = MEET_S, exchange_s: float = EXCHA
 
 
 class Hosts:
-    """The ranks on this rank's axes, and where they run. The others are their own neighbours' to wait for: with thousands of
-    ranks, all waiting for all would be too much for the store."""
+    """The ranks on this rank's axes, and their hosts. Other ranks are left to their own neighbors: with thousands of ranks, all
+    waiting for all would be too much for the store."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.store, rank = default_store(), dist.get_rank()
         found = {other for axis in AXES for other in dist.get_process_group_ranks(mesh.group(axis))}
         self.ranks = sorted(found | {rank})
-        time = self.store.add(f"ahp/preflight/{rank}", 1)  # a process may ask more than once; all ranks count alike
+        time = self.store.add(f"ahp/preflight/{rank}", 1)  # a process can do this several times, all equally often
         self.prefix = f"ahp/preflight/{time}"
         self.keys = {other: f"{self.prefix}/{other}" for other in self.ranks}
         self.store.set(self.keys[rank], socket.gethostname())
 
     def meet(self, answer_s: float) -> None:
-        """Wait for all of them."""
+        """Wait for all ranks on this rank's axes."""
         try:
             self.store.wait(list(self.keys.values()), timedelta(seconds=answer_s))
         except RuntimeError:
@@ -62,7 +62,7 @@ class Hosts:
             ) from None
 
     def of(self, ranks: list[int]) -> str:
-        """The hosts of ranks that have come, on whatever axes, each once."""
+        """The hosts of ranks that have come, on any axis, each listed once."""
         return ", ".join(dict.fromkeys(self.store.get(f"{self.prefix}/{rank}").decode() for rank in ranks))
 
 

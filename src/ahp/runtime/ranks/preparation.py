@@ -1,6 +1,6 @@
-"""What workers that a launcher has started settle before any process group is made.
+"""Lets the workers of a launcher agree before any process group is made.
 
-The first worker probes, searches and tokenises for all, for minutes or hours. In a collective the others would wait for it no longer than the
+The first worker probes, searches and tokenizes for all, for minutes or hours. In a collective the others would wait for it no longer than the
 time limit; here they wait on a key of the launcher's store for as long as it is alive, which it shows by counting up another key.
 """
 
@@ -27,12 +27,12 @@ READ_S = 10.0
 """[Empirical] Workers that wait for a key see it within a second."""
 HEARTBEAT_S = 5.0
 SILENT_S = 120.0
-"""[Empirical] A worker that has not counted up for so long has ended. The thread that counts needs the interpreter now and then, which
-compiled code that works for a worker may keep for itself for seconds."""
+"""[Empirical] A worker that has not counted up for this long has ended. The thread that counts needs the interpreter now and then, which
+a worker's compiled code can hold for seconds."""
 
 
 class Preparation:
-    """One start of this worker among the others. Every method is called by all workers alike."""
+    """One start of this worker among the others. All workers call every method."""
 
     def __init__(
         self,
@@ -42,14 +42,14 @@ class Preparation:
         heartbeat_s: float = HEARTBEAT_S,
         silent_s: float = SILENT_S,
     ) -> None:
-        """``place``: a store that all workers share, this worker's number and how many there are; None = as the launcher says.
-        ``what``: what they do meanwhile, in words."""
+        """``place``: a store that all workers share, this worker's number and the number of workers; None = from the process group or the
+        launcher. ``what``: what workers do in the meantime, in words."""
         if place is None and dist.is_initialized():
             place = default_store(), dist.get_rank(), dist.get_world_size()
         self.store, self.rank, self.size = place or launchers_store()
         self.heartbeat_s, self.silent_s = heartbeat_s, silent_s
         self.what = what
-        # A process may prepare more than once; all workers count alike.
+        # A process can prepare more than once, all workers equally often.
         self.name = f"ahp/preparation/{self.store.add(f'ahp/preparation/{self.rank}', 1)}"
         self.num_settled = 0
 
@@ -58,13 +58,13 @@ class Preparation:
         return self.rank == 0
 
     def decided_by_first(self, decide: Callable[[], Result], kind: Any = None) -> Result:
-        """Let the first worker decide, however long it takes, and every worker know it.
+        """Let the first worker decide, however long it takes, and return the decision on every worker.
 
-        ``kind``: the type of what it decides, of dataclasses and pydantic models: it goes through the store as JSON, because whoever
-        reaches a store can write into it, and to unpickle that would run their code. None = nothing.
+        ``kind``: the type of the decision, made of dataclasses and pydantic models; None = nothing. It goes through the store as JSON,
+        because anyone who reaches a store can write to it, and unpickling that would run their code.
 
-        When that ends in an error, the first raises it, and the others end with its exit code: the user is told once. Raises NoAnswer
-        when the first worker ends without a word.
+        If this ends in an error, the first worker raises it, and the others end with its exit code: the user sees it once. Raises NoAnswer
+        if the first worker ends without a result.
         """
         key = self._next()
         if self.is_first:
@@ -82,7 +82,7 @@ class Preparation:
         return TypeAdapter(kind).validate_json(result)
 
     def done_by_all(self, work: Callable[[], Result]) -> Result:
-        """Let every worker work, however long it takes; none goes on before all are done. Ends as ``decided_by_first`` does."""
+        """Let every worker work, however long it takes; none goes on before all are done. Errors end as in ``decided_by_first``."""
         key = self._next()
 
         results: list[Result] = []
@@ -102,7 +102,7 @@ class Preparation:
         try:
             result = self._alive(f"{key}/{self.rank}", work)
         except BaseException:
-            self.store.add(f"{self._next()}/read", 1)  # it waits for no decision of the first
+            self.store.add(f"{self._next()}/read", 1)  # this worker does not wait for the first one's decision
             raise
         self._leave(f"{key}/{self.rank}")
         self.decided_by_first(lambda: None)
@@ -120,13 +120,13 @@ class Preparation:
         return result, exit_code
 
     def _until_read(self, key: str) -> None:
-        """Before this worker ends, and with it the store where no launcher keeps one: let the others see why."""
+        """Wait for the others to read the cause, before this worker ends, and with it the store if no launcher keeps one."""
         began_s = time.monotonic()
         while self.store.add(f"{key}/read", 0) < self.size - 1 and time.monotonic() - began_s < READ_S:
             time.sleep(0.05)
 
     def _alive(self, key: str, work: Callable[[], Result]) -> Result:
-        """Work while a thread shows that this worker lives; the exit code of an error goes to the key."""
+        """Work while a thread shows that this worker lives. The exit code of an error is stored under the key."""
         with self._heartbeats():
             try:
                 return work()
@@ -158,7 +158,7 @@ class Preparation:
         return self.store.add(f"{self.name}/alive/{rank}", more)
 
     def _await(self, rank: int, key: str) -> bytes:
-        """What a worker leaves under the key, however late, while it lives."""
+        """The value that a worker leaves under the key, however late, as long as that worker lives."""
         beats, heard_s = 0, time.monotonic()
         while True:
             try:
@@ -168,7 +168,7 @@ class Preparation:
                 found = self._heard(rank)
             if found != beats:
                 beats, heard_s = found, time.monotonic()
-            # Whoever has not begun may still be loading its libraries.
+            # A worker that has not begun may still be loading its libraries.
             elif time.monotonic() - heard_s > (self.silent_s if beats else COLLECTIVE_TIMEOUT_S):
                 host = self.store.get(f"{self.name}/host/{rank}").decode() if beats else "an unknown host"
                 raise NoAnswer(

@@ -1,4 +1,4 @@
-"""The ranks of a run: how they find each other, and the few words that they exchange beside tensors."""
+"""The ranks of a run: how they find each other, and the few values that they exchange besides tensors."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from ahp.runtime.ranks.meeting import MEET_S, meet
 from ahp.runtime.ranks.torch_compat import default_store, launchers_store, limit_time, set_allocator
 
 MESH_ORDER = "ahp/mesh-order"
-"""Prefix in the store of groups whose ranks are the places of a mesh."""
+"""Prefix in the store for groups whose ranks are the places of a mesh."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_joined() -> bool:
-    """Whether torchrun, or what stands in for it, has started this process as one rank of many."""
+    """Whether torchrun, or another launcher like it, has started this process as one of many ranks."""
     return all(name in os.environ for name in LAUNCHER_VARIABLES)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among the others. Every method is called by all ranks alike."""
+    """This rank among the others. All ranks call every method."""
 
     rank: int
     size: int
@@ -66,20 +66,20 @@ class Ranks:
         return tuple(self.highest_later(*values).read().tolist())
 
     def highest_later(self, *values: int) -> HostCopy:
-        """``highest`` for whoever reads it later: on a GPU the exchange is queued behind what is queued already, and nobody waits."""
+        """``highest``, to be read later: on a GPU the exchange is queued after the work that is already queued, and the host does not wait."""
         given = torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         together = given.to(self.device, non_blocking=True)
         dist.all_reduce(together, op=dist.ReduceOp.MAX)
         return HostCopy(together)
 
     def from_first(self, value: Any) -> Any:
-        """What rank 0 passed in; the others' values are not looked at."""
+        """The value that rank 0 passed in; the other ranks' values are ignored."""
         box = [value if self.is_first else None]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
     def first_message(self, word: str | None) -> str | None:
-        """What the first rank said that has something to say."""
+        """The message of the first rank that has one; None if no rank has."""
         said: list[str | None] = [None] * self.size
         dist.all_gather_object(said, word)
         return next((found for found in said if found is not None), None)
@@ -91,11 +91,11 @@ def joined(
 ) -> Iterator[Ranks]:
     """Join the other ranks for the length of the block, or use the group that is already there; collectives get this limit.
 
-    The launcher's variables say who and where; ``cuda`` takes the GPU of ``LOCAL_RANK``. With a ``plan`` whose stages lie on
-    the groups of a mixed cluster, ranks are the places of its mesh (``ahp.runtime.ranks.device_order``).
+    The launcher's variables give rank and address; ``cuda`` takes this rank's GPU (``own_gpu``). With a ``plan`` whose stages
+    lie on the groups of a mixed cluster, ranks are the places of its mesh (``ahp.runtime.ranks.device_order``).
 
-    When the block fails, ranks stay joined until their processes end: another may be in an exchange that does not end, and
-    gloo waits for its own exchanges when a group is left.
+    If the block fails, ranks stay joined until their processes end: another rank may be in an exchange that does not end,
+    and gloo waits for its own exchanges when it leaves a group.
     """
     where = own_gpu() if device == "cuda" else torch.device("cpu")
     if device == "cuda":
@@ -113,14 +113,14 @@ def joined(
         yield Ranks(rank=dist.get_rank(), size=dist.get_world_size(), device=where)
         well = True
     finally:
-        if ours and (well or alone) and dist.is_initialized():  # not where a plan made the block inside join anew
+        if ours and (well or alone) and dist.is_initialized():  # not if an inner block joined again for its plan
             dist.destroy_process_group()
 
 
 def rank_device(plan: Plan, wanted: torch.device | str | None = None) -> torch.device:
-    """Where this rank computes; a GPU becomes the current one. Joins the other ranks first, where the program has not.
+    """The device of this rank; a GPU becomes the current device. Joins the other ranks if the program has not.
 
-    ``wanted``: the user's own wish. Collective. Warns on stderr, once for each node, when the CPU computes beside idle GPUs.
+    ``wanted``: the user's own choice. Collective. Warns on stderr, once per node, if the CPU computes while GPUs are idle.
     """
     given = torch.device(wanted) if wanted is not None else None
     if dist.is_initialized():
@@ -136,7 +136,7 @@ def rank_device(plan: Plan, wanted: torch.device | str | None = None) -> torch.d
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        # The program may have work of its own before this on some ranks.
+        # On some ranks the program may have other work before this.
         limit_s = COLLECTIVE_TIMEOUT_S
         _join(device, plan, timedelta(seconds=limit_s), meet_s=limit_s)
     if why and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -150,14 +150,14 @@ def rank_device(plan: Plan, wanted: torch.device | str | None = None) -> torch.d
 
 
 def set_gpu_variables(log_folder: Path | None = None) -> None:
-    """``gpu_variables`` for this process, and for the allocator that torch may have read them for already."""
+    """Set ``gpu_variables`` in this process, and in torch's allocator, which may already have read the environment."""
     os.environ.update(ours := gpu_variables(os.environ, log_folder))
     if ALLOCATOR[0] in ours:
         set_allocator(ours[ALLOCATOR[0]])
 
 
 def _refuse_to_start(plan: Plan) -> None:
-    """Raise where a launcher has set up half of what ranks find each other by, or none has and the plan is for more than one."""
+    """Raise if a launcher has set only some of the variables that ranks find each other by, or if the plan needs more ranks and none is set."""
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     size = plan.parallelism.world_size
     if missing and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
@@ -173,10 +173,10 @@ def _refuse_to_start(plan: Plan) -> None:
 
 
 def _join(where: torch.device, plan: Plan | None, limit: timedelta, *, meet_s: float) -> None:
-    """Make the default group, with the places of the plan's mesh as ranks, and with the limit of its collectives: gloo's send and receive
-    keep that which a group was made with. So all ranks are waited for before.
+    """Make the default group, with the places of the plan's mesh as ranks. It gets the limit of collectives at once, because gloo's send and
+    receive keep the limit that a group was made with; so all ranks are waited for before.
 
-    Raises NoAnswer with the ranks that do not come within ``meet_s``, HardwareMismatch where they have other devices than the plan.
+    Raises NoAnswer with the ranks that do not come within ``meet_s``, HardwareMismatch if their devices are not the plan's.
     """
     device: DeviceType = "cuda" if where.type == "cuda" else "cpu"
     limits: dict[str, Any] = {"timeout": limit, "device_id": where if device == "cuda" else None}
@@ -184,8 +184,8 @@ def _join(where: torch.device, plan: Plan | None, limit: timedelta, *, meet_s: f
         dist.init_process_group(BACKENDS[device], store=dist.HashStore(), rank=0, world_size=1, **limits)
         return
     if dist.is_initialized():  # in the launcher's order
-        left = default_store()  # kept: others may still read what its server, which may be this process, has for them
-        # A rank that left now would close what another one still connects to.
+        left = default_store()  # kept: this process may serve the store, and others may still read from it
+        # A rank that left now would close a connection that another rank is still making.
         meet(left, dist.get_rank(), dist.get_world_size(), at="change of the ranks' order", within_s=meet_s)
         dist.destroy_process_group()
     store, worker, size = launchers_store()
@@ -201,12 +201,12 @@ def _join(where: torch.device, plan: Plan | None, limit: timedelta, *, meet_s: f
     dist.init_process_group(BACKENDS[device], store=named, rank=rank, world_size=size, **limits)
     if not in_launchers_order:
         default_store().set(f"{MESH_ORDER}/{rank}", "")
-    if device == "cpu":  # A rank that left now would close what another one still connects to.
+    if device == "cpu":  # A rank that left now would close a connection that another rank is still making.
         dist.barrier()
 
 
 def _orders(store: dist.Store, worker: int, size: int, plan: Plan | None, where: torch.device) -> list[list[int]]:
-    """From the launcher's numbers to those of the plan's devices, and from these to the places of its mesh, as far as they differ. Collective."""
+    """Renumberings: from the launcher's numbers to the plan's, then to the places of its mesh; those that change nothing are left out. Collective."""
     if plan is None:
         return []
     return [
@@ -215,7 +215,7 @@ def _orders(store: dist.Store, worker: int, size: int, plan: Plan | None, where:
 
 
 def _compare_devices(store: dist.Store, worker: int, device: DeviceType) -> None:
-    """Raise HardwareMismatch on a rank whose kind of device is not the first one's: their backends would wait for each other."""
+    """Raise HardwareMismatch on a rank whose kind of device is not the first rank's: their backends would wait for each other."""
     if worker == 0:
         store.set("ahp/device", device)
         return
@@ -229,5 +229,5 @@ def _compare_devices(store: dist.Store, worker: int, device: DeviceType) -> None
 
 
 def _is_in_mesh_order() -> bool:
-    """Whether this rank has joined the present group with its place of a mesh."""
+    """Whether this rank has joined the current group with its place in a mesh."""
     return default_store().check([f"{MESH_ORDER}/{dist.get_rank()}"])

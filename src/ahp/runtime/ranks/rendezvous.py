@@ -1,7 +1,7 @@
-"""How the launchers of a run's nodes find each other, and the workers a store: on one address alone.
+"""How the launchers of a run's nodes find each other, and how workers find a store: on one address only.
 
-torch's own rendezvous listens on every address of the node, and one of them unpickles what anyone leaves there under a name that can be
-guessed.
+torch's own rendezvous classes listen on every address of the node, and one of them unpickles what anyone leaves there under a name that can
+be guessed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OneAddress(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         if self.store is None or not self.endpoint:
             self.store = self._serve() if self.rank == 0 else self._connect()
-        # Of one node the launcher's own notes leave this process nowhere.
+        # With one node, the launcher's own notes never leave this process.
         notes = dist.HashStore() if self.nodes == 1 else dist.PrefixStore(f"launchers/{self.run_id}", self.store)
         return RendezvousInfo(notes, self.rank, self.nodes, RendezvousStoreInfo(self.host, self.port))
 
@@ -90,7 +90,7 @@ class OneAddress(RendezvousHandler):
 
 
 def creator() -> RendezvousHandlerCreator:
-    """What torchrun asks for where ``--rdzv-backend ahp`` is given: an entry point in the group ``torchrun.handlers``."""
+    """The entry point in the group ``torchrun.handlers`` that torchrun calls for ``--rdzv-backend ahp``."""
     return OneAddress
 
 

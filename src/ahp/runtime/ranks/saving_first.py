@@ -1,7 +1,7 @@
-"""A signal to stop, at the launcher of a node: its workers are told, and it waits until they have saved and ended.
+"""Handles a signal to stop at a node's launcher: passes it on to the workers, and waits until they have saved and ended.
 
-torch's launcher kills workers 30 s after the signal, which 2.11 cannot be told otherwise. How long there is to save is the scheduler's to say
-(Slurm's ``--signal`` and ``KillWait``, Kubernetes' ``terminationGracePeriodSeconds``): it kills what is left itself.
+torch's launcher kills workers 30 s after the signal, which 2.11 cannot change. The scheduler decides how long there is to save (Slurm's
+``--signal`` and ``KillWait``, Kubernetes' ``terminationGracePeriodSeconds``): it kills what is left itself.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ahp.runtime.ranks.launch import SECOND_SIGNAL_S, workers_of
 from ahp.runtime.ranks.stop_signals import STOP_SIGNALS
 
 LOOK_S = 0.1
-"""Between two looks whether workers have ended."""
+"""Time between two checks whether workers have ended."""
 
 
 @contextmanager
 def workers_saving_first() -> Iterator[None]:
-    """Within, a signal to stop reaches the workers as SIGTERM, and raises torch's SignalException when all have ended; a second one kills them."""
+    """Inside the block, a signal to stop is sent to the workers as SIGTERM; torch's SignalException follows when all ended. A second kills them."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     came_s: list[float] = []
@@ -38,7 +38,7 @@ def workers_saving_first() -> Iterator[None]:
             with suppress(psutil.NoSuchProcess):
                 worker.send_signal(signal.SIGKILL if again else signal.SIGTERM)
         if again:
-            return  # to the first signal's wait
+            return  # back to the first signal's wait
         while any(_lives(worker) for worker in workers):
             time.sleep(LOOK_S)
         raise SignalException(f"stopped by {signal.Signals(number).name}", sigval=signal.Signals(number))
@@ -52,7 +52,7 @@ def workers_saving_first() -> Iterator[None]:
 
 
 def _lives(worker: psutil.Process) -> bool:
-    """Not ended. It is torch's to reap it, so it may be a zombie."""
+    """Whether a worker has not ended. torch has to reap it, so an ended worker can be a zombie."""
     try:
         return worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,7 +1,7 @@
-"""The place of this process among the tasks of one ``srun``, as Slurm's variables tell it.
+"""The place of this process among the tasks of one ``srun``, from Slurm's variables.
 
-One task on each node is that node's launcher (``changing_nodes.py``). Several tasks on a node are workers, one for each device; the first
-keeps the store that they find each other by.
+A single task on each node is that node's launcher (``changing_nodes.py``). Several tasks on a node are workers, one for each device; the
+first keeps the store through which they find each other.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ahp.runtime.ranks.environment import gpu_variables, run_of_changing_nodes
 FIRST_PORT, PORTS = 20_000, 10_000
 """Below Linux's ports for outgoing connections, which begin at 32768 (ip_local_port_range)."""
 STEPS_APART = 8
-"""Ports between two jobs, for steps that run beside each other."""
+"""Ports between two jobs, for steps that run at the same time."""
 COMMAND_TIMEOUT_S = 30
 TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
-"""srun sets all of these for each task (srun's manual, "OUTPUT ENVIRONMENT VARIABLES"); a batch script of its own has not the last two."""
+"""srun sets all of these for each task (srun's manual, "OUTPUT ENVIRONMENT VARIABLES"); a batch script itself lacks the last two."""
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,27 @@ class Task:
     number: int
     tasks: int
     local: int
-    """Among the tasks of its node."""
+    """Its number among the tasks of its node."""
     tasks_here: int
     node: int
     nodes: int
     first_node: str
-    """Name in Slurm of the node that has task 0."""
+    """Slurm's name of the node that has task 0."""
     port: int
 
     @property
     def is_launcher(self) -> bool:
-        """Whether it stands for its node; otherwise it is one worker of several."""
+        """Whether the task is its node's launcher; otherwise it is one of several workers."""
         return self.tasks == self.nodes
 
     @property
     def endpoint(self) -> str:
-        """Where all meet."""
+        """HOST:PORT where all tasks meet."""
         return f"{address_of(self.first_node)}:{self.port}"
 
 
 def task(given: Mapping[str, str] | None = None) -> Task | None:
-    """This process among the tasks of its srun; None outside one, or where another launcher has started it.
+    """This process as a task of its srun; None outside an srun, or if another launcher has started it.
 
     ``given`` stands in for ``os.environ``. Raises BadInput for variables that contradict each other.
     """
@@ -76,7 +76,7 @@ def task(given: Mapping[str, str] | None = None) -> Task | None:
 
 
 def worker_variables(place: Task, given: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would tell a worker with this place. Raises BadInput where it sees some of its node's GPUs only."""
+    """The variables that torchrun would set for a worker in this place. Raises BadInput if it sees GPUs, but fewer than its node's tasks."""
     shown = [gpu for gpu in given.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     if 0 < len(shown) < place.tasks_here:
         raise BadInput(
@@ -97,14 +97,14 @@ def worker_variables(place: Task, given: Mapping[str, str]) -> dict[str, str]:
         "GROUP_RANK": str(place.node),
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
-        # The store is there when workers look for it: torch would open one on every address.
+        # The store is there when workers look for it; otherwise torch would open one on every address.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 
 def become_worker(place: Task) -> object:
-    """Take this place, as torch reads it, for the life of the process; what it returns keeps the store."""
+    """Take this place, in the variables that torch reads, for the life of the process. The first worker's result keeps the store alive."""
     os.environ.update(worker_variables(place, os.environ))
     if place.number > 0:
         return None
@@ -114,7 +114,7 @@ def become_worker(place: Task) -> object:
 
 
 def address_of(node: str) -> str:
-    """The node's name where it has an address, else what Slurm reaches it by (NodeAddr)."""
+    """The node's name if that has an address, else the name by which Slurm reaches it (NodeAddr)."""
     try:
         socket.getaddrinfo(node, None)
     except OSError:
@@ -137,7 +137,7 @@ def first_of(nodes: str) -> str:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """``2(x3),1``: three nodes of two tasks, one of one."""
+    """``2(x3),1`` means three nodes with two tasks each, then one with one."""
     found = [re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part) for part in text.split(",")]
     return [int(one[1]) for one in found if one is not None for _ in range(int(one[2] or 1))]
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and end. Free of torch, so that a worker can listen before it spends seconds on imports."""
+"""Signals that ask a run to save and end. Does not import torch, so that a worker can listen before it spends seconds on imports."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ends workers that are stopped (SIGSTOP): one that has been asked to end, for which torch's launcher would wait half a minute, and one for which
-the others have waited as long as they may. It says nothing itself, and the others would need seconds to agree on who it is.
+"""Ends workers that are stopped (SIGSTOP): a worker that has been asked to end, for which torch's launcher would wait half a minute, and a
+worker for which the others have waited up to their limit. It cannot report this itself, and the others need seconds to agree on who it is.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from ahp.runtime.ranks.beside import looking
 from ahp.runtime.ranks.meeting import named
 
 POLL_S = 0.5
-"""Between two looks. A worker that goes on between them handles the signal itself."""
+"""Time between two looks. A worker that goes on between them handles the signal itself."""
 ASKED_LOOKS = 2
-"""In a row that find a worker stopped with a SIGTERM that it has not seen."""
+"""A worker is killed after this many looks in a row that find it stopped with a SIGTERM that it has not seen."""
 
 
 @dataclass
 class Stopped:
-    """Which workers were stopped and for how long, in looks: the clock goes on where the launcher was stopped with them."""
+    """Which workers were stopped, and for how many looks: the clock would go on while the launcher is stopped with them."""
 
     limit_s: float | None
-    """For which a worker may be stopped."""
+    """How long a worker may be stopped; None for any time."""
     told: Callable[[str], None] = lambda cause: None
-    """Gets the cause before a worker is ended for its limit."""
+    """Called with the cause before a worker is ended because of the limit."""
     cause: str | None = None
     looks: dict[int, int] = field(default_factory=dict)
-    """By process, how often in a row it was stopped."""
+    """How many looks in a row found a worker stopped, keyed by process id."""
     deaf: dict[int, int] = field(default_factory=dict)
-    """Likewise, with a SIGTERM that it has not seen."""
+    """The same, with a SIGTERM that the worker has not seen."""
 
     def look(self, workers: list[psutil.Process]) -> None:
-        """End those whose time is over."""
+        """End the workers whose time is over."""
         found = {worker.pid: worker for worker in workers if _is_stopped(worker)}
         self.looks = {pid: self.looks.get(pid, 0) + 1 for pid in found}
         self.deaf = {pid: self.deaf.get(pid, 0) + 1 for pid, worker in found.items() if is_deaf(worker)}
@@ -56,7 +56,7 @@ def ending_stopped(
     limit_s: float | None = None,
     told: Callable[[str], None] = lambda cause: None,
 ) -> Iterator[Stopped]:
-    """Within, kill every worker that is stopped for longer than the limit, or with a SIGTERM that it has not seen."""
+    """Inside the block, kill every worker that is stopped for longer than the limit, or with a SIGTERM that it has not seen."""
     stopped = Stopped(limit_s, told)
 
     def look() -> bool:
@@ -68,7 +68,7 @@ def ending_stopped(
 
 
 def is_deaf(process: psutil.Process) -> bool:
-    """Whether a process is stopped and a SIGTERM waits for it. Only Linux tells."""
+    """Whether a process is stopped and a SIGTERM waits for it. Known only on Linux."""
     with suppress(psutil.Error, OSError):
         if process.status() != psutil.STATUS_STOPPED:
             return False

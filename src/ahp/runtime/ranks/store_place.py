@@ -1,7 +1,7 @@
-"""Where the store of nodes that come and go lies: at the first of some addresses whose node is there.
+"""Finds the store of nodes that come and go: it lies at the first of several addresses whose node is there.
 
-The store is one process's memory, so it dies with its node. Launchers that lose it look for the next address; a launcher that starts, or starts again,
-takes a store that answers before it makes one.
+The store is one process's memory, so it dies with its node. Launchers that lose it look for the next address; a launcher that starts, or
+starts again, takes a store that answers before it makes one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ahp.runtime.ranks.dead_peer import give_up_after
 from ahp.runtime.ranks.own_store import PORT, checked_address, store_on
 
 FIND_S = 60.0
-"""For which a node looks for the store, or waits for an address that comes before its own: that host may start last."""
+"""How long a node looks for the store, or waits for an address that comes before its own: that host may start last."""
 ANSWER_S = 2.0
-"""Within which a host of the same network answers a connection."""
+"""Time within which a host of the same network answers a connection."""
 CALL_S = 5.0
-"""Within which a store answers what needs no other node; then it is gone, or the network to it. As long as a launcher may be silent."""
+"""Time for a store to answer what needs no other node; then it, or the network to it, is gone. A launcher may be silent for as long."""
 POLL_S = 0.5
 
 
 @dataclass(frozen=True)
 class Address:
-    """Of a node that can keep the store."""
+    """The address of a node that can keep the store."""
 
     host: str
     port: int
@@ -40,7 +40,7 @@ class Address:
         return f"{self.host}:{self.port}"
 
     def is_here(self) -> bool:
-        """Whether it is one of this node's."""
+        """Whether this is one of this node's addresses."""
         return is_here(*checked_address("--rendezvous", self.host))
 
     def answers(self) -> bool:
@@ -50,7 +50,7 @@ class Address:
         return False
 
     def refuses(self) -> bool:
-        """Whether the host is there and nothing listens at the port: the process has ended, and others of its host may go on."""
+        """Whether the host is there and nothing listens at the port: the process has ended, and other processes of its host may go on."""
         with suppress(OSError):
             try:
                 socket.create_connection((self.host, self.port), timeout=ANSWER_S).close()
@@ -68,7 +68,7 @@ def is_here(family: int, address: str) -> bool:
 
 
 def parse(endpoints: str) -> tuple[Address, ...]:
-    """``HOST[:PORT],HOST[:PORT]``, in the order in which they are tried. Raises BadInput for what is no address of a node."""
+    """The addresses in ``HOST[:PORT],HOST[:PORT]``, in the order in which they are tried. Raises BadInput for what is not a node's address."""
     found = []
     for endpoint in endpoints.split(","):
         try:
@@ -90,9 +90,9 @@ class FoundStore:
 
 
 def find(addresses: Sequence[Address], gone: Sequence[Address] = (), find_s: float = FIND_S) -> FoundStore:
-    """The store at one of the addresses, made here where an address is this node's and none answers; ``gone``: where it was lost.
+    """The store at one of the addresses, made here if an address is this node's and none answers; ``gone``: addresses where it was lost.
 
-    Raises BadInput where there is none.
+    Raises BadInput if there is no store.
     """
     left = [address for address in addresses if address not in gone] or list(addresses)
     began_s = time.monotonic()
@@ -102,7 +102,7 @@ def find(addresses: Sequence[Address], gone: Sequence[Address] = (), find_s: flo
             found.store.set_timeout(timedelta(seconds=CALL_S))
             give_up_after(found.address.port, CALL_S)
             return found
-        if waited_s > 2 * find_s:  # a node that gave up waiting for another one has its store by now
+        if waited_s > 2 * find_s:  # a node that gave up waiting for another has made its store by now
             raise BadInput(
                 f"--rendezvous {','.join(map(str, left))}: no launcher answers there within {2 * find_s:g} s; one of the nodes must have this "
                 "address, run this command too, and let the others reach the port"
@@ -111,10 +111,10 @@ def find(addresses: Sequence[Address], gone: Sequence[Address] = (), find_s: flo
 
 
 def _found(left: Sequence[Address], addresses: Sequence[Address], *, late: bool) -> FoundStore | None:
-    """``left``: where a store may be made. ``late``: the nodes of the addresses before this one's own do not come any more."""
+    """``left``: addresses where a store may be made. ``late``: nodes whose addresses come before this node's are no longer waited for."""
     for index, address in enumerate(left):
         if address.is_here() and (index == 0 or late):
-            # The job may have gone on at another address meanwhile, and a network that was away may be back: one store is made, not two.
+            # The job may have gone on at another address, and a lost network may be back: make one store, not two.
             other = next((one for one in addresses if one != address and one.answers()), None)
             made = None if other is not None else _made(address)
             if made is not None:
@@ -127,7 +127,7 @@ def _found(left: Sequence[Address], addresses: Sequence[Address], *, late: bool)
 
 
 def _made(address: Address) -> dist.TCPStore | None:
-    """A store that listens on this address alone; None where another launcher of this node keeps one there."""
+    """A store that listens on this address only; None if another launcher of this node keeps one there."""
     with suppress(BadInput):
         return store_on(address.host, address.port, option="--rendezvous", timeout=timedelta(seconds=FIND_S))
     return None

@@ -1,5 +1,5 @@
-"""All use of private PyTorch by what finds ranks and joins them, and by launchers: without FSDP and DTensor, whose imports take a second that
-no launcher has a use for. Written for 2.11 to 2.15."""
+"""All use of private PyTorch by launchers and by the code that finds and joins ranks. Imports no FSDP and no DTensor, which take a second that
+launchers need not spend. Written for 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ahp.runtime.ranks.environment import run_of_changing_nodes
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
-    """One mesh axis over several neighbouring ones; ``_flatten`` is public in name only from 2.12 on."""
+    """One mesh axis over several neighboring axes; ``_flatten`` has a public name only from 2.12 on."""
     return mesh[axes]._flatten(name)
 
 
 def unflatten_axis(mesh: DeviceMesh, axis: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """The mesh with several axes, slowest first, in the place of one; the others keep their process groups."""
+    """The mesh with several axes, slowest first, in place of one axis; the other axes keep their process groups."""
     assert mesh.mesh_dim_names is not None
     return mesh._unflatten(
         mesh.mesh_dim_names.index(axis), sizes, names
-    )  # 2.11 refuses the name of an axis that is there
+    )  # by index: 2.11 refuses the name of an axis that exists
 
 
 def time_limit(device: torch.device, group: dist.ProcessGroup | None = None) -> timedelta:
@@ -38,13 +38,13 @@ def time_limit(device: torch.device, group: dist.ProcessGroup | None = None) -> 
 
 
 def limit_time(group: dist.ProcessGroup | None, limit: timedelta) -> None:
-    """Let collectives of the group end with an error after so long. Not gloo's send and receive, which keep what the group was made with."""
+    """Make collectives of the group end with an error after ``limit``. gloo's send and receive keep the limit that the group was made with."""
     distributed_c10d._set_pg_timeout(limit, group)
 
 
 @contextmanager
 def groups_wait(limit: timedelta) -> Iterator[None]:
-    """Within, new process groups that are given no limit get this one. A DeviceMesh has no other way to give its groups one."""
+    """Inside the block, new process groups that are given no limit get this one. A DeviceMesh has no other way to limit its groups."""
     own = distributed_c10d._get_default_timeout
     distributed_c10d._get_default_timeout = lambda backend: limit
     try:
@@ -61,32 +61,32 @@ def rendezvous_names() -> tuple[type, ...]:
 
 
 def nodes_heard_of(rendezvous: Any) -> dict[Any, str] | None:
-    """The nodes of the present round of torch's dynamic rendezvous or the next, as it was read last, by address; None once the job is closed."""
+    """Nodes of torch's dynamic rendezvous in this round or waiting for the next, with addresses, as last read; None once the job is closed."""
     state = rendezvous._state_holder.state
     return None if state.closed else {node: node.addr for node in (*state.participants, *state.wait_list)}
 
 
 def nodes_of_round(rendezvous: Any) -> dict[Any, tuple[int, str]]:
-    """The nodes of the present round of torch's dynamic rendezvous, with their numbers and addresses, as it was read last."""
+    """The nodes of the current round of torch's dynamic rendezvous, with their numbers and addresses, as last read."""
     return {node: (number, node.addr) for node, number in rendezvous._state_holder.state.participants.items()}
 
 
 def nodes_there(rendezvous: Any) -> int:
-    """Nodes of torch's dynamic rendezvous, as it was read last: in the round, about to join, and waiting for a place."""
+    """Number of nodes of torch's dynamic rendezvous, as last read: in the round, about to join, and waiting for a place."""
     state = rendezvous._state_holder.state
     return len(state.participants) + len(state.wait_list) + len(state.redundancy_list)
 
 
 def stop_heartbeats(rendezvous: Any) -> None:
-    """End what tells others that this launcher lives, without closing the job for them as ``shutdown`` of torch's dynamic rendezvous does."""
+    """Stop the heartbeats of this launcher, without closing the job for the others as ``shutdown`` of torch's dynamic rendezvous does."""
     rendezvous._stop_heartbeats()
 
 
 def launchers_store() -> tuple[dist.Store, int, int]:
-    """The store that the launcher's variables name, this worker's number and how many there are: what init_process_group would take.
+    """The store that the launcher's variables name, this worker's number and the number of workers: what init_process_group would take.
 
-    torchrun keeps one store for all attempts of its workers (torch 2.13), and what an ended one has left there is not for the next.
-    Where nodes come and go, launchers count attempts differently, and their run has the number of the round (``changing_nodes.py``).
+    torchrun keeps one store for all attempts of its workers (torch 2.13), and what an ended attempt has left there is not for the next.
+    If nodes come and go, launchers count attempts differently, and the run's id has the number of the round (``changing_nodes.py``).
     """
     from torch.distributed.rendezvous import rendezvous
 
@@ -102,18 +102,18 @@ def launchers_store() -> tuple[dist.Store, int, int]:
 
 
 def bound_device() -> torch.device | None:
-    """The GPU that the default process group was made for (``device_id`` of init_process_group), None where it was given none."""
+    """The GPU that the default process group was made for (``device_id`` of init_process_group), None if it was given none."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD.bound_device_id
 
 
 def default_store() -> dist.Store:
-    """The key-value store over which the default process group found itself."""
+    """The key-value store that the default process group was made with."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
 
 
 def set_allocator(settings: str) -> None:
-    """As the variable of the environment has them: torch reads that once, and importing transformers is enough for it."""
+    """Apply settings in the form of the environment variable: torch reads that only once, and importing transformers is enough for it."""
     torch._C._accelerator_setAllocatorSettings(settings)

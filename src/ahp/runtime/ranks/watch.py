@@ -1,7 +1,7 @@
-"""Workers that hang all together, or the only one: no other rank waits for them, so their launcher has to notice.
+"""Finds workers that hang all together, or an only worker that hangs: no other rank waits for them, so their launcher has to notice.
 
-A slow step is no hang. Workers hang when no step has ended, and none of them has computed or read or written anything, for as long as a
-collective may take. One that computes for ever is not told from one that works.
+A slow step is not a hang. Workers hang when no step has ended, and none of them has computed or read or written anything, for as long as a
+collective may take. A worker that computes forever cannot be told from one that works.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ import psutil
 from ahp.runtime.ranks.beside import looking
 
 POLLS = 20
-"""In the limit."""
+"""Number of polls in the limit."""
 BUSY_SHARE = 0.05
-"""Of one core, over one poll: less than this and nothing is computed. [Empirical] gloo's threads of a job's groups wake a hundred times a
-second each, 1 to 2 % of a core, whatever the worker does."""
+"""Share of one core over one poll: below it, nothing counts as computed. [Empirical] gloo's threads of a job's groups wake a hundred times
+a second each, 1 to 2 % of a core, whatever the worker does."""
 BUSY_BYTES = 1 << 20
-"""Read and written between polls: gloo's threads read some bytes each time that they wake."""
+"""Bytes read and written between polls that do not count as work: gloo's threads read some bytes each time that they wake."""
 OWN_CAUSE_S = 30.0
-"""Past the limit of collectives: so long may workers that wait for another take to say so themselves, which names the right one."""
+"""Time past the limit of collectives for workers that wait for another to report it themselves, which names the right one."""
 STACK_S = 1.0
-"""For workers to write their stacks into their logs."""
+"""Time for workers to write their stacks into their logs."""
 
 
 @dataclass(frozen=True)
 class Watch:
-    """When workers hang."""
+    """Decides when workers hang."""
 
     progress: Path
     """A file that changes with every step."""
     limit_s: float
     stopped_s: float | None = None
-    """For which one of them may be stopped (SIGSTOP); ``stopped.py`` looks."""
+    """How long a worker may be stopped (SIGSTOP); ``stopped.py`` checks it."""
     begins: Path | None = None
-    """A file that changes when workers have joined, where they wait for the one that prepares before; None: they have nothing to wait for."""
+    """A file that changes when workers have joined, if they first wait for the one that prepares; None: they have nothing to wait for."""
 
 
 @dataclass
 class Quiet:
-    """For how long there was no sign of work. Polls are counted, not the clock: it goes on where the launcher was stopped with them."""
+    """How long there was no sign of work. Counts polls, not the clock, which goes on while the launcher is stopped with its workers."""
 
     limit_s: float
     quiet_s: float = 0.0
     before: tuple[float, float, int] | None = None
 
     def after(self, poll_s: float, changed_s: float, computed_s: float, moved_bytes: int) -> bool:
-        """Whether the limit is over. When the progress last changed, and what the workers have computed, read and written since they
-        began."""
+        """Whether the limit is over, given when the progress last changed, and what the workers have computed, read and written since
+        they began."""
         now = changed_s, computed_s, moved_bytes
         if self.before is not None:
             changed, computed, moved = (a - b for a, b in zip(now, self.before, strict=True))
@@ -66,7 +66,7 @@ class Quiet:
 
 @dataclass
 class Hang:
-    """What the watch has found."""
+    """The result of the watch."""
 
     cause: str | None = None
 
@@ -78,7 +78,7 @@ def watching(
     num_workers: int,
     told: Callable[[str], None] = lambda cause: None,
 ) -> Iterator[Hang]:
-    """Within, end workers that hang; the cause is there, and told, before the first of them has ended."""
+    """Inside the block, end workers that hang. The cause is set, and passed to ``told``, before the first worker has ended."""
     hang = Hang()
     if watch is None:
         yield hang
@@ -87,9 +87,9 @@ def watching(
 
     def look() -> bool:
         found = workers()
-        if len(found) < num_workers:  # not all have been started, or the launcher ends them
+        if len(found) < num_workers:  # not all have started, or the launcher is ending them
             return False
-        with suppress(psutil.Error):  # one ends
+        with suppress(psutil.Error):  # a worker is ending
             if watch.begins is not None and _changed_s(watch.begins) < min(each.create_time() for each in found):
                 return False
             used = [_used(each) for worker in found for each in (worker, *worker.children(recursive=True))]

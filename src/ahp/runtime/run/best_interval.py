@@ -1,4 +1,4 @@
-"""``run.checkpoint_every: auto``: the time between checkpoints that loses the least, from what they cost and how often runs fail."""
+"""``run.checkpoint_every: auto``: the time between checkpoints that loses the least, from their cost and the failure rate."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from ahp.run_history import Start
 from ahp.words import duration, seconds
 
 FIRST_S = 60.0
-"""Until the first checkpoint of a start, which says what one costs."""
+"""Time to the first checkpoint of a start, which shows what a checkpoint costs."""
 LEAST_S = 30.0
-"""A failure then loses 15 s on average, no more than it takes to start workers again; files are not written without a pause."""
+"""Shortest interval: a failure loses 15 s on average, no more than restarting workers takes, and files are not written without a pause."""
 MOST_S = 1800.0
-"""Rates of failures count devices and hosts. Whoever ends a run by mistake, or meets a loss that is no number, is not in them."""
+"""Longest interval: failure rates count devices and hosts only, not runs ended by mistake or by a loss that is not a number."""
 LAST = 4
-"""Checkpoints whose costs are averaged: one disturbed by a busy disk does not decide alone."""
+"""How many checkpoints' costs are averaged, so that one disturbed by a busy disk does not decide alone."""
 NEWS = 1.5
-"""The interval is said again where it has changed by this factor."""
+"""The interval is reported again once it has changed by this factor."""
 
 
 @dataclass
 class BestInterval:
-    """Young's interval, sqrt(2 b / f), of the mean wait b for the last checkpoints and f failures a second (``Failures``)."""
+    """Young's interval, sqrt(2 b / f), from the mean wait b for the last checkpoints and f failures per second (``Failures``)."""
 
     failures_per_s: float
-    """Of all workers together."""
+    """Failure rate of all workers together."""
     costs_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=LAST), init=False)
     waited_s: float | None = field(default=None, init=False)
     """How long training has waited for the newest checkpoint so far; None before the first."""
     said_s: float | None = field(default=None, init=False)
 
     def waits(self, waited_s: float) -> None:
-        """Training has waited for the checkpoint that was started last."""
+        """Add time that training has waited for the newest checkpoint."""
         if self.waited_s is not None:
             self.waited_s += waited_s
 
     def starts(self) -> None:
-        """A checkpoint starts: the wait for the one before is all known."""
+        """Note that a checkpoint starts: the wait for the one before is now fully known."""
         if self.waited_s is not None:
             self.costs_s.append(self.waited_s)
         self.waited_s = 0.0
 
     @property
     def seconds(self) -> float:
-        """From the start of a checkpoint to the next one's."""
+        """Time from the start of one checkpoint to the start of the next."""
         known = [*self.costs_s, *([] if self.waited_s is None else [self.waited_s])]
         if not known:
             return FIRST_S
@@ -55,7 +55,7 @@ class BestInterval:
         return min(max(best_s, LEAST_S), MOST_S)
 
     def news(self) -> str | None:
-        """Why the interval is what it is, once it is known and where it has changed much."""
+        """A message with the interval and its reasons, when it is first known or has changed by ``NEWS``; None otherwise."""
         if self.waited_s is None:
             return None
         now_s, said_s = self.seconds, self.said_s
@@ -70,8 +70,8 @@ class BestInterval:
 
 
 def failures_per_s(cluster_rate: float | None, history: Sequence[Start], workers: int) -> float:
-    """Failures a second of so many workers: the cluster's rate (for each device and hour; None = reliability.yaml) and what the run's
-    starts have met. A start that failed before it made a step counts for neither: it lost nothing."""
+    """Failures per second of ``workers`` workers, from the cluster's rate (per device and hour; None = reliability.yaml) and the failures
+    in the run's past starts. A start that failed before it made a step is ignored: it lost nothing."""
     known = [start for start in history if start.seconds is not None and start.made_steps]
     failures = sum(start.failed for start in known)
     device_hours = sum((start.seconds or 0.0) * start.workers for start in known) / SECONDS_PER_HOUR

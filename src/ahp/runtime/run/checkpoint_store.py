@@ -1,7 +1,7 @@
-"""Checkpoints in an object store, through fsspec: whole once their manifest is there, which is written last.
+"""Checkpoints in an object store, through fsspec. The manifest is written last and makes a checkpoint whole.
 
-A store has no rename that shows many files at once. Here a checkpoint is ``step-N/`` with its files and ``manifest.json``, which has the size
-and checksum of each; without that, or with a file of another size, it does not count.
+A store has no rename that makes many files appear at once. Here a checkpoint is ``step-N/`` with its files and ``manifest.json``, which holds
+the size and checksum of each file. Without the manifest, or with a file of another size, the checkpoint does not count.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ahp.runtime.run.folder import Checkpoint
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""Of the manifest; one of another format is not read."""
+"""Format of the manifest; a manifest of another format is not read."""
 STREAMS = 4
-"""[Empirical] Files on their way at once: one connection to a store rarely fills a network card."""
+"""[Empirical] Files in transfer at once: one connection to a store rarely fills a network card."""
 READ_BYTES = 1 << 24
-"""Asked of a store at once."""
+"""Bytes read from a store in one request."""
 URLS = ("s3://bucket/folder", "gs://bucket/folder", "az://container/folder", "file:///folder")
 
 
 class Incomplete(AhpError):
-    """A checkpoint of the store is not as its manifest says."""
+    """A checkpoint in the store does not match its manifest."""
 
 
 class Entry(NamedTuple):
@@ -44,22 +44,22 @@ class Entry(NamedTuple):
 
 
 Manifest = Mapping[str, Entry]
-"""By name; meta.json is among them."""
+"""The files of a checkpoint, keyed by name; meta.json is among them."""
 
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The checkpoints of one run below a URL. What a store raises (of fsspec, of its own library, of the network) comes through."""
+    """The checkpoints of one run below a URL. Errors of fsspec, of the store's library and of the network pass through."""
 
     url: str
     fs: Any
     """fsspec's file system."""
     root: str
-    """The URL's path in it."""
+    """The URL's path in that file system."""
 
     @classmethod
     def open(cls, url: str) -> CheckpointStore:
-        """Raises BadInput where it is no URL, or nothing that is installed can reach such a store; the network is not asked yet."""
+        """Raises BadInput if ``url`` is not a URL, or nothing installed can reach such a store. Does not contact the store yet."""
         import fsspec
         from fsspec.core import url_to_fs
 
@@ -75,28 +75,28 @@ class CheckpointStore:
             raise bad_input("run.checkpoint_store", url, rule) from None
         try:
             fs, root = url_to_fs(url, **({"auto_mkdir": True} if protocol in ("file", "local") else {}))
-        except Exception as error:  # of the store's own library, which may look for credentials here
+        except Exception as error:  # from the store's own library, which may look for credentials here
             raise bad_input("run.checkpoint_store", url, f"it cannot be opened ({reason(error)})") from None
         return cls(url, fs, root.rstrip("/"))
 
     def complete(self) -> dict[int, Manifest]:
-        """The whole checkpoints by step: each file has its size. Their bytes are looked at when they are fetched."""
+        """The whole checkpoints, keyed by step: each file has its full size. Their bytes are checked when they are fetched."""
         found = {}
         for step, sizes in self._files().items():
             if MANIFEST not in sizes:
                 continue
             try:
                 manifest = _parsed(self.fs.cat_file(f"{self._folder(step)}/{MANIFEST}"))
-            except FileNotFoundError:  # it is just being replaced
+            except FileNotFoundError:  # the checkpoint is being replaced
                 continue
             if manifest and all(sizes.get(name) == entry.num_bytes for name, entry in manifest.items()):
                 found[step] = manifest
         return found
 
     def put(self, checkpoint: Checkpoint) -> None:
-        """Copy a complete checkpoint of the run's folder, and read every file back. One that lies there under this step is replaced.
+        """Copy a complete checkpoint from the run's folder, and read every file back. Replaces the store's checkpoint of the same step.
 
-        Raises OSError where a file does not come back as it was written first.
+        Raises OSError if a file does not read back as it was first written.
         """
         folder, manifest = self._folder(checkpoint.step), manifest_of(checkpoint)
         self._remove(folder, [MANIFEST])  # from here on the old one does not count
@@ -112,7 +112,7 @@ class CheckpointStore:
         self.fs.pipe_file(f"{folder}/{MANIFEST}", content.encode())
 
     def fetch(self, step: int, manifest: Manifest, folder: Path) -> None:
-        """Copy a checkpoint's files into a folder. Raises Incomplete where one is not as the manifest says."""
+        """Copy a checkpoint's files into a folder. Raises Incomplete if a file does not match the manifest."""
 
         def get(name: str) -> None:
             self.fs.get_file(f"{self._folder(step)}/{name}", str(folder / name))
@@ -122,7 +122,7 @@ class CheckpointStore:
         _all_at_once(get, manifest)
 
     def keep_newest(self, keep: int, *, put: int) -> None:
-        """Remove all but the newest complete ones and the one that was just ``put``, with what was left of others."""
+        """Remove all but the ``keep`` newest complete checkpoints and the one just ``put``, including remains of incomplete ones."""
         whole = sorted(self.complete())
         for step, sizes in self._files().items():
             if step not in whole[-keep:] and step != put:
@@ -132,7 +132,7 @@ class CheckpointStore:
         return f"{self.root}/step-{step}"
 
     def _files(self) -> dict[int, dict[str, int]]:
-        """By step and name, the size of every file."""
+        """The size of every file, keyed by step and name."""
         self.fs.invalidate_cache()
         found: dict[int, dict[str, int]] = {}
         for path, about in self.fs.find(self.root, detail=True).items():
@@ -155,7 +155,7 @@ class CheckpointStore:
 
 
 def manifest_of(checkpoint: Checkpoint) -> Manifest:
-    """Of a complete checkpoint in a run's folder."""
+    """The manifest of a complete checkpoint in a run's folder."""
     meta, file = checkpoint.meta(), checkpoint.path / "meta.json"
     entries = {name: Entry(size, meta["crc32"][name]) for name, size in meta["files"].items()}
     return {**entries, "meta.json": Entry(file.stat().st_size, crc32(file))}
@@ -167,7 +167,7 @@ def reason(error: BaseException) -> str:
 
 
 def _parsed(content: bytes) -> Manifest | None:
-    """None for what is no manifest: whoever can write into the store can write anything, a path that leads out of the folder too."""
+    """The manifest; None if it is not valid: anyone who can write to the store can write anything, even a path that leaves the folder."""
     try:
         plain = json.loads(content)
         manifest = {name: Entry(int(e["num_bytes"]), int(e["crc32"])) for name, e in plain["files"].items()}
@@ -178,7 +178,7 @@ def _parsed(content: bytes) -> Manifest | None:
 
 
 def _all_at_once(work: Any, names: Manifest) -> None:
-    """``work(name)`` for each, some at a time. The first error is raised, and what has not begun is not begun then."""
+    """Run ``work(name)`` for each name, ``STREAMS`` at a time. Raises the first error and cancels what has not begun."""
     pool = ThreadPoolExecutor(STREAMS, thread_name_prefix="checkpoint-store")
     try:
         for done in [pool.submit(work, name) for name in names]:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: written beside training, counted when complete, and found again."""
+"""The checkpoints of a run: written while training goes on, counted when complete, and found again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ahp.runtime.weights.same_tensors import OtherTensors
 
 
 class Saver(Protocol):
-    """What writes checkpoints beside the steps."""
+    """Writes checkpoints while steps run."""
 
     def start(self, folder: Path, complete: Callable[[dict[str, int]], None]) -> Future[None]: ...
 
@@ -34,17 +34,17 @@ class DamagedCheckpoints(AhpError):
 
 
 class UnreadableCheckpoint(AhpError):
-    """A checkpoint that is whole does not go into the model."""
+    """A whole checkpoint does not fit the model."""
 
 
 class Loads(Protocol):
-    """What takes over the tensors of a checkpoint."""
+    """Loads the tensors of a checkpoint."""
 
     def load(self, folder: Path) -> None: ...
 
 
 class CannotWrite(AhpError):
-    """The run's folder takes no more."""
+    """The run's folder cannot be written any more."""
 
 
 @dataclass
@@ -57,26 +57,26 @@ class CheckpointInProgress:
 
 @dataclass
 class Checkpoints:
-    """Those of one run. Every method is called by all ranks alike."""
+    """The checkpoints of one run. All ranks call every method except ``cannot_write``."""
 
     plan: Plan
     folder: RunFolder
     ranks: Ranks
     keep: int
     same: dict[str, Any]
-    """What a start compares beside the plan: fingerprints of text and model, for meta.json."""
+    """What a start compares besides the plan, for meta.json: the text's fingerprint and the model's description."""
     saved: int | None = None
     """Step of the newest complete checkpoint."""
     saving: CheckpointInProgress | None = None
     started_at_s: float = 0.0
-    """When the newest was begun, by ``time.perf_counter``."""
+    """When the newest checkpoint was begun, by ``time.perf_counter``."""
     waited_s: float = 0.0
-    """How long training has waited for checkpoints since ``take_wait_s``."""
+    """How long training has waited for checkpoints since the last ``take_wait_s``."""
 
     def newest_whole(self) -> Checkpoint | None:
-        """The newest checkpoint whose every byte is as it was written; None in a new run. Says what it passes over.
+        """The newest checkpoint whose every byte is as it was written; None in a new run. Notes the checkpoints that it passes over.
 
-        Ranks read the files between them. Raises DamagedCheckpoints when none of several is whole.
+        Ranks split the files to read. Raises DamagedCheckpoints if there are checkpoints and none is whole.
         """
         if self.ranks.is_first:
             self.folder.discard_unfinished()
@@ -101,7 +101,7 @@ class Checkpoints:
         return None
 
     def read(self, checkpoint: Checkpoint, into: Loads) -> None:
-        """Raises UnreadableCheckpoint, with torch's first reason, where it holds other tensors than the model wants."""
+        """Load a checkpoint. Raises UnreadableCheckpoint, with torch's first reason, if its tensors are not those of the model."""
         try:
             into.load(checkpoint.path)
         except (CheckpointException, KeyError, ValueError) as error:
@@ -114,7 +114,7 @@ class Checkpoints:
             ) from error
 
     def start(self, step: int, saver: Saver) -> None:
-        """Begin to write a checkpoint; it counts, and older ones go, once all of it is on the disk."""
+        """Begin to write a checkpoint. Once all of it is on the disk it counts, and old ones are removed."""
         self.finish()
         with self._timed(), self._explaining_write_errors(step):
             if self.ranks.is_first:
@@ -125,7 +125,7 @@ class Checkpoints:
             self.saving = CheckpointInProgress(step, done)
 
     def finish(self, *, wait: bool = True) -> None:
-        """Note that the checkpoint which is being written is complete, if there is one; ``wait`` until it is."""
+        """If a checkpoint is being written and is complete, record it; with ``wait``, first wait until it is complete."""
         if self.saving is None or not (wait or self.saving.done.done()):
             return
         saving, self.saving = self.saving, None
@@ -136,7 +136,7 @@ class Checkpoints:
             self.folder.write_status(Status("running", saving.step))
 
     def take_wait_s(self) -> float:
-        """How long training has waited since this was last asked."""
+        """How long training has waited for checkpoints since the last call."""
         waited_s, self.waited_s = self.waited_s, 0.0
         return waited_s
 
@@ -168,7 +168,7 @@ class Checkpoints:
         try:
             yield
         except (Exception, CheckpointException) as error:  # torch's own derives from BaseException
-            # The free space is looked at before the unfinished files give theirs back.
+            # Check the free space before removing the unfinished files.
             message = self.cannot_write(f"checkpoint of step {step}", error, self.saved)
             if self.ranks.is_first:
                 self.folder.discard_unfinished()
@@ -176,7 +176,7 @@ class Checkpoints:
 
 
 def has_no_space(error: BaseException | None) -> bool:
-    """Whether a full disk is behind an error: itself, its causes, or the failures that torch collects from ranks."""
+    """Whether a full disk caused an error: checks the error, its causes, and the failures that torch collects from ranks."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
@@ -188,7 +188,7 @@ def has_no_space(error: BaseException | None) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what the first rank said: torch's own message has every rank's trace."""
+    """The first line of the first rank's error: torch's own message has every rank's trace."""
     failures = getattr(error, "failures", None)
     first = next(iter(failures.values()), None) if isinstance(failures, dict) else None
     found = _exception(first) or error
@@ -196,6 +196,6 @@ def _reason(error: BaseException) -> str:
 
 
 def _exception(item: Any) -> BaseException | None:
-    # torch's CheckpointException holds (exception, stack) by rank
+    # torch's CheckpointException holds (exception, stack) for each rank
     candidate = item[0] if isinstance(item, tuple) and item else item
     return candidate if isinstance(candidate, BaseException) else None

@@ -1,4 +1,4 @@
-"""A function of the user's that looks at the model every so many steps (``run.evaluation``)."""
+"""The user's own function that evaluates the model every few steps (``run.evaluation``)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ahp.errors import BadInput, bad_input
 KEY = "run.evaluation"
 
 Evaluation = Callable[[Any, int], Any]
-"""(the parallel model, number of the step) -> a number, or numbers by name. Called on every rank."""
+"""(the parallel model, number of the step) -> a number, or numbers keyed by name. Called on every rank."""
 
 
 def find(name: str) -> Evaluation:
-    """The function of the name ``pkg.mod:function``. Raises BadInput."""
+    """The function named ``pkg.mod:function``. Raises BadInput if it cannot be imported."""
     path, colon, function = name.partition(":")
     if not colon or not function.isidentifier() or not all(part.isidentifier() for part in path.split(".")):
         raise bad_input(KEY, name, "must name a function", ["pkg.mod:function"])
@@ -37,8 +37,8 @@ def find(name: str) -> Evaluation:
 
 
 def figures(name: str, found: Any) -> dict[str, float | None]:
-    """What a function returned, as the step's record has it: ``evaluation``, or ``evaluation_NAME`` of each; None for what is no number.
-    Raises BadInput."""
+    """A function's result as fields of the step's record: ``evaluation``, or one ``evaluation_NAME`` per name; None for a value that is
+    not finite. Raises BadInput for anything but numbers."""
     named: Mapping[Any, Any] = found if isinstance(found, Mapping) else {"": found}
     record: dict[str, float | None] = {}
     for key, value in named.items():

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 ROOM = 1.2
-"""[Empirical] Memory that is asked for, over the weights': a fifth more is far above what one sequence's activations take."""
+"""[Empirical] Memory required, as a multiple of the weights': a fifth more is far above what one sequence's activations take."""
 
 
 def publish(run: RunFolder, aside: Path, plan: Plan, tokenizer: Tokenizer, step: int) -> Path:
-    """Complete a folder of safetensors and put it in the place of the run's older one."""
+    """Complete a folder of safetensors, and replace the run's older export with it."""
     published = tokenizer_of(plan, run.given_folder)
     if published is not None:
         copy_for_transformers(published, aside)
@@ -41,9 +41,9 @@ def publish(run: RunFolder, aside: Path, plan: Plan, tokenizer: Tokenizer, step:
 
 
 def newest(run: RunFolder, plan: Plan) -> Path:
-    """The weights of the newest checkpoint; converted from it now if the run has not done that (it was stopped).
+    """The folder with the newest checkpoint's weights; converts them now if the run has not (it was stopped).
 
-    Raises BadInput when there is no checkpoint.
+    Raises BadInput if there is no checkpoint, or the newest is damaged.
     """
     checkpoints = run.checkpoints()
     written = run.exported_step()
@@ -73,13 +73,13 @@ def load(folder: Path, plan: Plan) -> tuple[nn.Module, Tokenizer]:
     module = build_model(plan.model, device="meta", attention=plan.engine.attention)
     device = _device_with_room(sum(p.numel() * p.element_size() for p in module.parameters()))
     materialize_buffers(module, {name for name, _ in kept_buffers(module)})
-    allocate_on(module, device)  # without values, all of which are read
+    allocate_on(module, device)  # uninitialized, since all values are read below
     fill_whole(module, source)
     return module.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def _device_with_room(num_bytes: int) -> torch.device:
-    """A GPU that holds the weights, else the host. Raises BadInput where neither does, before the system ends a process."""
+    """A GPU with room for the weights, else the host. Raises BadInput if neither has room, before the system kills a process."""
     if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > num_bytes * ROOM:
         return torch.device("cuda")
     _refuse_without_room(num_bytes)
@@ -87,7 +87,7 @@ def _device_with_room(num_bytes: int) -> torch.device:
 
 
 def _refuse_without_room(num_bytes: int) -> None:
-    """Raises BadInput where the host has not so much memory."""
+    """Raises BadInput if the host lacks memory for ``num_bytes`` of weights."""
     free = memory_available_bytes()
     if free < num_bytes * ROOM:
         raise BadInput(
@@ -97,13 +97,13 @@ def _refuse_without_room(num_bytes: int) -> None:
 
 
 def _convert(run: RunFolder, plan: Plan, checkpoint: Path, step: int) -> Path:
-    """Read a checkpoint's weights, whatever layout saved it, under the layout of one device. Raises BadInput where they do not fit."""
+    """Read a checkpoint's weights, saved by any layout, in one process on the CPU. Raises BadInput if they do not fit."""
     from tokenizers import Tokenizer
 
     from ahp.graph.models import build_model
     from ahp.runtime.parallel import parallelize
 
-    # AdamW makes its states when they are asked for, and nobody does; Muon and an offload make theirs at once.
+    # AdamW makes its states on first use, and they are never used here; Muon and an offloaded optimizer make theirs at once.
     job = plan.job.model_copy(update={"optimizer": plan.job.optimizer.model_copy(update={"name": "adamw"})})
     engine = plan.engine.model_copy(update={"offload_optimizer": False})
     alone = plan.model_copy(update={"parallelism": Parallelism(), "init_from": None, "job": job, "engine": engine})

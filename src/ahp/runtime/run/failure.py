@@ -1,4 +1,4 @@
-"""What a failing worker leaves behind for the user: the first one to fail says why."""
+"""The cause of a failed run, kept for the user: the first worker to fail records why."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Failure:
     """The error of one rank."""
 
     rank: int | None
-    """None: a launcher says so of its workers."""
+    """None if a launcher reports it for its workers."""
     message: str
     exit_code: int
     trace: str
     kind: str = ""
     """Name of the exception's class."""
     may_pass: bool = False
-    """Whether it may be a fault of a machine, a disk or a network, which a new start need not meet again."""
+    """Whether a machine, a disk or a network may be at fault, so that a new start can succeed."""
     missing: Sequence[int] = ()
-    """Ranks that hang, as this one says who waited for them."""
+    """Ranks that hang, according to this rank, which waited for them."""
 
 
 class TrainingFailed(AhpError):
@@ -47,27 +47,27 @@ class TrainingFailed(AhpError):
         saved_step: int = 0,
         may_pass: bool = False,
     ) -> None:
-        """``step``: the last one that was done; ``saved_step``: of the newest checkpoint; ``kind``: the way in which it failed; ``rank``: whose process went, or hangs; ``may_pass``: as
-        of ``Failure``."""
+        """``step``: the last completed step; ``saved_step``: the step of the newest checkpoint; ``kind``: how it failed; ``rank``: the rank
+        whose process died or hangs; ``may_pass``: as in ``Failure``."""
         super().__init__(message)
         self.exit_code, self.step, self.kind, self.rank, self.may_pass = exit_code, step, kind, rank, may_pass
         self.saved_step = saved_step
 
     @property
     def was_killed(self) -> bool:
-        """By a signal: whatever its own code did at that step may have nothing to do with it."""
+        """Whether a signal ended it: what its own code did at that step may have nothing to do with it."""
         return self.kind.startswith("SIG")
 
     def because(self, reason: str) -> TrainingFailed:
-        """The same, and why it is not tried again."""
+        """The same failure, with the reason why the run is not started again."""
         return TrainingFailed(
             f"{self}\nnot started again: {reason}", self.exit_code, step=self.step, kind=self.kind, rank=self.rank
         )
 
 
 def may_pass(error: BaseException) -> bool:
-    """Of errors of torch's, the system's or the network's. What AHP itself refuses comes again, and so does what only code can be the cause
-    of (a wrong type, a missing key)."""
+    """Whether a new start may avoid an error: true for errors of torch, the system or the network. An error of AHP decides for itself; one
+    that only code can cause (a wrong type, a missing key) comes again."""
     if isinstance(error, AhpError):
         return error.may_pass
     return isinstance(error, RuntimeError | OSError) and not isinstance(error, NotImplementedError | RecursionError)
@@ -76,7 +76,7 @@ def may_pass(error: BaseException) -> bool:
 def record(folder: RunFolder, rank: int | None, error: BaseException) -> None:
     """Write log/failure.json and status.json, unless another rank failed earlier. ``rank``: None from a launcher.
 
-    The first failure is the cause; what the other ranks see afterwards is only that a peer has gone.
+    The first failure is the cause; the other ranks only see afterwards that a peer is gone.
     """
     known = isinstance(error, AhpError)
     failure = Failure(
@@ -93,24 +93,24 @@ def record(folder: RunFolder, rank: int | None, error: BaseException) -> None:
             json.dump(asdict(failure), file, indent=1)
         report(folder, failure.message, failure.exit_code)
     except OSError:
-        # Either it is not the first, or the disk takes nothing more: the trace still goes to the worker's log.
+        # Either this is not the first failure, or the disk is full: the trace still goes to the worker's log.
         return
 
 
 def report(folder: RunFolder, cause: str, exit_code: int) -> None:
-    """Let status.json say that the run failed, after the last step that metrics.jsonl has.
+    """Write to status.json that the run failed after the last step in metrics.jsonl.
 
-    On a disk that takes nothing more it stays as it is: the user still reads the cause on stderr.
+    On a full disk the file stays as it is: the user still reads the cause on stderr.
     """
     with suppress(OSError):
         folder.write_status(Status("failed", last_step(folder), cause, exit_code))
 
 
 def of_hang(folder: RunFolder, cause: str) -> str:
-    """What a launcher says of workers that hang: after which step, and on which axes of the run's layout others wait for them."""
+    """A launcher's message about workers that hang: the last completed step, the cause, and the axes of the run's layout."""
     try:
         layout = Plan.load(folder.plan_file).parallelism
-    except BadInput:  # it was not planned yet
+    except BadInput:  # the run was not planned yet
         axes = []
     else:
         axes = [*layout.axes, *(["ep"] if layout.expert_parallel_degree > 1 else [])]
@@ -119,19 +119,19 @@ def of_hang(folder: RunFolder, cause: str) -> str:
 
 
 def last_step(folder: RunFolder) -> int:
-    """The last completed step that was written down, 0 for none."""
+    """The last completed step in metrics.jsonl, 0 for none."""
     metrics = folder.metrics()
     return int(metrics[-1]["step"]) if metrics else 0
 
 
 def last_step_time_s(folder: RunFolder) -> float:
-    """Of the last completed step that was written down, 0 for none."""
+    """Step time of the last completed step in metrics.jsonl, 0 for none."""
     metrics = folder.metrics()
     return float(metrics[-1]["step_time_s"]) if metrics else 0.0
 
 
 def read(folder: RunFolder) -> Failure | None:
-    """The first failure since ``forget``, if a worker could still write it."""
+    """The first failure since ``forget``; None if nothing could be written."""
     try:
         return Failure(**json.loads(_file(folder).read_text()))
     except (OSError, ValueError, TypeError):
@@ -139,7 +139,7 @@ def read(folder: RunFolder) -> Failure | None:
 
 
 def forget(folder: RunFolder) -> None:
-    """Before a new start: an old failure is not this run's."""
+    """Delete the record of an old failure, before a new start."""
     try:
         os.unlink(_file(folder))
     except FileNotFoundError:

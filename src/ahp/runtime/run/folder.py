@@ -34,19 +34,19 @@ from ahp.runtime.files import crc32, flush, write_aside, write_over
 from ahp.runtime.ranks.environment import run_of_changing_nodes
 
 LET_GO_S = 15.0
-"""For which a start of several nodes waits for workers of the last one on a node that is cut off: its launcher ends them within seconds."""
+"""How long a start of several nodes waits for the last start's workers on a node that is cut off: their launcher ends them within seconds."""
 EXPORT_MARK = "ahp.json"
-"""File beside the exported weights; holds the step that they are from."""
+"""File next to the exported weights; holds the step that they come from."""
 
 
 LOOK_S = 0.1
-"""Between two looks whether a lock is free."""
+"""Time between two attempts to take a lock."""
 WORKERS_WRITE = "the workers of a start that has ended are still writing there"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: ``step`` optimizer steps are in it."""
+    """A complete checkpoint, taken after ``step`` optimizer steps."""
 
     step: int
     path: Path
@@ -56,9 +56,9 @@ class Checkpoint:
         return json.loads((self.path / "meta.json").read_text())
 
     def damaged_file(self, part: int = 0, parts: int = 1) -> str | None:
-        """The first file whose bytes are not those that were written, of one part of the files; None when all are.
+        """The first file, in one part of the files, whose bytes have changed since they were written; None if none has.
 
-        Reads them all, so ranks share the files: ``part`` of ``parts``.
+        Reads every byte, so ranks split the files: this call checks ``part`` of ``parts``.
         """
         checksums: dict[str, int] = self.meta().get("crc32", {})
         for name in sorted(checksums)[part::parts]:
@@ -75,9 +75,9 @@ class RunFolder:
         self.heartbeat_s = HEARTBEAT_S
         self.is_held = False
         self.step = 0
-        """Of the last line that this process wrote into metrics.jsonl."""
+        """The last step that this process wrote to metrics.jsonl, or kept when it truncated the file."""
         self.noticed: dict[str, Any] | None = None
-        """For status.json: ``slow_ranks``, ``loss_spikes``. None in a process that watches no steps, which leaves there what another wrote."""
+        """``slow_ranks`` and ``loss_spikes`` for status.json. None in a process that watches no steps: it keeps what another process wrote."""
         self._said: Status | None = None
         self._writing = threading.RLock()
         self.plan_file = self.path / "plan.yaml"
@@ -88,7 +88,7 @@ class RunFolder:
         self.history_file = self.path / "starts.jsonl"
         self.tokenizer_file = self.path / "tokenizer.json"
         self.given_folder = self.path / "init_from"
-        """Of the folder that init_from names, all but the weights (runtime/run/given.py)."""
+        """A copy of the folder that init_from names, without the weights (runtime/run/given.py)."""
         self.trace_file = self.path / "trace.json"
         self.checkpoints_folder = self.path / "checkpoints"
         self.weights_folder = self.path / "hf"
@@ -96,11 +96,11 @@ class RunFolder:
         self.log_folder = self.path / "log"
         self.notes_file = self.log_folder / "notes.txt"
         self.joined_file = self.log_folder / "joined"
-        """Changes when workers have joined: before, they may wait for hours for the one that prepares."""
+        """Touched when workers have joined: before that, they can wait for hours for the one that prepares."""
         self.cut_metrics_file = self.log_folder / "metrics.cut.jsonl"
 
     def create(self) -> None:
-        """Make the folder. Raises BadInput when that is not possible."""
+        """Make the folder. Raises BadInput if that is not possible."""
         try:
             self.log_folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -108,10 +108,10 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep every other start out of the folder; the system lets go when the process ends, however it ends. Before anything is written.
+        """Lock the folder against every other start, before anything is written. The lock ends with the process, however that ends.
 
-        Within the block the same object takes it again. Raises BadInput where another start has it, where workers of a start that has
-        ended still write, or where nothing can be written.
+        Inside the block the same object can take the lock again. Raises BadInput if another start holds it, if workers of a start that
+        has ended still write, or if nothing can be written.
         """
         if self.is_held:
             yield
@@ -133,7 +133,7 @@ class RunFolder:
 
     @contextmanager
     def held_by_workers(self) -> Iterator[None]:
-        """The lock of the first worker, once all have joined: it may live on for a step when the process that started it was killed."""
+        """The first worker's lock, taken once all have joined: that worker can outlive a killed launcher by a step."""
         with self._locked("lock.workers", WORKERS_WRITE):
             self.joined_file.touch()
             yield
@@ -163,13 +163,13 @@ class RunFolder:
     # status.json
 
     def status(self) -> Status | None:
-        """What status.json says, None when there is none that can be read."""
+        """The contents of status.json; None if it is missing or unreadable."""
         return read_status(self.status_file)
 
     def write_status(self, status: Status) -> None:
-        """Also keeps who wrote it and when, and the step of the newest checkpoint that was ever complete, so that its loss is noticed.
+        """Write status.json, with its writer, the time, and the step of the newest checkpoint ever complete, so that its loss is noticed.
 
-        While a run goes on the step is that of the last line of metrics.jsonl.
+        While a run goes on, the step is at least that of the last line of metrics.jsonl.
         """
         with self._writing:
             if status.state == "running":
@@ -186,14 +186,14 @@ class RunFolder:
                 write_over(self.status_file, text)
 
     def _history(self) -> dict[str, Any]:
-        """Every start, and what those that have ended made of the time."""
+        """Every start, and how much of the time of the ended starts was useful."""
         found = run_history.starts(self.history_file)
         reached = run_history.effect(found)
         return {"starts": [start.plain() for start in found]} | ({} if reached is None else {"effect": asdict(reached)})
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Within, a thread lets status.json say now and then that this process lives, and how far it is, until another process does."""
+        """Inside the block, a thread keeps showing in status.json that this process lives and how far it is, until another process writes it."""
         ended = threading.Event()
         self._beat()
 
@@ -218,37 +218,37 @@ class RunFolder:
                 self.write_status(status)
 
     def _saved_step(self) -> int | None:
-        """Step of the newest checkpoint that there ever was; 0 for none, None where nobody knows."""
+        """Step of the newest checkpoint that ever existed; 0 for none, None if unknown."""
         known = read_saved_step(self.status_file)
         return 0 if known is None and not self.metrics() else known
 
     # notes for the user
 
     def note(self, text: str) -> None:
-        """Say something on stderr, and keep it for whoever started this process: a worker's stderr is a file."""
+        """Print a note on stderr, and keep it for the process that started this one: a worker's stderr is a file."""
         print(text, file=sys.stderr, flush=True)
         with suppress(OSError), self.notes_file.open("a") as file:
             file.write(text + "\n")
 
     def forget_notes(self) -> None:
-        """They have been read."""
+        """Delete the notes, once they have been read."""
         self.notes_file.unlink(missing_ok=True)
 
     # metrics.jsonl
 
     def append_metrics(self, record: dict[str, Any]) -> None:
-        """One line for one step."""
+        """Append one step's line to metrics.jsonl."""
         with self.metrics_file.open("a") as file:
             file.write(json.dumps(record) + "\n")
         self.step = record["step"]
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The steps written so far. A half line, left by a killed run, and damaged ones are left out."""
+        """The records of the steps written so far, without damaged lines and the half line that a killed run leaves."""
         return read_metrics(self.metrics_file)
 
     def truncate_metrics(self, step: int) -> int:
-        """Take what came after ``step`` out of metrics.jsonl, because those steps are about to be computed again, and what is no step's
-        line; all of it is kept in ``cut_metrics_file``. Returns how many of the steps up to ``step`` have a line."""
+        """Remove from metrics.jsonl the lines after ``step``, whose steps will be computed again, repeated steps, and lines that are no
+        step's record. Removed lines are kept in ``cut_metrics_file``. Returns how many of the steps up to ``step`` have a line."""
         lines = self.metrics_file.read_bytes().splitlines() if self.metrics_file.exists() else []
         self.step = step
         kept: dict[int, bytes] = {}
@@ -268,7 +268,7 @@ class RunFolder:
     # checkpoints
 
     def checkpoints(self) -> list[Checkpoint]:
-        """The complete checkpoints, oldest first. What was left half-written or has lost a file is not among them."""
+        """The complete checkpoints, oldest first. Half-written ones and those that have lost a file are left out."""
         found = []
         for path in self.checkpoints_folder.glob("step-*"):
             number = path.name.removeprefix("step-")
@@ -277,12 +277,12 @@ class RunFolder:
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def incomplete(self) -> dict[str, str]:
-        """By name, what is wrong with folders that would be checkpoints if no file of theirs were missing, cut or unreadable."""
+        """What is wrong with each incomplete checkpoint (a file is missing, cut or unreadable), keyed by the folder's name."""
         found = (path for path in self.checkpoints_folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
         return {path.name: fault for path in sorted(found) if (fault := _fault(path)) is not None}
 
     def refuse_lost_checkpoints(self) -> None:
-        """Raises BadInput where the run has lost all of its checkpoints: a start would begin at step 0 and lose the run.
+        """Raises BadInput if the run has lost all of its checkpoints: a start would begin at step 0 and lose the run.
 
         A run that was stopped before its first checkpoint has lost none.
         """
@@ -305,14 +305,14 @@ class RunFolder:
             )
 
     def put_away(self, checkpoint: Checkpoint) -> Path:
-        """Take a damaged checkpoint out of the count; its files stay for whoever wants to look at them."""
+        """Rename a damaged checkpoint so that it no longer counts; its files stay for inspection."""
         place = checkpoint.path.with_name(checkpoint.path.name + ".damaged")
         shutil.rmtree(place, ignore_errors=True)
         checkpoint.path.rename(place)
         return place
 
     def aside_for(self, step: int) -> Path:
-        """Where the checkpoint of ``step`` is written until it is complete."""
+        """The folder in which the checkpoint of ``step`` is written until it is complete."""
         return self.checkpoints_folder / f"step-{step}.tmp"
 
     def open_checkpoint(self, step: int) -> Path:
@@ -327,9 +327,9 @@ class RunFolder:
         return aside
 
     def commit_checkpoint(self, step: int, meta: dict[str, Any], keep: int) -> Checkpoint:
-        """Flush the files of the open checkpoint to the disk, then rename; afterwards all but the ``keep`` newest go.
+        """Flush the files of the open checkpoint to the disk, rename its folder, then remove all but the ``keep`` newest checkpoints.
 
-        ``meta`` goes into meta.json; its key ``crc32`` has the checksums of the files by name.
+        ``meta`` goes into meta.json; its key ``crc32`` holds the checksums of the files, keyed by name.
         """
         aside = self.aside_for(step)
         files = {str(f.relative_to(aside)): f.stat().st_size for f in sorted(aside.rglob("*")) if f.is_file()}
@@ -344,9 +344,9 @@ class RunFolder:
         return Checkpoint(step, final)
 
     def keep_newest(self, keep: int) -> None:
-        """Remove all but the newest complete checkpoints."""
+        """Remove all but the ``keep`` newest complete checkpoints."""
         for old in self.checkpoints()[:-keep]:
-            # Out of the count at once: of one that a kill left half removed nobody knew that it was to go.
+            # Rename it first: if a kill left it half removed, nobody would know that it was meant to go.
             aside = self._empty_place_aside(old.step)
             old.path.rename(aside)
             shutil.rmtree(aside)
@@ -359,14 +359,14 @@ class RunFolder:
     # the job
 
     def finished(self, job: Job) -> Status | None:
-        """The status of a run that has made all of the job's steps, and has the weights of the last; None where something is left to do."""
+        """The status of a run that has made all of the job's steps and has the weights of the last; None if anything is left to do."""
         status = self.status()
         made = {self.exported_step(), *(checkpoint.step for checkpoint in self.checkpoints())}
         whole = status is not None and status.state == "done" and status.step == job.steps and job.steps in made
         return status if whole else None
 
     def exported_step(self) -> int | None:
-        """The step that the weights in ``weights_folder`` are from; None where there are none."""
+        """The step that the weights in ``weights_folder`` come from; None if there are none."""
         try:
             step = json.loads((self.weights_folder / EXPORT_MARK).read_bytes())["step"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -375,7 +375,7 @@ class RunFolder:
 
 
 def _fault(path: Path) -> str | None:
-    """Why a checkpoint does not count, None where it does: every file has its size, and meta.json what a start compares."""
+    """Why a checkpoint does not count; None if every file has its full size and meta.json has all that a start compares."""
     try:
         meta = json.loads((path / "meta.json").read_bytes())
     except OSError:
@@ -394,7 +394,7 @@ def _fault(path: Path) -> str | None:
 
 
 def _lock(file: IO[str], until_s: float) -> None:
-    """Take a lock, by a moment of ``time.monotonic``. Raises BlockingIOError where another process still has it then."""
+    """Take a lock, waiting until ``until_s`` of ``time.monotonic``. Raises BlockingIOError if another process still has it then."""
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

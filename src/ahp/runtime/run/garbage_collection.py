@@ -1,8 +1,8 @@
-"""Python's garbage collector, at the same steps on every rank.
+"""Runs Python's garbage collector at the same steps on every rank.
 
-Left alone it runs when a rank has made so many objects, on each rank at another moment, and all others wait in the next collective. Before the
-first step it goes again and again through the modules of torch and transformers, which stay. [Empirical] 0.9 of the 5.5 s of processor time
-that their imports take.
+Left alone it runs once a rank has made enough objects, at a different moment on each rank, and all others wait in the next collective. Before
+the first step it scans the modules of torch and transformers again and again, though they stay. [Empirical] This takes 0.9 of the 5.5 s of
+processor time of their imports.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Self
 from ahp.frozen_objects import has_frozen
 
 EVERY_STEPS = 50
-"""As torchtitan's ``gc_freq`` (torchtitan/config/job_config.py): a step leaves few objects in cycles, and their tensors are kept until then."""
+"""As torchtitan's ``gc_freq`` (torchtitan/config/job_config.py): a step leaves few objects in cycles; their tensors stay until collection."""
 
 
 class GarbageCollection:
-    """While this is open, garbage is collected after the first step and after every fiftieth, and at no other time. What was never opened does
-    nothing.
+    """While this is open, garbage is collected after the first step and after every fiftieth, and at no other time. It does nothing if it is
+    never opened.
 
-    What is there after the first step (modules, hooks, compiled code) stays until the end and is not looked through again. Where
-    the program has turned the collector off, or frozen objects itself, nothing is changed.
+    Objects that exist after the first step (modules, hooks, compiled code) stay until the end and are not scanned again. If the
+    program has turned the collector off, or frozen objects itself, nothing is changed.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class GarbageCollection:
         return self
 
     def after(self, step: int) -> None:
-        """``step``: as metrics.jsonl counts, from 1."""
+        """``step`` counts from 1, as in metrics.jsonl."""
         if not self.steers or (self.began and step % EVERY_STEPS):
             return
         gc.collect()

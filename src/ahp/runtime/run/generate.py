@@ -1,4 +1,4 @@
-"""Text from a trained model, on one process."""
+"""Generates text from a trained model, in one process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def continue_text(
 ) -> str:
     """The prompt and what the model writes after it, up to the end of the document or ``max_new_tokens``.
 
-    Nothing is cached between tokens, so that any module will do whose output has ``logits`` [B, S, V] or is them;
+    Nothing is cached between tokens, so any module works whose output is logits [B, S, V] or contains them (``logits_of``);
     the context is cut to its last ``longest`` tokens.
     """
     device = next(module.parameters()).device
@@ -76,21 +76,21 @@ def continue_text(
 
 
 def longest_context(plan: Plan) -> int | None:
-    """Tokens that a run's model can look back on; None when it has no limit.
+    """The longest context of a run's model in tokens; None if it has no limit.
 
-    A module of the user's own does not say how many positions it has: only the length that it was trained on is known to work.
+    A user's own module does not declare its number of positions: only the length that it was trained on is known to work.
     """
     config = load_config(plan.model)
     return plan.job.sequence_length if config is None else getattr(config, "max_position_embeddings", None)
 
 
 def _next_logits(module: nn.Module, context: Tensor) -> Tensor:
-    """Logits [V] of the token after the context [1, S]. Raises BadInput when the module cannot be called like this."""
+    """Logits [V] of the token after the context [1, S]. Raises BadInput if the module cannot be called like this."""
     try:
         return logits_of(call_model(module, context))[0, -1].float().cpu()
     except AhpError:
         raise
-    except Exception as error:  # whatever a module of the user's own raises
+    except Exception as error:  # whatever the user's own module raises
         told = f"{type(error).__name__}: {error}"
         raise BadInput(f"model: its forward failed on {context.shape[1]} tokens in evaluation mode ({told})") from error
 

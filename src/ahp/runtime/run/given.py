@@ -1,4 +1,4 @@
-"""What a run keeps of the folder of its given weights (``init_from``): once there is a checkpoint, it goes on without that folder."""
+"""A run's copy of its ``init_from`` folder, without the weights: once there is a checkpoint, the run no longer needs that folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEPT = ("config.json", "tokenizer.json", *BESIDE)
 
 
 def keep(plan: Plan, run: RunFolder) -> None:
-    """Copy everything but the weights into the run's folder, before its first step."""
+    """Copy the config and tokenizer files of ``init_from`` into the run's folder, before the first step."""
     if plan.init_from is None or run.checkpoints():
         return
     run.given_folder.mkdir(exist_ok=True)
@@ -27,7 +27,7 @@ def keep(plan: Plan, run: RunFolder) -> None:
 
 
 def with_kept_model(asked: Asked, run: RunFolder) -> Asked:
-    """The same with the model of the run's copy, where it is that of given weights whose folder is gone."""
+    """``asked``, with the run's copy as its model if the model is the ``init_from`` folder and that folder is gone."""
     folder = asked.init_from
     if folder is None or asked.model != folder or Path(folder).expanduser().is_dir() or not run.checkpoints():
         return asked
@@ -35,6 +35,6 @@ def with_kept_model(asked: Asked, run: RunFolder) -> Asked:
 
 
 def named_model(model: object, init_from: str | None, run: RunFolder) -> object:
-    """A model under the name that the user gave it, where it is the run's copy."""
+    """The user's own name for a model (``init_from``) if it is the run's copy; otherwise the model itself."""
     is_kept = init_from is not None and isinstance(model, str) and Path(model).name == run.given_folder.name
     return init_from if is_kept else model

@@ -1,8 +1,8 @@
-"""How long each rank's links to other hosts take: who of the ranks has a slow one does not show in a collective, where all wait alike.
+"""Times each rank's links to other hosts: a collective, where all ranks wait equally, does not show which rank has a slow link.
 
-Ranks with the same place on their hosts form a ring, and neighbours exchange one tensor, pair by pair, so that no link waits for
-another. A rank whose network is slow is slow on both its links; at either neighbour the other link is as fast as ever. Of two hosts
-there is one link for each pair, and both its ends are slow.
+Ranks with the same place on their hosts form a ring, and neighbors exchange one tensor, pair by pair, so that no link waits for
+another. A rank whose network is slow is slow on both its links; the other link of each neighbor is as fast as ever. With two hosts
+each pair has one link, and both its ends are slow.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 LINK_BYTES = 4 << 20
-"""[Empirical] Long enough that the bandwidth counts and not the latency: 80 us on a link of 400 Gb/s, 34 ms on one of 1 Gb/s."""
+"""[Empirical] Large enough that bandwidth counts and not latency: 80 us on a link of 400 Gb/s, 34 ms on a link of 1 Gb/s."""
 ROUNDS = 4
-"""The least of them counts, and the first not at all: a partner may come late to that."""
+"""Exchanges per link. The fastest counts; the first is ignored, because a partner can be late for it."""
 
 
 def rings(hosts: Sequence[str]) -> list[list[int]]:
-    """Ranks that have the same place on their hosts, one of each host; ``hosts`` by rank."""
+    """Groups of ranks with the same place on their hosts, one rank per host. ``hosts``: the host of each rank."""
     seen: dict[str, int] = {}
     by_place: dict[int, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -30,7 +30,7 @@ def rings(hosts: Sequence[str]) -> list[list[int]]:
 
 
 def pairs(ring: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """The links of a ring, in turns in which each rank has one at most."""
+    """The links of a ring, split into turns in which each rank has at most one link."""
     size = len(ring)
     links = [(ring[i], ring[(i + 1) % size]) for i in range(size if size > 2 else 1)]
     last = [links.pop()] if size % 2 and size > 1 else []
@@ -38,7 +38,7 @@ def pairs(ring: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def link_s(rank: int, hosts: Sequence[str], device: torch.device) -> float:
-    """Seconds of the faster one of this rank's links, 0 where it has none. Collective."""
+    """Seconds of the faster of this rank's links, 0 if it has none. Collective."""
     turns: dict[int, int] = {}
     for ring in rings(hosts):
         for turn, links in enumerate(pairs(ring)):

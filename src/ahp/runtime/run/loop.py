@@ -1,7 +1,7 @@
 """The training loop of one rank: steps, metrics, checkpoints, and a clean stop.
 
-On a GPU the loop is one step ahead of what it knows: it queues a step and then reads the numbers of the one before, so that the device
-never waits for the host. Where something depends on a step's end (a checkpoint, a look at held-out text), the loop waits for it first.
+On a GPU the loop is one step ahead of what it knows: it queues a step and then reads the numbers of the step before, so that the device
+never waits for the host. If something depends on a step's end (a checkpoint, a validation), the loop waits for that step first.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from ahp.runtime.run.step_profile import StepProfile
 from ahp.runtime.run.stop_signal import StopRequest, cause_of, exit_code_of
 
 MOST_SKIPPED = 10
-"""Updates that ``run.on_nan: skip`` leaves out in a row before it stops: one batch may be bad, ten in a row are the weights."""
+"""How many updates in a row ``run.on_nan: skip`` leaves out before it stops: one batch can be bad; ten in a row mean bad weights."""
 MOST_ROLLBACKS = 3
-"""Times that ``run.on_nan: rollback`` goes back to one checkpoint before it stops: other batches have then failed from the same weights."""
+"""How often ``run.on_nan: rollback`` goes back to one checkpoint before it stops: by then several batches have failed from those weights."""
 
 WAY_ON = (
     "Continue with a lower job.optimizer.learning_rate, a longer job.optimizer.warmup_steps or job.precision fp32, and with "
@@ -46,7 +46,7 @@ WAY_ON = (
 
 
 class StepResult(Protocol):
-    """What one optimizer step returns, the same on every rank."""
+    """The result of one optimizer step, the same on every rank."""
 
     @property
     def loss(self) -> float: ...
@@ -61,7 +61,7 @@ class StepResult(Protocol):
 
 
 class Parallel(Protocol):
-    """What ``ahp.parallelize`` returns, as far as the loop needs it."""
+    """The part of ``ahp.parallelize``'s result that the loop needs."""
 
     halts_at_fault: bool
 
@@ -81,31 +81,31 @@ class Diverged(AhpError):
 
 @dataclass(frozen=True)
 class Settings:
-    """How often a run is saved and looked at, and what it does when a loss is no number."""
+    """How often a run saves, validates and evaluates, and what it does when a loss is not a number."""
 
     checkpoint_every: int | None = 50
-    """Steps; None where the time says when."""
+    """In steps; None if the interval is a time."""
     checkpoint_every_s: float | None = None
     failures_per_s: float = 1e-6
-    """Of all workers: what the time comes from where neither is given."""
+    """Failure rate of all workers together; sets the interval if neither of the above is given."""
     keep: int = 3
     validate_every: int = 50
     validation_batches: int = 4
     evaluation: str | None = None
-    """Name of a function that looks at the model (``evaluation.py``)."""
+    """Name of the user's function that evaluates the model (``evaluation.py``)."""
     evaluate_every: int = 100
     on_nan: OnNan = "stop"
     profile_steps: tuple[int, int] | None = None
-    """The first and the last one."""
+    """The first and the last step to profile."""
 
 
 class Shared(NamedTuple):
-    """What ranks tell each other at each step: of each number the largest."""
+    """Numbers that ranks exchange at each step: the maximum of each over all ranks."""
 
     stop: int
     """Number of a signal, 0 for none."""
     checkpoint_is_due: int
-    """By the first rank's clock."""
+    """According to the first rank's clock."""
     allocated_bytes: int
     reserved_bytes: int
     data_wait_us: int
@@ -114,15 +114,15 @@ class Shared(NamedTuple):
 
 @dataclass
 class StepUnderWay:
-    """A step that was queued, and whose numbers nobody has read."""
+    """A queued step whose numbers have not been read yet."""
 
     number: int
-    """As metrics.jsonl counts, from 1."""
+    """Counted from 1, as in metrics.jsonl."""
     part: dict[str, Tensor]
     result: StepResult
     shared: HostCopy
     own_times: HostCopy | None
-    """What ranks took of their own, every so many steps (``own_time.py``)."""
+    """Every rank's own time (``own_time.py``), once every ``STEPS`` steps; None at the others."""
 
 
 @dataclass
@@ -139,32 +139,32 @@ class Loop:
     stop: StopRequest
     data_fingerprint: str
     model_described: dict[str, Any] = field(default_factory=dict)
-    """For meta.json (``same_model.py``); of the first rank."""
+    """For meta.json (``same_model.py``); filled in on the first rank only."""
     validation: Callable[[int, range], dict[str, Tensor]] | None = None
-    """As ``batches``, of text that is not trained on."""
+    """Like ``batches``, for held-out text."""
     on_step: Callable[[dict[str, Any]], None] = lambda record: None
     garbage: GarbageCollection = field(default_factory=GarbageCollection)
-    """Opened by the caller, where it is to be steered."""
+    """Opened by the caller if the loop is to control it; otherwise it does nothing."""
     steps_ahead: int = 0
-    """Steps that are queued before the numbers of the first are read. 1 on a GPU; a CPU's step is over when it has been called."""
+    """How many queued steps may be unread: 1 on a GPU, 0 on a CPU, where a step is over when its call returns."""
     done: int = field(default=0, init=False)
-    """Steps that were queued."""
+    """Number of the last queued step."""
     under_way: deque[StepUnderWay] = field(default_factory=deque, init=False)
     ended_s: float = field(default=0.0, init=False)
-    """When the last step that was read was over, by ``time.perf_counter``."""
+    """When the last step that was read ended, by ``time.perf_counter``."""
     stopped: int = field(default=0, init=False)
     due: bool = field(default=False, init=False)
-    """Whether the time for a checkpoint has come."""
+    """Whether a checkpoint is due."""
     most_bytes: int = field(default=0, init=False)
     num_skipped: int = field(default=0, init=False)
-    """Updates left out in a row."""
+    """How many updates in a row were left out."""
     rolled_back: bool = field(default=False, init=False)
-    """Whether the weights are those of a checkpoint, from which no step has been taken yet."""
+    """Whether the run went back to a checkpoint and no step has succeeded since."""
     rollbacks: dict[int, int] = field(default_factory=dict, init=False)
-    """By the step of a checkpoint, how often the run went back to it."""
+    """How often the run went back to each checkpoint, keyed by its step."""
     saver: Saver = field(init=False)
     best: BestInterval | None = field(default=None, init=False)
-    """Where the settings leave the time between checkpoints open."""
+    """Set if the settings leave the time between checkpoints open."""
 
     def __post_init__(self) -> None:
         same = {"data_fingerprint": self.data_fingerprint, "model_described": self.model_described or None}
@@ -180,12 +180,12 @@ class Loop:
         self.evaluation = None if name is None else evaluation.find(name)
 
     def run(self) -> Status:
-        """Returns what status.json says at the end (state running = all steps are done, the caller finishes).
+        """Returns the last status (state running = all steps are done, and the caller finishes the run).
 
-        Raises Diverged, CannotWrite; checkpoints that were complete before stay as they are.
+        Raises Diverged or CannotWrite; checkpoints that were already complete stay as they are.
         """
         self.done = self._resume()
-        self.saver = self.parallel.saver  # it makes its memory while the first steps run
+        self.saver = self.parallel.saver  # allocates its memory while the first steps run
         self.parallel.halts_at_fault = self.settings.on_nan == "stop"
         if self.settings.on_nan == "rollback" and self.checkpoints.saved is None:
             self._save()  # something to go back to from the first step on
@@ -198,9 +198,9 @@ class Loop:
                 self.due = self.due or self._is_multiple(self.settings.checkpoint_every)
                 self._read(left=0 if self._must_be_over() else self.steps_ahead)
                 self.garbage.after(self.done)
-                if self.stopped or self.due:  # as the steps that were just read say
+                if self.stopped or self.due:  # set by the steps that were just read
                     self._read(left=0)
-                # Not the weights of a checkpoint once more: whether they are good the next step says.
+                # Do not save a checkpoint's own weights again: only the next step shows whether they are good.
                 if self.stopped or self.done == steps or (self.due and not self.rolled_back):
                     self._save()
                 if self.stopped:
@@ -234,7 +234,7 @@ class Loop:
         return every is not None and self.done % every == 0
 
     def _validates(self, step: int) -> bool:
-        """After the last step, and every so often before, as every look at the model."""
+        """Whether validation is due: after the last step, and every ``validate_every`` steps."""
         return self.validation is not None and self._is_due(step, self.settings.validate_every)
 
     def _evaluates(self, step: int) -> bool:
@@ -244,7 +244,7 @@ class Loop:
         return step == self.plan.job.steps or step % every == 0
 
     def _must_be_over(self) -> bool:
-        """Whether the last step that was queued must be over before the next one is."""
+        """Whether the last queued step must end before the next one is queued."""
         last = self.done == self.plan.job.steps
         looks = self._validates(self.done) or self._evaluates(self.done)
         return last or self.due or looks or self.profile.alone(self.done)
@@ -265,7 +265,7 @@ class Loop:
         self.under_way.append(StepUnderWay(self.done, part, result, *told))
 
     def _read(self, *, left: int) -> None:
-        """Wait for the steps that are under way but for the last ``left``, and write down what they gave."""
+        """Wait for all steps under way except the last ``left``, and record their results."""
         while len(self.under_way) > left:
             self._finish(self.under_way.popleft())
 
@@ -291,7 +291,7 @@ class Loop:
             "tokens_per_s": self.plan.job.tokens_per_step / seconds,
             "step_time_s": seconds,
             "predicted_step_time_s": forecast.step_time_s if forecast is not None else None,
-            # The forecast's FLOPs and peaks: at its own step time its own MFU would come out.
+            # From the forecast's FLOPs and peaks: at the forecast's step time this is the forecast's MFU.
             "mfu": forecast.mfu * forecast.step_time_s / seconds if forecast is not None else None,
             "memory_bytes": self.most_bytes,
             "memory_allocated_bytes": shared.allocated_bytes,
@@ -316,7 +316,7 @@ class Loop:
         self.on_step(record)
 
     def _validated(self, step: int) -> dict[str, float]:
-        """The loss on held-out text where a look at it is due, and what the look took: no part of any step."""
+        """The loss on held-out text if validation is due, and the time it took, which counts towards no step."""
         if self.validation is None or not self._validates(step):
             return {}
         parts = (self.validation(number, self.rows) for number in range(self.settings.validation_batches))
@@ -325,17 +325,17 @@ class Loop:
         return {"validation_loss": loss, "validation_time_s": self.ended_s - began_s}
 
     def _evaluated(self, step: int) -> dict[str, float | None]:
-        """What the user's function says of the model where it is due, and what that took."""
+        """The figures of the user's evaluation function if it is due, and the time it took."""
         if self.evaluation is None or not self._evaluates(step):
             return {}
         found = evaluation.figures(str(self.settings.evaluation), self.evaluation(self.parallel, step))
         began_s, self.ended_s = self.ended_s, time.perf_counter()
         return found | {"evaluation_time_s": self.ended_s - began_s}
 
-    # A loss or a gradient that is no number
+    # A loss or a gradient that is not a number
 
     def _after_fault(self, step: StepUnderWay) -> dict[str, Any]:
-        """What ``run.on_nan`` says: raise Diverged, or go on; then what the step's record has beside the rest."""
+        """Do what ``run.on_nan`` asks for: raise Diverged, or go on and return the fields to add to the step's record."""
         if self.settings.on_nan == "rollback":
             return self._roll_back(step)
         self.num_skipped += 1
@@ -347,7 +347,7 @@ class Loop:
         return {}
 
     def _roll_back(self, step: StepUnderWay) -> dict[str, Any]:
-        """Take the weights of the newest checkpoint, and go on with the batch after the one that failed."""
+        """Go back to the weights of the newest checkpoint, and continue with the batch after the one that failed."""
         self.checkpoints.finish()
         checkpoint = self.checkpoints.newest_whole()
         assert checkpoint is not None, "the run began with one"
@@ -356,7 +356,7 @@ class Loop:
             raise self._diverged(
                 step, f"; the run went back to step {checkpoint.step} {MOST_ROLLBACKS} times (run.on_nan rollback)"
             )
-        self.under_way.clear()  # what was queued behind it
+        self.under_way.clear()  # steps queued after it
         self.rolled_back = True
         self.checkpoints.read(checkpoint, self.parallel)
         self.parallel.skip_to(step.number)

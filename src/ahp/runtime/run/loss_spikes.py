@@ -1,7 +1,7 @@
 """Steps whose loss or gradient norm lies far above those of the steps before: a sign of bad data, or of training about to diverge.
 
-The rule is OLMo 2's spike score (arXiv 2501.00656): seven standard deviations from a rolling average. In place of both stand the
-median and the median absolute deviation, which the spikes themselves hardly move.
+The rule is OLMo 2's spike score (arXiv 2501.00656), seven standard deviations from a rolling average, but with the median and the
+median absolute deviation in their place: the spikes themselves hardly move these.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from statistics import median
 from typing import Any
 
 DEVIATIONS = 7.0
-"""OLMo 2's."""
+"""As in OLMo 2."""
 MAD_TO_DEVIATION = 1.4826
-"""Of a normal distribution, its standard deviation over its median absolute deviation."""
+"""Standard deviation of a normal distribution divided by its median absolute deviation."""
 WINDOW_STEPS = 200
 """[Empirical] OLMo 2 takes 1000; runs here are shorter, and a loss that still falls should not have its beginning in the window."""
 FIRST_STEPS = 50
-"""[Empirical] Steps after the warm-up before anything is called a spike: what there is of a curve before says nothing of its spread."""
+"""[Empirical] Steps after the warm-up before anything is called a spike: a shorter curve does not show its spread."""
 LEAST_DEVIATION = {"loss": 0.01, "grad_norm": 0.1}
-"""[Empirical] Of the median. A curve that hardly moves has no spread: a spike is at least 7 % above the loss, 70 % above the norm."""
+"""[Empirical] As shares of the median, for curves that hardly move: a spike is at least 7 % above the loss, 70 % above the norm."""
 KEPT = 20
-"""In status.json, the newest; metrics.jsonl has all."""
+"""How many of the newest spikes status.json keeps; metrics.jsonl has all."""
 
 
 @dataclass
 class LossSpikes:
-    """What the steps so far were like; ``after`` each step says whether it was another."""
+    """The recent steps and the spikes found so far. Call ``after`` with each step's record."""
 
     warmup_steps: int
     recent: dict[str, deque[float]] = field(
         default_factory=lambda: {key: deque(maxlen=WINDOW_STEPS) for key in LEAST_DEVIATION}, init=False
     )
     found: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT), init=False)
-    """Step, of what, its value and the median before."""
+    """For each spike: the step, of what (loss or grad_norm), the value and the median before."""
     last_step: int = field(default=-1, init=False)
-    """Of the last spike."""
+    """Step of the last spike."""
 
     @property
     def kept(self) -> list[dict[str, Any]]:
@@ -46,12 +46,12 @@ class LossSpikes:
         return list(self.found)
 
     def read(self, records: Iterable[dict[str, Any]]) -> None:
-        """Take up what an earlier start wrote into metrics.jsonl."""
+        """Take in the records that an earlier start wrote to metrics.jsonl."""
         for record in records:
             self.after(record)
 
     def after(self, record: dict[str, Any]) -> dict[str, bool]:
-        """What a step's record of metrics.jsonl has beside the rest: ``loss_spike`` or ``grad_norm_spike``, where it is one."""
+        """Fields to add to a step's record of metrics.jsonl: ``loss_spike`` and ``grad_norm_spike``, for each that is a spike."""
         marks: dict[str, bool] = {}
         for key, values in self.recent.items():
             value = record.get(key)
@@ -64,7 +64,7 @@ class LossSpikes:
         return marks
 
     def news(self, step: int) -> str | None:
-        """What to tell of a step that was a spike; None where it was none, or goes on with one that was told."""
+        """Message about a step that was a spike; None if it was none, or if the step before was a spike too."""
         here = [spike for spike in self.found if spike["step"] == step]
         if not here:
             return None
@@ -77,7 +77,7 @@ class LossSpikes:
 
 
 def limit(values: Iterable[float], least_share: float) -> float:
-    """What a value must be above to be a spike."""
+    """The value above which a step is a spike."""
     known = list(values)
     middle = median(known)
     spread = MAD_TO_DEVIATION * median(abs(value - middle) for value in known)

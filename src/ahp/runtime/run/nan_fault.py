@@ -1,4 +1,4 @@
-"""Where a loss or a gradient that is no number comes from: the first module, and the rank that holds it."""
+"""Finds where a loss or a gradient that is not a number comes from: the first module, and the rank that holds it."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def find_fault(
     names: Sequence[str],
     bad_gradients: Sequence[str],
 ) -> str:
-    """In words, from a forward pass over this rank's rows with the weights that the failed step had. Collective.
+    """The fault in words, from a forward pass over this rank's rows with the weights of the failed step. Collective.
 
-    ``names``: of all parameters, in the model's order; ``bad_gradients``: of this rank, those whose norm was no number.
-    Under tensor parallelism a block runs as one rewritten graph, so that the block is named and not what is inside. A module
-    counts when its output has a NaN or a positive infinity (masks hold negative ones) and no module that ran before has. Where all outputs are numbers, the gradient is at fault: the last parameter in the model's order whose
-    gradient has a norm that is no number, because backward carries a fault from there to all that come before.
-    """
+    ``names``: all parameters in the model's order; ``bad_gradients``: this rank's parameters whose gradient norm was not a number.
+    Under tensor parallelism a block runs as one rewritten graph, so the block is named and not a module inside it. The module at fault
+    is the first to run whose output has a NaN or a positive infinity (masks hold negative ones). If all outputs are numbers, a gradient
+    is at fault: that of the last parameter in the model's order whose gradient norm is not a number, because backward carries a fault
+    from there to all parameters before it."""
     seen: list[tuple[int, str]] = []
     with ExitStack() as hooks, torch.no_grad():
         for index, stage in runner.stages.items():
             for name, module in stage.model.named_modules():
-                # First of all hooks: one of the last block may leave the model there (runtime/compute/chunked_loss.py).
+                # Before all other hooks: a hook of the last block may leave the model there (runtime/compute/chunked_loss.py).
                 watch = module.register_forward_hook(_watch(seen, index, name), prepend=True)
                 hooks.callback(watch.remove)
         for part, targets in split_rows(inputs, labels, micro_batch_size):
             runner.evaluate(part, targets)
-    forward = min(seen, key=lambda fault: fault[0]) if seen else None  # of one stage the first that ran
+    forward = min(seen, key=lambda fault: fault[0]) if seen else None  # the first that ran, in the first stage at fault
     order = list(names)
     gradient = max(bad_gradients, key=order.index, default=None)
     found: list[Any] = [None] * dist.get_world_size()
@@ -61,7 +61,7 @@ def _watch(seen: list[tuple[int, str]], index: int, name: str) -> Callable[[nn.M
 
 
 def _words(found: list[tuple[tuple[int, str] | None, str | None]], order: list[str]) -> str:
-    """``found``: of each rank the first fault of its forward (stage, module), and the last parameter with a bad gradient."""
+    """``found``: for each rank, the first fault of its forward (stage, module) and the last parameter with a bad gradient."""
     forward = min(((fault[0], rank, fault[1]) for rank, (fault, _) in enumerate(found) if fault), default=None)
     if forward is not None:
         return f"the first module whose output is not a number: {forward[2]} (rank {forward[1]})"

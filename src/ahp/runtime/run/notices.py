@@ -1,5 +1,5 @@
-"""What a run's steps show beside their numbers: slow ranks, with what another plan would gain, and spikes of the loss; told on stderr and
-kept in status.json."""
+"""Notices about a run's steps, printed on stderr and kept in status.json: slow ranks, with what another plan would gain, and spikes of the
+loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ahp.runtime.run.slow_ranks import SlowRanks
 
 
 class Notices:
-    """All ranks call it alike; the first one writes."""
+    """All ranks call its methods; the first rank writes."""
 
     def __init__(self, plan: Plan, folder: RunFolder, ranks: Ranks) -> None:
         self.plan, self.folder, self.ranks = plan, folder, ranks
@@ -26,7 +26,7 @@ class Notices:
         self.spikes = LossSpikes(plan.job.optimizer.warmup_steps)
         self.searching: SlowPlan | None = None
         self.gains: dict[int, dict[str, Any]] = {}
-        """By rank, what a plan that knows of it would gain."""
+        """What a plan that accounts for a slow rank would gain, keyed by rank."""
 
     def __enter__(self) -> Self:
         return self
@@ -38,20 +38,20 @@ class Notices:
             self.searching.close()
 
     def begin(self) -> None:
-        """Take up what metrics.jsonl has of the steps before. First rank only."""
+        """Take in the records of earlier steps from metrics.jsonl. First rank only."""
         self.spikes.read(self.folder.metrics())
         self._keep()
 
     def step(self, data_wait_s: float) -> AbstractContextManager[None]:
-        """What a step is taken within."""
+        """The context that a step runs in."""
         return self.slow_ranks.step(data_wait_s)
 
     def told(self) -> HostCopy | None:
-        """What ranks tell each other after the step that was just taken, where they do. Collective."""
+        """The numbers that ranks exchange after the step just taken; None if they exchange none. Collective."""
         return self.slow_ranks.told()
 
     def after(self, record: dict[str, Any], told: HostCopy | None) -> dict[str, bool]:
-        """What the record of a step that is over has beside the rest. Collective."""
+        """Fields to add to the record of a finished step. Collective."""
         step = record["step"]
         changed = self.slow_ranks.after(step, told, self._note)
         if not self.ranks.is_first:
@@ -65,7 +65,7 @@ class Notices:
         return marks
 
     def _planned(self) -> bool:
-        """Let one slow rank after the other be searched for, beside training; whether there is an answer."""
+        """Search for a plan for one slow rank after the other, while training goes on. Returns whether a search has ended."""
         slow, over = self.slow_ranks.standing, False
         if self.searching is not None and (found := self.searching.read()) is not None:
             rank, over = self.searching.rank, True

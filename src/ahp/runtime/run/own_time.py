@@ -1,9 +1,9 @@
-"""What a rank's steps take of its own: all ranks' steps end together, so a slow one does not show by how long its steps take.
+"""A rank's own time in a step: all ranks' steps end together, so step times do not show which rank is slow.
 
-A rank's own time is what it spends apart from waiting for others. On a CPU: the processor time of the thread that trains, which sleeps
-while it waits for a collective, and the time for which that thread could have run and had no core (Linux counts it; it grows where a process is
-niced, bound to a core that others use, or throttled by its container). On a GPU, whose kernels wait for others' without being told apart:
-what a product of two matrices takes there, now and then. And the wait for the rows of a step.
+Own time excludes waiting for other ranks. On a CPU it is the processor time of the training thread, which sleeps while it waits for a
+collective, plus the time for which that thread could have run but had no core (Linux counts it; it grows if the process is niced, bound to
+a core that others use, or throttled by its container). On a GPU, where kernels that wait for other ranks look like kernels that compute, it
+is the time of a product of two matrices, measured now and then. Both add the wait for the rows of a step.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from typing import NamedTuple
 import torch
 
 STEPS = 20
-"""Of which the median is taken: one step that the system interrupts says nothing."""
+"""Steps per median: one step that the system interrupts does not count."""
 STEPS_BETWEEN_PRODUCTS = 5
-"""On a GPU."""
+"""Steps between two measurements on a GPU."""
 PRODUCT = 2048
 """Rows and columns of the matrices, bf16: three of them take 24 MiB."""
 PRODUCTS = 16
-"""In a row, 0.27 TFLOP: half a millisecond on an H100, so that the clock's grain (0.5 us) and the first one's start do not count."""
+"""Products in a row, 0.27 TFLOP: half a millisecond on an H100, so that the clock's grain (0.5 us) and the first launch hardly count."""
 SCHEDULER = Path("/proc/thread-self/schedstat")
-"""Linux: nanoseconds on a core, nanoseconds that were waited for one, and turns, of the thread that reads it."""
+"""Linux: nanoseconds on a core, nanoseconds waiting for a core, and time slices, of the thread that reads it."""
 
 
 class OwnTime(NamedTuple):
     """Seconds of a step, each the median over the last ``STEPS``."""
 
     computing_s: float
-    """Processor time; on a GPU that of the products."""
+    """Processor time; on a GPU the time of the products."""
     waiting_for_core_s: float
-    """0 where the system does not say, and on a GPU."""
+    """0 if the system does not count it, and on a GPU."""
     waiting_for_data_s: float
     step_s: float
-    """From the beginning of a step to that of the next: the same for all ranks."""
+    """From the beginning of one step to the beginning of the next; the same for all ranks."""
 
 
 class Stopwatch:
@@ -58,7 +58,7 @@ class Stopwatch:
 
     @contextmanager
     def step(self, data_wait_s: float) -> Iterator[None]:
-        """Around the call that takes a step; on a GPU it only queues one."""
+        """Wraps the call that takes a step; on a GPU that call only queues it."""
         now_s = time.perf_counter()
         if self.began_s is not None:
             self.steps.append(now_s - self.began_s)
@@ -75,7 +75,7 @@ class Stopwatch:
         self.for_core.append(waited_for_core_s() - starved_s)
 
     def read(self) -> OwnTime | None:
-        """Once in ``STEPS`` steps what they took; None after the others."""
+        """The own time of the last ``STEPS`` steps, once every ``STEPS`` steps; None otherwise."""
         if self.num_steps % STEPS or not self.num_steps:
             return None
         self._collect()
@@ -83,11 +83,11 @@ class Stopwatch:
         return OwnTime(*(median(values) if values else 0.0 for values in each))
 
     def _multiply(self) -> None:
-        """Queue the products behind the step. Their times are read later: nothing waits for them."""
+        """Queue the products after the step. Their times are read later: nothing waits for them."""
         if not self.factors:
             drawn = torch.Generator(self.device).manual_seed(
                 0
-            )  # zeros would draw less power, and the program's numbers stay
+            )  # zeros would draw less power; the program's own random numbers stay as they are
             shape = PRODUCT, PRODUCT
             left, right = (torch.randn(shape, generator=drawn, device=self.device).bfloat16() for _ in range(2))
             self.factors = left, right, torch.empty_like(left)
@@ -106,7 +106,7 @@ class Stopwatch:
 
 
 def waited_for_core_s() -> float:
-    """For how long this thread could have run and had no core, since it began; 0 where the system does not say."""
+    """How long this thread could have run but had no core, since it began; 0 if the system does not count it."""
     try:
         return int(SCHEDULER.read_bytes().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):

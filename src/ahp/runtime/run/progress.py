@@ -1,4 +1,4 @@
-"""How training goes, on stderr: a bar on a terminal, plain lines elsewhere."""
+"""Shows progress on stderr: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ahp.run_files import read_record
 SECONDS_BETWEEN_LINES = 15.0
 SECONDS_BETWEEN_LOOKS = 0.2
 SHOWN = ("step_time_s", "tokens_per_s")
-"""What a line of metrics.jsonl must have to be shown, beside its step."""
+"""Keys that a line of metrics.jsonl needs, besides its step, to be shown."""
 STEPS_OF_RECENT_SPEED = 20
-"""[Empirical] Times, of which the median is taken: long enough to be calm, short enough to follow a change."""
+"""[Empirical] Step times per median: enough to be calm, few enough to follow a change."""
 
 
 class Display:
-    """Loss, tokens per second, predicted against measured step time, and the time left."""
+    """Shows loss, tokens per second, predicted and measured step time, and the time left."""
 
     def __init__(self, *, steps: int, predicted_s: float | None, console: Console | None = None) -> None:
         self.steps = steps
@@ -54,7 +54,7 @@ class Display:
             self.console.print(words, soft_wrap=True)
 
     def words(self) -> str:
-        """The last step's loss; the speed, in tokens and in seconds alike, is that of the median of the last steps."""
+        """The last step's loss, and the speed by the median step time of the last steps, in tokens/s and in seconds."""
         record = self.recent[-1]
         seconds = sorted(r["step_time_s"] for r in self.recent)[len(self.recent) // 2]
         tokens = record["tokens_per_s"] * record["step_time_s"]
@@ -67,7 +67,7 @@ class Display:
         )
 
     def note(self, text: str) -> None:
-        """A line beside the steps; above the bar, where there is one."""
+        """Print a line between the steps; above the bar if there is one."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -112,10 +112,10 @@ def _follow(offsets: dict[Path, int], display: Display, ended: threading.Event) 
 
 
 def _appended(file: Path, offsets: dict[Path, int]) -> list[bytes]:
-    """Whole lines behind the offset, which moves on."""
+    """The whole lines after the offset; moves the offset past them."""
     if not file.exists():
         return []
-    # Opened anew at every look: the writer replaces the file when it starts.
+    # Opened again at every look: the writer replaces the file when it starts.
     with file.open("rb") as stream:
         offsets[file] = min(offsets[file], stream.seek(0, os.SEEK_END))  # the writer has taken lines out
         stream.seek(offsets[file])
@@ -127,7 +127,7 @@ def _appended(file: Path, offsets: dict[Path, int]) -> list[bytes]:
 
 @contextmanager
 def progress(what: str, size: float) -> Iterator[Callable[[float], None]]:
-    """How far one job is: a bar on a terminal, a line now and then elsewhere. Within, tell the function what more is done."""
+    """Shows how far one job is: a bar on a terminal, a line now and then elsewhere. Yields a function to call with each amount done."""
     console = Console(stderr=True, highlight=False)
     done, last_line_s = 0.0, time.monotonic()
     columns = (BarColumn(bar_width=24), TextColumn("{task.percentage:>3.0f} % {task.description}"))
@@ -146,5 +146,5 @@ def progress(what: str, size: float) -> Iterator[Callable[[float], None]]:
 
 
 def say(text: str) -> None:
-    """One line about what is going on, on stderr."""
+    """Print one line about what is going on, on stderr."""
     print(text, file=sys.stderr, flush=True)

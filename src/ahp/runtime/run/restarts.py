@@ -11,9 +11,9 @@ from ahp.runtime.run.failure import TrainingFailed
 from ahp.words import seconds
 
 SAME_FAILURES = 3
-"""As often the same step may fail in the same way: a fault of the hardware would have come elsewhere."""
+"""How often the same step can fail in the same way before the run gives up: a hardware fault would have come at another step."""
 SAME_PLACE = 3
-"""As often in a row, with no new checkpoint between, the worker of one place may go: then the place is lost."""
+"""How often in a row, with no new checkpoint in between, the worker of one place can die or hang before the place counts as lost."""
 
 
 def gpus_left() -> int | None:
@@ -25,26 +25,26 @@ def gpus_left() -> int | None:
 
 @dataclass
 class Restarts:
-    """The failures of one run so far, and the places that it has lost by them.
+    """The failures of one run so far, and the places lost to them.
 
-    ``places``: devices of this node now, None where only failures say how many there are.
+    ``places`` counts the devices of this node now; None if only failures show how many there are.
     """
 
     elastic: Elastic
     full: int
-    """Workers that the run began with."""
+    """Number of workers that the run began with."""
     clock: Callable[[], float] = time.monotonic
     places: Callable[[], int | None] = lambda: None
     failed: list[TrainingFailed] = field(default_factory=list)
     began_s: list[float] = field(default_factory=list)
-    """When workers were started again."""
+    """Times at which workers were started again."""
     left_out: tuple[int, ...] = ()
-    """GPUs that have lost their workers, by number: others take their places, where there are more of them than workers."""
+    """Numbers of the GPUs that have lost their workers: spare GPUs take their places, if there are any."""
     asked: bool = False
-    """Workers were asked to save and stop, so that more of them can go on."""
+    """Whether workers were asked to save and stop, so that more can start."""
     _workers: int = 0
     _counted: int | None = None
-    """Places when they were last counted, after a failure."""
+    """Number of places when they were last counted."""
     _left_out_before: tuple[int, ...] = ()
     _wait_s: float = 0.0
     _due_s: float = 0.0
@@ -54,13 +54,13 @@ class Restarts:
 
     @property
     def gpus(self) -> tuple[int, ...] | None:
-        """By worker the GPU that it takes; None where each takes that of its own number."""
+        """The GPU of each worker; None if each takes the GPU of its own number."""
         if not self.left_out or self._counted is None:
             return None
         return tuple(number for number in range(self._counted) if number not in self.left_out)[: self._workers]
 
     def after(self, failure: TrainingFailed) -> int:
-        """How many workers to start after a failure. Raises the failure, with the reason, where a start would not help."""
+        """How many workers to start after a failure. Raises the failure, with the reason, if a start would not help."""
         self.asked = False
         self.failed.append(failure)
         if not failure.may_pass:
@@ -93,19 +93,19 @@ class Restarts:
         if places is None:
             return self._workers - (lost is not None)
         gpus = self.gpus or range(self._workers)
-        if self._counted not in (None, places):  # the driver numbers those that are left anew
+        if self._counted not in (None, places):  # the driver has renumbered the GPUs that are left
             self.left_out = ()
         elif lost is not None:
             self.left_out = (*self.left_out, gpus[lost])
         self._counted = places
         left = min(self._workers, places - len(self.left_out))
         if left < self._workers:
-            self.failed.clear()  # ranks are other places now
+            self.failed.clear()  # ranks stand for other places now
         return left
 
     def _lost(self) -> int | None:
-        """The place whose worker went or hung so often, with no way made between, that it is taken for broken. One that hangs at the same step
-        each time is no device's fault."""
+        """The place whose worker died or hung ``SAME_PLACE`` times with no new checkpoint in between, so that it counts as broken. A worker
+        that hangs at the same step each time is no device's fault."""
         last = self.failed[-SAME_PLACE:]
         lost = (
             len(last) == SAME_PLACE
@@ -115,7 +115,7 @@ class Restarts:
         )
         if not lost:
             return None
-        self.failed.clear()  # ranks are other places now
+        self.failed.clear()  # ranks stand for other places now
         return last[0].rank
 
     def _try_later(self, now_s: float, *, lost_again: bool) -> None:
@@ -123,7 +123,7 @@ class Restarts:
         self._due_s = now_s + self._wait_s
 
     def is_due(self) -> bool:
-        """Whether lost places are to be tried again now. The caller then asks the workers to save and stop; ``grown`` says how many follow."""
+        """Whether to try lost places again now. The caller then asks the workers to save and stop; ``grown`` returns how many to start next."""
         if self._workers >= self.full or self.asked or self.clock() < self._due_s:
             return False
         self.asked = self._wanted() > self._workers
@@ -132,13 +132,13 @@ class Restarts:
         return self.asked
 
     def grown(self) -> int:
-        """How many workers to start after those that were asked have stopped."""
+        """How many workers to start, after those asked to stop have stopped."""
         self.asked, self._workers = False, max(self._workers, self._wanted())
         self._counted, self._left_out_before, self.left_out = self.places(), self.left_out, ()
         return self._workers
 
     def stays(self, workers: int) -> None:
-        """No more than so many can be planned for; they are tried again later."""
+        """Note that there is no plan for more than ``workers`` workers; the lost places are tried again later."""
         self._workers, self.left_out = workers, self._left_out_before
         self._try_later(self.clock(), lost_again=True)
 

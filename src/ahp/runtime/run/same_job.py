@@ -1,4 +1,4 @@
-"""Whether a run may go on in its folder: with the job, the model and the text that it was begun with, and from a checkpoint."""
+"""Checks whether a run may continue in its folder: with the job, the model and the text that it began with, and from a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ MAY_CHANGE = (
     "job.precision",
     *(f"job.optimizer.{key}" for key in Optimizer.model_fields if key != "name"),
 )
-"""Keys of a job that steps to come may have otherwise than those that were made: they leave data, model and the optimizer's states as they
-are."""
+"""Keys of a job that may differ between past and future steps: they leave the data, the model and the optimizer's states as they are."""
 WITHOUT_STATE = ("fp32", "bf16")
-"""Precisions that need nothing of a checkpoint but weights and moments; fp16 needs its loss scale."""
+"""Precisions that need only weights and moments from a checkpoint; fp16 also needs its loss scale."""
 
 
 def check_same_job(folder: RunFolder, plan: Plan, *, extend: bool = False) -> str | None:
-    """Refuse to continue a run under another convergence contract. The layout may differ, the job and the model may not: neither what the
-    model is called, nor what the file or the factory of that name says.
+    """Refuse to continue a run under another convergence contract. The layout may differ; the job and the model may not: neither the
+    model's name, nor the contents of the file or the factory of that name.
 
-    More steps change no step that was made under a schedule that does not look ahead. Under another, and for the other keys of ``MAY_CHANGE``,
-    ``extend`` is needed: the steps that were made keep what they had, and those to come have what the job says now.
+    Under a schedule that does not look ahead, more steps change no past step. Under another schedule, and for the other keys of
+    ``MAY_CHANGE``, ``extend`` is needed: past steps keep what they had, and future steps follow the job as it is now.
 
-    Returns what the user must know of that, None for nothing. Raises BadInput that names every key that differs, or says that the
-    run's checkpoints are lost.
+    Returns what the user must know about such a change, None if nothing. Raises BadInput that names every key that differs, or states
+    that the run's checkpoints are lost.
     """
     if not folder.checkpoints():
         if folder.finished(plan.job) is None:
@@ -80,7 +79,7 @@ def check_same_text(folder: RunFolder, plan: Plan, fingerprint: str) -> None:
 
 
 def refuse_other_text(checkpoint: Checkpoint, plan: Plan, fingerprint: str) -> None:
-    """Raises BadInput where the tokens are not those that the run was trained on before."""
+    """Raises BadInput if the tokens are not those that the run was trained on before."""
     if checkpoint.meta().get("data_fingerprint", fingerprint) != fingerprint:
         raise BadInput(
             f"job.data = {plan.job.data_words!r}: the text or its tokenizer has changed since step {checkpoint.step}; "
@@ -89,7 +88,7 @@ def refuse_other_text(checkpoint: Checkpoint, plan: Plan, fingerprint: str) -> N
 
 
 def _with_defaults(job: dict[str, Any]) -> dict[str, Any]:
-    """A job as an older version of AHP wrote it, with the keys that have come since."""
+    """A job written by an older version of AHP, with the keys added since then."""
     try:
         return Job.model_validate(job).model_dump(mode="json")
     except ValueError:
@@ -97,7 +96,7 @@ def _with_defaults(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rates_that_differ(before: dict[str, Any], now: Job, step: int) -> str | None:
-    """In words, that steps which were made would have had other learning rates in the job as it is now; None where they would not."""
+    """A message if past steps would have had other learning rates under the job as it is now; None if they would not."""
     rates = [
         [learning_rate(now.optimizer, i, steps) for i in range(step + 1)] for steps in (before["steps"], now.steps)
     ]

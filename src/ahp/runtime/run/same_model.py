@@ -1,4 +1,4 @@
-"""What a model is beside its name: its config as transformers reads it, or the modules of a factory. A file may change under a run."""
+"""Describes a model beyond its name, since a file can change between two starts: by its config as transformers reads it, or its modules."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NOT_COMPUTED = {
     "transformers_version", "dtype", "torch_dtype", "architectures", "_name_or_path", "use_cache", "auto_map",
     "_attn_implementation", "_attn_implementation_autoset", "_experts_implementation",
 }  # fmt: skip
-"""Keys of a config that change nothing of what a model computes, or that AHP decides itself."""
+"""Keys of a config that do not change what a model computes, or that AHP decides itself."""
 LIBRARIES = ("torch", "transformers")
 
 
 def described(model: str | dict[str, Any], module: nn.Module | None = None) -> dict[str, Any]:
-    """Plain data for meta.json. ``module``: what the model's description gives, on any device, where it is built already."""
+    """The model's description as plain data for meta.json. ``module``: the model itself, on any device, if it is already built."""
     from ahp.graph.models import build_model, load_config
 
     found: dict[str, Any] = {"versions": {name: version(name) for name in LIBRARIES}}
@@ -40,9 +40,9 @@ def described(model: str | dict[str, Any], module: nn.Module | None = None) -> d
 
 
 def model_differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """What of a model has changed, in words.
+    """What has changed in a model, in words.
 
-    Other versions of the libraries write the same model in other keys and modules: of them only what both have is compared.
+    Other library versions describe a model with other keys and modules: then only config keys that both have, and parameters, are compared.
     """
     alike = before.get("versions") == now.get("versions")
     yield from key_differences(before.get("config") or {}, now.get("config") or {}, "model", shared_only=not alike)
@@ -55,7 +55,7 @@ def model_differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[s
 def key_differences(
     before: dict[str, Any], now: dict[str, Any], prefix: str, *, shared_only: bool = False
 ) -> Iterator[str]:
-    """Keys that have other values, with both values; those that one side lacks count as None, or not at all."""
+    """Keys whose values differ, with both values. A key that one side lacks counts as None, or not at all with ``shared_only``."""
     for key in sorted({*before, *now}):
         old, new, name = before.get(key), now.get(key), f"{prefix}.{key}"
         if isinstance(old, dict) and isinstance(new, dict):
@@ -65,7 +65,7 @@ def key_differences(
 
 
 def _line_differences(before: list[str], now: list[str]) -> Iterator[str]:
-    """The first place where the modules, as torch prints them, are others."""
+    """The first place where the modules, as torch prints them, differ."""
     for kind, a0, a1, b0, b1 in SequenceMatcher(None, before, now, autojunk=False).get_opcodes():
         if kind != "equal":
             old, new = (" ".join("".join(part).split()) or "nothing" for part in (before[a0:a1], now[b0:b1]))

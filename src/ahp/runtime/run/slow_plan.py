@@ -1,8 +1,8 @@
 """What ``ahp plan`` would gain from treating a slow rank's device, or its node's links, as slow; ``python -m ahp.runtime.run.slow_plan FOLDER RANK RATIO
 REASON``.
 
-A search takes seconds of a processor: the first worker starts it as a process of its own at the lowest priority, without the GPUs, and
-looks now and then whether it is over. It writes ``slow-cluster.yaml``, from which the user can plan again, and one JSON object on its stdout.
+A search takes seconds of processor time: the first worker starts it as a separate process at the lowest priority, without the GPUs, and
+checks now and then whether it is over. It writes ``slow-cluster.yaml``, from which the user can plan again, and one JSON object on stdout.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ahp.runtime.run.folder import RunFolder
 
 LOWEST_PRIORITY = 19
 CLUSTER = "slow-cluster.yaml"
-"""In the run's folder."""
+"""File in the run's folder."""
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that would make it one of the ranks."""
+"""Variables that would make the search one of the ranks."""
 
 
 class SlowPlan:
-    """One search beside training."""
+    """One search that runs next to training."""
 
     def __init__(self, folder: RunFolder, rank: int, ratio: float, reason: str) -> None:
-        """``reason``: as of ``SlowRank``."""
+        """``reason``: as in ``SlowRank``."""
         self.rank = rank
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
         self.answer: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
@@ -42,7 +42,7 @@ class SlowPlan:
         )
 
     def read(self) -> dict[str, Any] | None:
-        """What it found, once it is over: ``words`` for people beside the figures; or ``error``."""
+        """The result once the search is over: figures, with ``words`` for people, or ``error``. None until then."""
         if self.process.poll() is None:
             return None
         self.answer.seek(0)
@@ -52,7 +52,7 @@ class SlowPlan:
             return {"error": f"the search ended with code {self.process.returncode}"}
 
     def close(self) -> None:
-        """End it, found or not."""
+        """End the search, whether it is over or not."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -60,7 +60,7 @@ class SlowPlan:
 
 
 def main(argv: list[str]) -> int:
-    """Search, and say what was found."""
+    """Search, and print what was found."""
     os.nice(LOWEST_PRIORITY)
     from ahp.errors import AhpError
 
@@ -85,7 +85,7 @@ def _found(folder: Path, rank: int, ratio: float, reason: str) -> dict[str, Any]
     graph = analyze(plan.model, plan.job, attention=plan.engine.attention)
     fixed = validated(Constraints, plan.fixed, "fixed")
     asked = problem(graph, Cluster.resolve(plan.cluster), plan.job, fixed, plan.engine.decided())
-    # A device whose rows come late takes longer for each of them, as one that computes slowly does.
+    # A device whose rows come late takes longer for each row, like a device that computes slowly.
     slowed = gain(asked, plan, rank, ratio, network=reason == "network")
     slowed.cluster.save(folder / CLUSTER)
     return slowed.plain()

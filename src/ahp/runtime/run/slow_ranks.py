@@ -1,8 +1,8 @@
-"""Ranks that are slower than their like: each of their steps is a step for which all others wait.
+"""Finds ranks that are slower than their like: all other ranks wait for each of their steps.
 
-As NVIDIA's resiliency extension does (straggler detection, docs of v0.4), a rank is compared with others, and with itself at its best
-where there are none like it. Its like are the ranks with the same stage of the pipeline, the same share of the batch and the same group of
-devices: stages of several lengths and mixed clusters differ as they were planned to.
+As in NVIDIA's resiliency extension (straggler detection, docs of v0.4), a rank is compared with others, or with itself at its best if there
+are none like it. Its like are the ranks with the same pipeline stage, the same share of the batch and the same group of devices: stages of
+several lengths and mixed clusters are planned to differ.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from ahp.runtime.run.own_time import STEPS, OwnTime, Stopwatch
 from ahp.words import seconds
 
 SLOW = 1.3
-"""Times what its like take. NVIDIA's extension calls a rank a straggler below 0.75 of the reference, which is 1.33."""
+"""A rank is slow from this multiple of its like's time. NVIDIA's extension calls a rank a straggler below 0.75 of the reference, i.e. 1.33."""
 OVER = 1.2
-"""[Empirical] A rank at the threshold is not told again and again."""
+"""[Empirical] A slow rank stays slow down to this multiple, so that a rank at the threshold is not reported again and again."""
 LEAST_EXCESS_S = 1e-3
-"""[Empirical] Steps of a few milliseconds differ by as much from rank to rank."""
+"""[Empirical] A smaller excess is ignored: steps of a few milliseconds differ by as much from rank to rank."""
 
 Reason = Literal["processor", "data", "network"]
 
 
 @dataclass(frozen=True)
 class SlowRank:
-    """One that the others wait for, and why."""
+    """A rank that the others wait for, and why."""
 
     rank: int
     host: str
     ratio: float
-    """Of its own time to that of its like."""
+    """Its own time (or its link's, for ``network``) divided by that of its like."""
     reason: Reason
     why: str
     since_step: int
@@ -55,7 +55,7 @@ class SlowRank:
 
 @dataclass(frozen=True)
 class Excess:
-    """By how much a rank is slower, and in what."""
+    """How much slower a rank is, and in what."""
 
     ratio: float
     reason: Reason
@@ -63,7 +63,7 @@ class Excess:
 
 
 def roles(plan: Plan) -> list[Hashable]:
-    """By rank, what ranks have in common that should take equally long."""
+    """The role of each rank: ranks with the same role should take equally long."""
     placement, batches = placement_of(plan), plan.parallelism.micro_batches(plan.job)
     found: list[Hashable] = [None] * plan.parallelism.world_size
     for stage, replicas in enumerate(ranks_by_stage(plan.parallelism)):
@@ -75,7 +75,7 @@ def roles(plan: Plan) -> list[Hashable]:
 
 
 def as_shares(times: Sequence[OwnTime], alike: Sequence[Hashable]) -> list[OwnTime]:
-    """Of GPUs, whose computing is that of a few products: as if a step of their like were products but for the wait for data."""
+    """Times of GPUs, whose computing is timed on a few products, scaled so that a role's median is a step without its wait for data."""
     step_s = min(time.step_s - time.waiting_for_data_s for time in times)
     usual = {role: median(t.computing_s for t, r in zip(times, alike, strict=True) if r == role) for role in alike}
     pairs = zip(times, alike, strict=True)
@@ -83,7 +83,7 @@ def as_shares(times: Sequence[OwnTime], alike: Sequence[Hashable]) -> list[OwnTi
 
 
 def excess(time: OwnTime, like: OwnTime, threshold: float) -> Excess | None:
-    """Whether a rank is so much slower, and the part of its time in which it is the most."""
+    """How much slower a rank is, and in which part of its time the most; None below the threshold."""
     over = [ours - theirs for ours, theirs in zip(time[:3], like[:3], strict=True)]
     ratio = sum(time[:3]) / sum(like[:3]) if sum(like[:3]) else 1.0
     if ratio < threshold or sum(over) < LEAST_EXCESS_S:
@@ -96,14 +96,14 @@ def excess(time: OwnTime, like: OwnTime, threshold: float) -> Excess | None:
 
 @dataclass
 class Judge:
-    """Compares what ranks took, window by window."""
+    """Compares the times of ranks, window by window."""
 
     alike: Sequence[Hashable]
     best: dict[int, OwnTime] = field(default_factory=dict)
-    """By rank, of the window in which it was the fastest."""
+    """Each rank's times in its fastest window so far, keyed by rank."""
 
     def after(self, times: Sequence[OwnTime], standing: Sequence[int] = ()) -> dict[int, Excess]:
-        """The ranks that are slow, ``standing`` those that were in the window before."""
+        """The ranks that are slow now; ``standing``: the ranks that were slow in the window before."""
         found = {}
         pace = {rank: _own_s(time) / _own_s(self.best[rank]) for rank, time in enumerate(times) if rank in self.best}
         for rank, time in enumerate(times):
@@ -117,7 +117,7 @@ class Judge:
         return found
 
     def _like(self, rank: int, times: Sequence[OwnTime], pace: dict[int, float]) -> OwnTime | None:
-        """What a rank's like took; of one that has none what it took itself, were it as much slower now as the others are."""
+        """The times of a rank's like; for a rank without like, its own best times, scaled by how much slower the others are now."""
         others = [time for other, time in enumerate(times) if other != rank and self.alike[other] == self.alike[rank]]
         if others:
             return OwnTime(*map(median, zip(*others, strict=True)))
@@ -129,7 +129,7 @@ class Judge:
 
 
 def slow_links(links_s: Sequence[float]) -> dict[int, Excess]:
-    """Ranks whose faster link to another host is slow, beside those of the other ranks."""
+    """Ranks whose faster link to another host is slow compared with the links of the other ranks."""
     found = {}
     for rank, link in enumerate(links_s):
         others = [other for at, other in enumerate(links_s) if at != rank and other]
@@ -141,7 +141,7 @@ def slow_links(links_s: Sequence[float]) -> dict[int, Excess]:
 
 
 class SlowRanks:
-    """Watches the ranks of a run. All of them call it alike; every ``STEPS`` steps they tell each other five numbers."""
+    """Watches the ranks of a run. All ranks call its methods; every ``STEPS`` steps they exchange the numbers of ``OwnTime``."""
 
     def __init__(self, plan: Plan, ranks: Ranks) -> None:
         self.plan, self.ranks = plan, ranks
@@ -152,16 +152,16 @@ class SlowRanks:
         self.least_step_s: float | None = None
 
     def step(self, data_wait_s: float) -> AbstractContextManager[None]:
-        """What a step is taken within."""
+        """The context that a step runs in."""
         return nullcontext() if self.watch is None else self.watch.step(data_wait_s)
 
     def told(self) -> HostCopy | None:
-        """What all ranks took, on its way, where so many steps are over. Collective."""
+        """The times of all ranks, on their way to the host, every ``STEPS`` steps; None otherwise. Collective."""
         own = self.watch.read() if self.watch is not None else None
         return None if own is None else self._gathered(own)
 
     def after(self, step: int, told: HostCopy | None, say: Callable[[str], None]) -> bool:
-        """Compare what the ranks told; whether there are other slow ranks now. Collective, where it has to time links."""
+        """Compare the ranks' times. Returns whether ranks are slow now or were before. Collective: the first call, and when links are timed."""
         if told is None:
             return False
         if self.judge is None:
@@ -190,7 +190,7 @@ class SlowRanks:
         return found
 
     def _on_links(self, step_s: float) -> dict[int, Excess]:
-        """Links are timed at first, and where steps are slower than they were though no rank is: nothing is sent for it in between."""
+        """Ranks with slow links, timed only at first, when steps got slower though no rank did, and while a slow link stands."""
         first = self.least_step_s is None
         slower = self.least_step_s is not None and step_s >= SLOW * self.least_step_s
         self.least_step_s = min(step_s, self.least_step_s or step_s)

@@ -1,4 +1,4 @@
-"""What a few steps of a run do when: torch's profiler, and on a GPU the history of its memory (``run.profile``)."""
+"""Profiles a few steps of a run with torch's profiler, and on a GPU records the history of its memory (``run.profile``)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ahp.runtime.torch_compat import begin_memory_history, end_memory_history
 
 
 class StepProfile:
-    """Of every rank, from the beginning of the first of some steps to the end of the last: ``rank-N.json.gz`` for ui.perfetto.dev,
-    ``memory-rank-N.pickle`` for pytorch.org/memory_viz. Files that are there already are replaced."""
+    """One profile per rank, from the beginning of the first step to the end of the last: ``rank-N.json.gz`` for ui.perfetto.dev,
+    ``memory-rank-N.pickle`` for pytorch.org/memory_viz. Existing files are replaced."""
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path, rank: int, device: torch.device) -> None:
-        """``steps``: the first and the last one, as metrics.jsonl counts them."""
+        """``steps``: the first and the last step to profile, counted as in metrics.jsonl."""
         self.steps, self.folder, self.rank, self.device = steps, folder, rank, device
         self.running: Any = None
 
     def alone(self, step: int) -> bool:
-        """Whether the device must have done everything before this step, and this step before the next: so that the profile has its own
-        steps alone."""
+        """Whether this step must be over before the next is queued, so that the profile holds its own steps only: the step before the
+        first, and the last."""
         return self.steps is not None and step in (self.steps[0] - 1, self.steps[1])
 
     def step(self, step: int) -> AbstractContextManager[Any]:
-        """What a step is taken within."""
+        """The context that a step runs in."""
         if self.steps is None or not self.steps[0] <= step <= self.steps[1]:
             return nullcontext()
         if self.running is None:
@@ -38,7 +38,7 @@ class StepProfile:
         return record_function(f"step {step}")
 
     def after(self, step: int) -> None:
-        """Write the files where this was the last of the steps."""
+        """Write the files if this was the last step to profile."""
         if self.steps is not None and step >= self.steps[1]:
             self.close()
 

@@ -1,6 +1,6 @@
-"""A wish to stop, noted when it comes and looked at between steps.
+"""A request to stop, noted when it comes and checked between steps.
 
-Free of torch, so that a worker can listen before it spends seconds on imports.
+Does not import torch, so that a worker can listen before it spends seconds on imports.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def cause_of(number: int) -> str:
 
 
 def exit_code_of(number: int) -> int:
-    """128 + the signal, as shells have it; a launcher that has gone was most likely killed."""
+    """128 + the signal's number, as in shells; a launcher that is gone was most likely killed."""
     return 128 + (signal.SIGKILL if number == LAUNCHER_GONE else number)
 
 
 class Stopped(BaseException):
-    """A signal to stop came where there is nothing to finish first."""
+    """A signal to stop came while there is nothing to finish first."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -40,7 +40,7 @@ class Stopped(BaseException):
 
 @contextmanager
 def stops_at_once() -> Iterator[None]:
-    """Within, a signal to stop raises Stopped."""
+    """Inside the block, a signal to stop raises Stopped."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stopped(number)
@@ -55,9 +55,9 @@ def stops_at_once() -> Iterator[None]:
 
 @dataclass
 class StopRequest:
-    """Remembers that a signal to stop came; the loop looks at it between steps.
+    """Remembers that a signal to stop came; the loop checks it between steps.
 
-    A parent that has gone counts as a wish to stop: nobody could stop an orphan otherwise.
+    A parent that is gone counts as a request to stop: nobody could stop an orphan otherwise.
     """
 
     received: int = 0
@@ -69,7 +69,7 @@ class StopRequest:
 
     @contextmanager
     def ending_at_once(self) -> Iterator[None]:
-        """Within, a signal to stop ends the process: nothing is left to save, and what it does may wait in C++ for seconds."""
+        """Inside the block, a signal to stop ends the process: nothing is left to save, and its code may wait in C++ for seconds."""
         before = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
         try:
             yield

@@ -1,7 +1,7 @@
-"""Keeps a run's newest checkpoint in an object store too, and takes it from there where the run's folder has lost it.
+"""Copies a run's newest checkpoint to an object store, and fetches it from there if the run's folder has lost it.
 
-The run's folder stays what a run goes on from. Whoever started the workers copies what is complete there, in a thread: no step waits for a
-store, and what a store does not take is said, counted and tried again.
+A run still continues from its folder. The process that started the workers copies complete checkpoints in a thread: no step waits for a
+store, and a failed copy is reported, counted and tried again.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ahp.runtime.run.progress import say
 from ahp.runtime.run.stop_signal import Stopped, stops_at_once
 
 LOOK_S = 2.0
-"""Between two looks for a new checkpoint: they come every 30 s at most (``best_interval.py``) where nothing else is asked for."""
+"""Time between two looks for a new checkpoint. By default checkpoints come every 30 s at most (``best_interval.py``)."""
 RETRY_S = 60.0
-"""[Empirical] After a store has failed: fsspec's own libraries have tried for seconds by then."""
+"""[Empirical] Time to the next try after a store has failed: fsspec's own libraries have tried for seconds by then."""
 
 
 @dataclass
 class StoredCheckpoints:
-    """Of one run."""
+    """The stored checkpoints of one run."""
 
     store: CheckpointStore
     folder: RunFolder
@@ -37,13 +37,13 @@ class StoredCheckpoints:
     """How often the store did not take a checkpoint."""
     last_failure: str | None = None
     copied: tuple[int, Manifest] | None = None
-    """The newest that is known to be there: its step and files."""
+    """The newest checkpoint known to be in the store: its step and files."""
     ended: threading.Event = field(default_factory=threading.Event)
 
     def fetch(self) -> None:
-        """Put the store's newest checkpoint into the run's folder where that has none as new. What is damaged there is passed over, and said.
+        """Copy the store's newest checkpoint into the run's folder if that has none as new. Damaged ones are passed over with a message.
 
-        Raises BadInput where the folder has no checkpoint, and the store cannot be asked or has no whole one: a start would begin at step 0.
+        Raises BadInput if the folder has no checkpoint and the store cannot be read, or has only unusable ones: a start would begin at step 0.
         """
         newest = max((checkpoint.step for checkpoint in self.folder.checkpoints()), default=None)
         try:
@@ -74,7 +74,7 @@ class StoredCheckpoints:
 
     @contextmanager
     def kept_up(self) -> Iterator[None]:
-        """Within, a thread copies each new checkpoint; at the end the newest is waited for, until the next signal to stop."""
+        """Inside the block, a thread copies each new checkpoint; the end waits for the newest copy, or for the next signal to stop."""
         self.ended.clear()
         thread = threading.Thread(target=self._keep_up, name="checkpoint-store", daemon=True)
         thread.start()
@@ -103,7 +103,7 @@ class StoredCheckpoints:
             self.ended.wait(LOOK_S if went_well else RETRY_S)
 
     def _copy_newest(self) -> bool:
-        """Copy the newest complete checkpoint unless it is there; older ones that came meanwhile are not missed. False where that failed."""
+        """Copy the newest complete checkpoint unless the store has it; older ones in between are skipped. Returns False if it failed."""
         checkpoint = max(self.folder.checkpoints(), key=lambda found: found.step, default=None)
         if checkpoint is None:
             return True
@@ -116,7 +116,7 @@ class StoredCheckpoints:
             self.store.keep_newest(self.keep, put=checkpoint.step)
         except Exception as error:
             if not checkpoint.path.exists():
-                return True  # newer ones have taken its place in the run's folder
+                return True  # newer checkpoints have taken its place in the run's folder
             self.failures, self.last_failure = self.failures + 1, reason(error)
             say(
                 f"the checkpoint of step {checkpoint.step} is not in {self.store.url} ({self.last_failure}); training goes on with the run's "

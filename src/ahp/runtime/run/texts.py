@@ -1,4 +1,4 @@
-"""What a job is trained on, made ready, and checked against the job before anything else of a run starts."""
+"""Prepares the texts that a job is trained on, and checks them against the job before anything else of a run starts."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Texts:
-    """Tokenised text in the cache, the same for every layout."""
+    """Tokenized text in the cache, the same for every layout."""
 
     corpora: tuple[str, ...]
-    """Folders of what is trained on, one for each text of ``job.data``."""
+    """Folders of the training text, one for each text of ``job.data``."""
     validation: str | None
-    """Folder of the held-out text, where it is other text."""
+    """Folder of the held-out text, if that is separate text."""
     fingerprint: str
-    """Of what is trained on: a run goes on with the same alone."""
+    """Fingerprint of the training text: a run continues only with the same text."""
 
     def check(self, *, verify: bool) -> None:
-        """Raises Damaged where this node does not see them, since its cache may be its own; ``verify``: or not as they were written."""
+        """Raises Damaged if this node does not see the folders, since its cache may be its own; with ``verify``, also if bytes have changed."""
         for folder in (*self.corpora, self.validation):
             if folder is not None:
                 read(Path(folder), verify=verify)
 
 
 def prepare_texts(plan: Plan, run: RunFolder | None = None) -> Texts:
-    """Tokenise the text of a plan's job, or find it in the cache. Of the plan its model, weights and job are looked at, not its layout;
-    the weights not where ``run`` goes on from a checkpoint.
+    """Tokenize the text of a plan's job, or find it in the cache. Uses the plan's model, weights and job, not its layout; and the weights
+    only if ``run`` has no checkpoint to continue from.
 
-    Raises BadInput for all that would only be told by a worker: weights of another model, sequences longer than the model takes, text
-    that cannot be read, or is less than a batch.
+    Raises BadInput for all that only a worker would notice otherwise: weights of another model, sequences longer than the model takes,
+    text that cannot be read, or is less than a batch.
     """
     from ahp.runtime.data.job_batches import batches_for, fingerprint_of, validation_batches_for
 
     job = plan.job
-    for text in job.texts:  # at once: of a model that is new, what it reads takes seconds of imports
+    for text in job.texts:  # first, because ``what_it_reads`` takes seconds of imports for a new model
         refuse_missing(text, "job.data")
     if isinstance(job.validation, str):
         refuse_missing(job.validation, "job.validation")
@@ -70,8 +70,8 @@ def prepare_texts(plan: Plan, run: RunFolder | None = None) -> Texts:
 
 
 def what_it_reads(model: Any, sequence_length: int) -> tuple[bool, int]:
-    """Whether a model's labels are not shifted, and how many tokens it knows. Kept beside its graphs: whoever asks again, as the launcher of
-    a run that goes on, imports no transformers. Raises BadInput where the model cannot be built, or takes no sequences of that length."""
+    """Whether a model's labels are unshifted (a masked model), and its vocabulary size. Kept next to its graphs, so that a second call, e.g.
+    of a continued run's launcher, imports no transformers. Raises BadInput if the model cannot be built or takes no sequences that long."""
     from ahp.graph.kept import kept
 
     def found() -> tuple[bool, int]:
@@ -88,7 +88,7 @@ def what_it_reads(model: Any, sequence_length: int) -> tuple[bool, int]:
 
 
 def _check_weights(model: Any, folder: str) -> None:
-    """Raises BadInput where the weights in a folder are another model's."""
+    """Raises BadInput if the weights in a folder are another model's."""
     from ahp.graph.models import build_model
     from ahp.runtime.weights.pretrained import check_folder
 
@@ -109,7 +109,7 @@ def _prepared(plan: Plan, key: str, data: str, words: int, masked: bool, tokeniz
 
 
 def vocabulary_size(model: Any) -> int:
-    """Tokens that a model can embed: its config's ``vocab_size``, else the rows of its first embedding."""
+    """Number of tokens that a model can embed: its config's ``vocab_size``, else the rows of its first embedding."""
     from torch import nn
 
     from ahp.graph.models import build_model, load_config

@@ -1,4 +1,4 @@
-"""Trackers beside metrics.jsonl: TensorBoard and Weights & Biases (extra [track])."""
+"""Trackers in addition to metrics.jsonl: TensorBoard and Weights & Biases (extra [track])."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ahp.errors import bad_input
 from ahp.plan import Plan
 
 NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}
-"""The module that each tracker is."""
+"""The module that each tracker needs."""
 
 
 class Tracker(Protocol):
-    """Where the figures of each step go."""
+    """Receives the figures of each step."""
 
     def log(self, record: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
@@ -29,13 +29,13 @@ class TensorBoard:
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # What an earlier start wrote after its checkpoint is computed again, so it is not shown.
+        # Steps that an earlier start wrote after its checkpoint are computed again, so they are not shown.
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
     def log(self, record: dict[str, Any]) -> None:
         for key, value in _figures(record).items():
             self.writer.add_scalar(key, value, record["step"])
-        # Where TensorFlow is installed its buffer may keep steps for 120 s: a killed run goes on from a checkpoint, and those before would be lost.
+        # TensorFlow, if installed, can buffer steps for 120 s: a killed run continues from a checkpoint and would lose buffered steps before it.
         self.writer.flush()
 
     def close(self) -> None:
@@ -43,9 +43,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One run of the project ``ahp``, the same one when a folder's run goes on. WANDB_MODE=offline keeps it on this machine.
+    """One run of the project ``ahp``, the same one when a folder's run continues. WANDB_MODE=offline keeps it on this machine.
 
-    It ignores a step that is not above the last one: of steps that are computed again it keeps the first values (docs/train/run-folder.md).
+    W&B ignores a step that is not above the last one: steps that are computed again keep their first values (docs/train/run-folder.md).
     """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
@@ -74,14 +74,14 @@ def check(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of a run; they begin with the first record, so that they know from which step on it goes on."""
+    """The trackers of a run. They start with the first record, so that they know from which step the run continues."""
 
     def __init__(self, names: Sequence[str], folder: Path, plan: Plan) -> None:
         self.names, self.folder, self.plan = tuple(dict.fromkeys(names)), folder, plan
         self.started: list[Tracker] | None = None
 
     def log(self, record: dict[str, Any]) -> None:
-        """Hand on one step's record of metrics.jsonl."""
+        """Pass on one step's record of metrics.jsonl."""
         if self.started is None:
             self.started = [self._start(name, record["step"]) for name in self.names]
         for tracker in self.started:
@@ -98,5 +98,5 @@ class Trackers:
 
 
 def _figures(record: dict[str, Any]) -> dict[str, float]:
-    """The record without its step, and without what was not there at this one."""
+    """The record without its step, and without values that this step lacks."""
     return {key: float(value) for key, value in record.items() if key != "step" and value is not None}

@@ -1,4 +1,4 @@
-"""Runs a plan to the end: starts the workers or joins them, watches, and says how it went."""
+"""Runs a plan to the end: starts the workers or joins them, watches them, and reports the outcome."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ WORKER = "ahp.runtime.run.worker"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended that did not fail; a failed one raises."""
+    """How a run ended without a failure; a failed run raises."""
 
     folder: Path
     status: Status
     already_done: bool = False
-    """Nothing was left to do: the folder held the finished run."""
+    """The folder already held the finished run: nothing was left to do."""
 
     @property
     def exit_code(self) -> int:
@@ -59,11 +59,11 @@ class Outcome:
 
 
 class Trainer:
-    """Trains a plan in a folder; the same plan and folder again continue where the last complete checkpoint is.
+    """Trains a plan in a folder. The same plan and folder again continue from the last complete checkpoint.
 
-    The layout may change between two starts, the job and the model may not. Under torchrun (its variables are set)
-    every rank makes its own Trainer and they join; otherwise ``run`` starts the workers on this node. ``texts``: of the plan's job,
-    where they are prepared already; ``extend``: see ``check_same_job``.
+    The layout may change between two starts; the job and the model may not. Under torchrun (its variables are set)
+    every rank makes its own Trainer and they join; otherwise ``run`` starts the workers on this node. ``texts``: the texts of
+    the plan's job, if they are already prepared; ``extend``: see ``check_same_job``.
 
     Example::
 
@@ -92,9 +92,9 @@ class Trainer:
         texts: Texts | None = None,
         replan: Callable[[int], Plan] | None = None,
     ) -> None:
-        """Every argument is the key of that name under ``run`` in config.yaml (docs/config.md). Raises BadInput for its values.
+        """The run settings are the keys of the same names under ``run`` in config.yaml (docs/config.md). Raises BadInput for bad values.
 
-        ``replan``: a plan of the same job for so many workers, where fewer are left or more are back; without it the plan is started as it is.
+        ``replan`` plans the same job for another number of workers, when places are lost or back; without it a lost place ends the run.
         """
         checkpoint_interval(checkpoint_every)
         if on_nan not in get_args(OnNan):
@@ -131,8 +131,8 @@ class Trainer:
         self.elastic.refuse_more(plan.parallelism.world_size, "the plan's degrees")
 
     def run(self) -> Outcome:
-        """Train to the last step, or until SIGINT, SIGTERM or SIGUSR1, which end it with a checkpoint. Workers that fail are started again, as often
-        as ``run.elastic`` says.
+        """Train to the last step, or until SIGINT, SIGTERM or SIGUSR1, which end the run with a checkpoint. Workers that fail are started
+        again as often as ``run.elastic`` allows.
 
         Raises:
             BadInput: the folder holds another job, or the data cannot be used.
@@ -175,7 +175,7 @@ class Trainer:
         return self._order(device_for(self.plan, self.plan.parallelism.world_size), self._texts())
 
     def _take_up_again(self, failed: TrainingFailed, workers: int, order: WorkerSettings) -> WorkerSettings:
-        """Put the folder back to the newest checkpoint, plan again where places are lost, and say so; the settings of the next start."""
+        """Reset the folder to the newest checkpoint, plan again if places are lost, and report it. Returns the settings of the next start."""
         cause = str(failed).splitlines()[0]
         step = self._saved_step()
         say(f"{cause}. Starting again from {f'the checkpoint of step {step}' if step else 'the first step'}")
@@ -198,7 +198,7 @@ class Trainer:
         return self._own_order()
 
     def _grow(self, restarts: Restarts, order: WorkerSettings) -> WorkerSettings:
-        """Plan for the places that are tried again, once the workers have saved; the settings of the next start."""
+        """Plan for the lost places that are tried again, after the workers have saved. Returns the settings of the next start."""
         before, workers = self.plan.parallelism.world_size, restarts.grown()
         if workers != before:
             try:
@@ -211,7 +211,7 @@ class Trainer:
 
     @contextmanager
     def _in_history(self) -> Iterator[None]:
-        """Write down that workers start, and how they ended."""
+        """Record in the run's history that workers start, and how they ended."""
         p = self.plan.parallelism
         start = run_history.Start(_now(), p.short(), p.world_size, self._saved_step())
         run_history.began(self.folder.history_file, start)
@@ -224,7 +224,7 @@ class Trainer:
         except TrainingFailed as failed:
             why, kind = str(failed), failed.kind
             raise
-        except Exception as error:  # of the first worker, which may only have lost the one that failed
+        except Exception as error:  # raised by the first worker, which may only have lost a peer that failed
             first = failure.read(self.folder)
             why, kind = (str(error), type(error).__name__) if first is None else (first.message, first.kind)
             raise
@@ -232,7 +232,7 @@ class Trainer:
             self._end_in_history(_now(), why, kind)
 
     def _end_in_history(self, ended: str, why: str, kind: str | None) -> None:
-        """``why``: its first line is kept; ``kind``: of a failure, None where it was none."""
+        """``why``: only its first line is kept; ``kind``: the kind of failure, None for none."""
         steps = {"last_step": failure.last_step(self.folder), "saved_step": self._saved_step()}
         began = run_history.starts(self.folder.history_file)
         first_step = began[-1].first_step if began else 0
@@ -241,12 +241,12 @@ class Trainer:
         run_history.ended(self.folder.history_file, ended=ended, **steps, **told, **useful)
 
     def _end_open_start(self, done: str | None) -> bool:
-        """Write down how the last start ended where whoever would have done so was killed; whether that was so. ``done``: why, where it did all."""
+        """Record how the last start ended, if it was killed before it could. Returns whether it was. ``done``: why, if all steps were made."""
         history = run_history.starts(self.folder.history_file)
         if not history or history[-1].ended is not None:
             return False
         seen = read_heartbeat(self.folder.status_file) or history[-1].began
-        first = failure.read(self.folder)  # by another rank, or a launcher
+        first = failure.read(self.folder)  # written by another rank or a launcher
         if done is not None:
             self._end_in_history(seen, done, None)
         elif first is not None:
@@ -256,7 +256,7 @@ class Trainer:
         return True
 
     def _as_it_failed(self, order: WorkerSettings) -> WorkerSettings:
-        """The settings with how often workers fail, as the cluster says and as the run's starts went."""
+        """The settings with the failure rate of the workers, from the cluster and the run's past starts."""
         rate = (self.plan.cluster or {}).get("failures_per_device_hour")
         history = run_history.starts(self.folder.history_file)
         return replace(order, failures_per_s=failures_per_s(rate, history, self.plan.parallelism.world_size))
@@ -275,8 +275,8 @@ class Trainer:
             raise
 
     def _status_after(self, stopped: int, growing: bool) -> Status:
-        """What the workers left in status.json, in the words of the signal that the user sent (0 for none). ``growing``: they were asked to stop
-        for more of them to go on."""
+        """The status that the workers left. ``stopped``: the signal that the user sent, 0 for none; it becomes the cause of an interrupted run.
+        ``growing``: the workers were asked to stop so that more can start."""
         status = self.folder.status()
         if growing and not stopped and status is not None and status.state == "interrupted":
             status = replace(status, cause="a lost place is tried again")
@@ -286,11 +286,11 @@ class Trainer:
         if not stopped or (status is not None and status.state == "done"):
             assert status is not None, "the workers ended well and left no status"
             return status
-        # Workers are always told with SIGTERM; a stop before they listen finds them without a status of their own.
+        # Workers are always stopped with SIGTERM; those that do not listen yet leave no status of their own.
         return self._interrupted(stopped)
 
     def _interrupted(self, number: int) -> Status:
-        """What status.json says after a signal that found no step to finish; who has the folder writes it."""
+        """The status of a run that a signal stopped. Only a process that holds the folder writes it to status.json."""
         status = Status("interrupted", self._saved_step(), f"stopped by {signal.Signals(number).name}", 128 + number)
         if self.folder.is_held:
             self.folder.write_status(status)
@@ -309,7 +309,7 @@ class Trainer:
             finished = workers.decided_by_first(lambda: self._begin(kept), Outcome | None)
             if finished is not None:
                 return finished
-            self.plan = with_kept_model(self.plan, self.folder)  # on the other ranks too
+            self.plan = with_kept_model(self.plan, self.folder)  # the other ranks need it too
             order = self._as_it_failed(self._order(device, self._texts_of(workers)))
         set_gpu_variables(self.folder.log_folder)
         stop = StopRequest()
@@ -324,26 +324,26 @@ class Trainer:
         return self._ended(status) if workers.is_first else Outcome(self.folder.path, status)
 
     def _ended(self, status: Status) -> Outcome:
-        """The outcome, once status.json has the end of the last start too."""
+        """The outcome, after writing status.json again with the end of the last start."""
         self.folder.write_status(status)
         return Outcome(self.folder.path, status)
 
     def _begin(self, kept: ExitStack) -> Outcome | None:
-        """Take the folder, check it against the plan, write the plan into it; the outcome when nothing is left to do."""
+        """Lock the folder, check it against the plan, and write the plan into it. Returns the outcome if nothing is left to do."""
         self.folder.create()
         kept.enter_context(self.folder.held())
         if self.stored is not None:
             self.stored.fetch()
         self.plan = with_kept_model(self.plan, self.folder)
         extended = check_same_job(self.folder, self.plan, extend=self.extend)
-        if self.stored is not None:  # of a run that is done too, whose last checkpoint the store may not have taken
+        if self.stored is not None:  # for a finished run too: the store may lack its last checkpoint
             kept.enter_context(self.stored.kept_up())
         finished = self.folder.finished(self.plan.job)
         if finished is not None:
-            self.folder.discard_unfinished()  # a kill after the last checkpoint left those that were to go
+            self.folder.discard_unfinished()  # files left by a kill after the last checkpoint
             self.folder.keep_newest(self.often["keep"])
             if self._end_open_start(finished.cause or finished.state):
-                self.folder.write_status(finished)  # which has the starts too
+                self.folder.write_status(finished)  # status.json lists the starts too
             return Outcome(self.folder.path, finished, already_done=True)
         self._end_open_start(None)
         self._refuse_what_fails_alike()
@@ -360,7 +360,7 @@ class Trainer:
         return None
 
     def _refuse_what_fails_alike(self) -> None:
-        """Raises TrainingFailed where the launcher of several nodes has started the workers so often, and each time one step failed alike."""
+        """Raises TrainingFailed if the last ``SAME_FAILURES`` starts by a multi-node launcher failed at the same step in the same way."""
         last = run_history.starts(self.folder.history_file)[-SAME_FAILURES:]
         alike = all(start.failed for start in last) and len({(start.last_step, start.kind) for start in last}) == 1
         if alike and starts_since_launch() > len(last) == SAME_FAILURES:
@@ -370,10 +370,10 @@ class Trainer:
             )
 
     def _take_up(self, cause: str | None = None) -> int:
-        """Put the folder back to its newest checkpoint, and write the plan into it: how many of the steps up to that have a line in
-        metrics.jsonl. ``cause``: of this start, for status.json."""
+        """Reset the folder to its newest checkpoint and write the plan into it. Returns how many steps up to that one have a line in
+        metrics.jsonl. ``cause``: why this start happens, for status.json."""
         if cause is not None and self.stored is not None:
-            self.stored.fetch()  # workers may have put damaged ones away
+            self.stored.fetch()  # workers may have put damaged checkpoints away
         self.folder.refuse_lost_checkpoints()
         failure.forget(self.folder)
         self.folder.forget_notes()
@@ -419,13 +419,13 @@ class Trainer:
         if ended.killed:
             rank, number = next(iter(ended.killed.items()))
             hint = " (often because the system is out of memory)" if number == signal.SIGKILL else ""
-            # NCCL's watchdog aborts those that wait for the one that hangs.
+            # SIGABRT names no culprit: NCCL's watchdog aborts the workers that wait for the one that hangs.
             gone = [] if number == signal.SIGABRT else [rank]
             text = f"worker {rank} was ended by {number.name} after step {step}{hint}; {logs}"
             return self._of_rank(text, step, number.name, gone, may_pass=True)
         cause = failure.read(self.folder)
         if cause is not None:
-            # What fails before the first step of all is a fault of the job rather than of a machine.
+            # A failure before the very first step is the job's fault rather than a machine's.
             may_pass = cause.may_pass and step > 0
             text = f"{cause.message}\n{logs}"
             return self._of_rank(text, step, cause.kind, cause.missing, may_pass=may_pass, exit_code=cause.exit_code)
@@ -435,7 +435,7 @@ class Trainer:
     def _of_rank(
         self, text: str, step: int, kind: str, ranks: Sequence[int], *, may_pass: bool, exit_code: int = 1
     ) -> TrainingFailed:
-        """A failure with the rank that it is one of, where there is one alone."""
+        """A failure, with its rank if exactly one is known."""
         rank = ranks[0] if len(ranks) == 1 else None
         saved = self._saved_step()
         return TrainingFailed(text, exit_code, step=step, kind=kind, rank=rank, saved_step=saved, may_pass=may_pass)
@@ -447,7 +447,7 @@ class Trainer:
         )  # fmt: skip
 
     def _texts_of(self, workers: Preparation) -> Texts:
-        """What the first worker prepares and verifies; on a node that does not see its cache, or whose own is damaged, made once more."""
+        """The texts that the first worker prepares and verifies. A node without its cache, or with a damaged one, prepares them again."""
 
         def prepared() -> Texts:
             with self._reported():
@@ -457,7 +457,7 @@ class Trainer:
 
         def seen() -> Texts:
             try:
-                # One worker of a node reads every byte; the first of all has.
+                # One worker per node reads every byte; the first worker of all already has.
                 found.check(verify=not workers.is_first and os.environ.get("LOCAL_RANK", "0") == "0")
             except BadInput:
                 return prepare_texts(self.plan, self.folder)
@@ -466,7 +466,7 @@ class Trainer:
         return workers.done_by_all(seen)
 
     def _texts(self) -> Texts:
-        """Checked against the job, so that nothing is refused after the workers were started."""
+        """The texts, checked against the job so that nothing is refused after the workers have started."""
         texts = self.texts or prepare_texts(self.plan, self.folder)
         keep(self.plan, self.folder)
         return texts
@@ -485,4 +485,4 @@ def _now() -> str:
 
 
 def _nothing(record: dict[str, Any]) -> None:
-    """Ranks beside the first show no progress."""
+    """Ranks other than the first show no progress."""

@@ -1,4 +1,4 @@
-"""The loss on held-out text: forward alone, without dropout, the same under every plan."""
+"""The loss on held-out text: forward only, without dropout, the same under every plan."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ahp.runtime.ranks.mesh import Mesh
 def evaluate(
     runner: Runner, mesh: Mesh, micro_batch_size: int, parts: Iterable[tuple[Inputs, torch.Tensor]], seed: int
 ) -> float:
-    """Mean loss over the scored tokens of some global batches, of which each rank gives its rows. Collective.
+    """Mean loss over the scored tokens of some global batches; each rank gives its rows. Collective.
 
-    ``parts``: what the model is called with and unshifted labels, int64 [rows, sequence] each. ``seed``: of the random numbers of a
-    model that draws some here too, alike at each look.
+    ``parts``: the model's inputs and unshifted labels, int64 [rows, sequence] each. ``seed``: for models that draw random numbers in
+    evaluation too, the same at each validation.
     """
     stages = runner.stages.values()
     for stage in stages:
@@ -45,7 +45,7 @@ def evaluate(
 def _batch(
     runner: Runner, mesh: Mesh, micro_batch_size: int, inputs: Inputs, labels: torch.Tensor
 ) -> tuple[float, int]:
-    """Mean loss of one global batch, and how many tokens it scores; the same on every rank."""
+    """Mean loss of one global batch, and its number of scored tokens; the same on every rank."""
     scored = PendingCount(count_scored(labels, causal=runner.loss.causal), mesh.data.get_group())
     runner.loss.total = scored
     pairs = split_rows(inputs, labels, micro_batch_size)

@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What the launcher asks of every rank."""
+    """The settings that the launcher gives to every rank."""
 
     corpora: Sequence[str]
-    """Folders of the tokenised texts, one for each of ``job.data``."""
+    """Folders of the tokenized texts, one for each of ``job.data``."""
     device: Literal["cpu", "cuda"]
     checkpoint_every: int | str
     keep: int
     validation: str | None = None
-    """Folder of the tokenised held-out text, where it is not a share of the other."""
+    """Folder of the tokenized held-out text, if it is not a share of the training text."""
     validate_every: int = 50
     validation_batches: int = 4
     evaluation: str | None = None
@@ -51,9 +51,9 @@ class WorkerSettings:
     on_nan: OnNan = "stop"
     profile_steps: Sequence[int] | None = None
     failures_per_s: float = 1e-6
-    """Of all workers, as the cluster and the run's starts say (``best_interval.py``)."""
+    """Failure rate of all workers together, from the cluster and the run's past starts (``best_interval.py``)."""
     gpus: Sequence[int] | None = None
-    """By a worker's number on its node, where some are left out; None: each takes that of its own number."""
+    """The GPU of each worker by its number on the node, if some GPUs are left out; None: each takes the GPU of its own number."""
 
 
 def run_rank(
@@ -63,9 +63,9 @@ def run_rank(
     stop: StopRequest,
     on_step: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> Status:
-    """Train this rank's part of the plan, from the last checkpoint to the end or to a stop; every rank calls it.
+    """Train this rank's part of the plan, from the last checkpoint to the end or to a stop. Every rank calls this.
 
-    Errors are left in the folder (``ahp.runtime.run.failure``) and raised.
+    Errors are recorded in the folder (``ahp.runtime.run.failure``) and raised again.
     """
     with GarbageCollection() as garbage:
         import torch
@@ -76,7 +76,7 @@ def run_rank(
         try:
             if order.gpus is not None:
                 torch.cuda.set_device(order.gpus[int(os.environ["LOCAL_RANK"])])
-            # Before ranks join: one that has planned for all has imported transformers, and would wait for the imports of the others in a collective.
+            # Before ranks join: the rank that planned has imported transformers, and would wait in a collective while the others import it.
             module = build_model(plan.model, device="meta", attention=plan.engine.attention)
             with (
                 joined(order.device, plan, collective_timeout_s=order.collective_timeout_s) as ranks,
@@ -121,7 +121,7 @@ def _train(
         on_step(record)
         trackers.log(record)
 
-    # Where there is a checkpoint the loop reads one, or raises where none is whole.
+    # If there are checkpoints, the loop reads the newest whole one, or raises if none is whole.
     resumes = ranks.from_first(bool(folder.checkpoints()) if ranks.is_first else None)
     parallel = parallelize(module, plan, device=ranks.device, initialize=not resumes)
     if ranks.is_first and parallel.attention_reason:
@@ -183,7 +183,7 @@ def _settings(order: WorkerSettings) -> Settings:
 
 
 def _export(parallel: Any, folder: RunFolder, plan: Plan, corpus: Corpus, ranks: Ranks) -> None:
-    """Leave the weights and the tokenizer as a folder that transformers reads; whole or absent."""
+    """Write the weights and the tokenizer as a folder that transformers reads; it is whole or absent."""
 
     from ahp.runtime.run import exported
 
@@ -198,8 +198,8 @@ def _export(parallel: Any, folder: RunFolder, plan: Plan, corpus: Corpus, ranks:
 
 
 def main(argv: list[str]) -> int:
-    """Run one rank of the plan in FOLDER. Returns the exit code; a clean stop is 0, status.json tells it apart."""
-    # The launcher asks for this worker's stack, on stderr, before it ends one that hangs.
+    """Run one rank of the plan in FOLDER. Returns the exit code: 0 for a clean stop too, which only status.json tells apart."""
+    # The launcher asks for this worker's stack, on stderr, before it kills a worker that hangs.
     faulthandler.register(signal.SIGUSR2)
     stop = StopRequest()
     stop.listen()
@@ -209,12 +209,12 @@ def main(argv: list[str]) -> int:
 
 
 def end_process(work: Callable[[], int]) -> NoReturn:
-    """Do the work and end this process with its exit code, 1 and the trace on stderr when it raises.
+    """Do the work and end this process with its exit code, or with 1 and the trace on stderr if it raises.
 
-    Everything is on disk then and the group has been left, so nothing is lost with the interpreter's own end, which is
-    passed over: threads that torch's libraries still have may abort the process there ("terminate called without an
-    active exception"), and a run that is done would count as failed. [Empirical] Seen at the end of a run
-    of one worker on a busy machine of two cores, torch 2.13.
+    By then everything is on disk and the process group is gone, so skipping the interpreter's own shutdown loses nothing.
+    In that shutdown, threads of torch's libraries can abort the process ("terminate called without an active exception"),
+    and a finished run would count as failed. [Empirical] Seen at the end of a run of one worker on a busy machine of two
+    cores, torch 2.13.
     """
     try:
         code = work()

@@ -1,7 +1,7 @@
-"""Attention that goes by the lengths of documents: no mask [sequence, sequence], and no work across documents.
+"""Attention by the lengths of documents: no mask [sequence, sequence], and no work across documents.
 
-Blocks are given where documents start (``ahp.graph.document_starts``). Each call of ``scaled_dot_product_attention`` in them becomes
-FlashAttention's of sequences of several lengths, all tokens of a micro-batch in one row.
+Blocks get the starts of documents instead of a mask (``ahp.graph.document_starts``). Each call of ``scaled_dot_product_attention`` in
+them becomes FlashAttention over sequences of different lengths, with all tokens of a micro-batch in one row.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ahp.runtime.sequence.ulysses import ATTENTION, query_of
 from ahp.runtime.torch_compat import FakeTensor, attention_of_lengths
 
 LOWEST_CAPABILITY = (8, 0)
-"""Of FlashAttention-2."""
+"""The compute capability that FlashAttention-2 needs."""
 
 
 def document_attention(
     module: nn.Module, documents: Documents, plan: Plan, device: torch.device
 ) -> tuple[DocumentAttention | None, str]:
-    """What computes the attention of a model whose documents do not see each other, None = masks; and the reason.
+    """The attention of a model whose documents do not see each other, None = masks; and the reason.
 
-    The one place where this is decided. A forecast takes masks everywhere, so where they are not needed a step takes less than it says.
+    The one place where this is decided. A forecast always assumes masks, so a step without masks takes less time than forecast.
     """
     reason = needs_masks(plan.job, plan.parallelism, plan.engine) or _needs_masks_on(device)
     if reason is None:
@@ -43,7 +43,7 @@ def document_attention(
 
 
 def _needs_masks_on(device: torch.device) -> str | None:
-    """Why this device has no such kernel."""
+    """Why this device has no kernel for attention by lengths; None if it has."""
     if device.type != "cuda" or torch.version.cuda is None:
         return f"FlashAttention by lengths is for NVIDIA's GPUs, and this is {device.type}"
     capability = torch.cuda.get_device_capability(device)
@@ -53,23 +53,23 @@ def _needs_masks_on(device: torch.device) -> str | None:
 
 
 class DocumentAttention:
-    """How the blocks of a model attend within documents alone."""
+    """Makes the blocks of a model attend within documents only."""
 
     def __init__(self, starts: DocumentStarts, rows: int) -> None:
-        """``rows``: of a micro-batch."""
+        """``rows``: how many a micro-batch has."""
         self.documents, self.sights, self.rows = starts.documents, starts.sights, rows
         self.room = 1
-        """For so many documents in a micro-batch, a power of two: of lengths that change at every batch a compiled graph would be made
-        anew. It only grows."""
+        """How many documents of a micro-batch there is room for: a power of two that only grows, because a compiled graph would be
+        made again for every other number."""
 
     def make_room(self, position_ids: torch.Tensor) -> None:
-        """For the documents of micro-batches [rows, sequence] that come next. Reads the tensor: left on the CPU, that waits for no device."""
+        """Make room for the documents of the next micro-batches [rows, sequence]. Reads the tensor: on the CPU, that waits for no device."""
         counts = (position_ids == 0).sum(1) + (position_ids[:, 0] != 0)
         most = int(counts.view(-1, self.rows).sum(1).max())
         self.room = max(self.room, 1 << (most - 1).bit_length())
 
     def attend(self, block: nn.Module, number: int) -> None:
-        """Let a block's attention go by lengths, in place. To be done after it is compiled, and before it is made to recompute."""
+        """Make a block's attention go by lengths, in place. To be called after it is compiled, and before it is made to recompute."""
         forward, sight = block.forward, self.sights[number]
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ class DocumentAttention:
 
 
 class WithinDocuments(TorchFunctionMode):
-    """Within, attention with where documents start in the place of a mask is attention within these documents."""
+    """Within, attention that gets the starts of documents instead of a mask attends within these documents."""
 
     def __init__(self, attention: DocumentAttention, sight: Sight) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class WithinDocuments(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in ATTENTION and not isinstance(
             query_of(args, kwargs), FakeTensor
-        ):  # those are of a block that is traced
+        ):  # fake tensors: the block is being traced
             return _attention(self.attention.room, self.sight, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -106,7 +106,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """As ``torch.nn.functional.scaled_dot_product_attention``; ``attn_mask`` bool [B, 1, 1, S], true where a document starts."""
+    """Like ``torch.nn.functional.scaled_dot_product_attention``; ``attn_mask`` bool [B, 1, 1, S], true where a document starts."""
     batch, heads, length, width = query.shape
     if attn_mask is None or attn_mask.shape != (batch, 1, 1, length) or is_causal or dropout_p:
         raise BadInput(
@@ -119,9 +119,9 @@ def _attention(
 
 
 def bounds_of(starts: torch.Tensor, room: int) -> torch.Tensor:
-    """int32 [room + 1]: where in a row of tokens each document begins, and where the last one ends; further ones are empty.
+    """int32 [room + 1]: where each document begins in a row of tokens, and where the last one ends; spare documents are empty.
 
-    ``starts``: bool [tokens]. Of one shape whatever the documents are, and made without waiting for the device.
+    ``starts``: bool [tokens]. The shape does not depend on the documents, and nothing waits for the device.
     """
     numbers = torch.arange(1, room + 2, device=starts.device)
     return torch.searchsorted(starts.cumsum(0), numbers, out_int32=True)

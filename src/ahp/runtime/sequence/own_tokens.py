@@ -1,9 +1,9 @@
-"""Blocks on parts of the sequence: what each rank of the context axis is given, and how its attention sees the rest.
+"""Runs blocks on parts of the sequence: what each rank of the context axis gets, and how its attention sees the rest.
 
 The model's own forward makes embeddings, masks and rotary tables of whole sequences on every rank. The first block takes this
-rank's tokens of the hidden states, which stay in parts from there to the loss; every block takes those of rotary
-tables and whatever else is by token; masks stay whole. No gradient is gathered for it: each rank's is that of its own
-tokens, and the sums over data-parallel ranks are over these ranks too.
+rank's tokens of the hidden states, which stay cut from there to the loss. Every block takes this rank's tokens of rotary
+tables and of other per-token tensors; masks stay whole. No gradient is gathered for this: each rank has the gradient of its
+own tokens, and the sums over data-parallel ranks include the context ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SequenceSharding:
     """How a model runs on parts of its sequences. Raises BadInput when it cannot."""
 
     def __init__(self, module: nn.Module, found: Outline, plan: Plan, mesh: Mesh, documents: Documents | None) -> None:
-        """``found``: the model's outline for sequences of the job's length; ``documents``: as it was called for that."""
+        """``found``: the model's outline for sequences of the job's length; ``documents``: as given to that outline."""
         degree = plan.parallelism.context_parallel_degree
         self.found = found
         try:
@@ -47,7 +47,7 @@ class SequenceSharding:
         self.context = Context(mesh.group("cp"), method)
 
     def attend(self, block: nn.Module) -> None:
-        """Let the block's attention see the whole sequence, in place. To be done before it is made to recompute."""
+        """Make the block's attention see the whole sequence, in place. To be called before it is made to recompute."""
         forward = block.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -57,9 +57,9 @@ class SequenceSharding:
         block.forward = run  # type: ignore[method-assign]
 
     def take_own_tokens(self, block: nn.Module, number: int, after_blocks: ExitStack) -> None:
-        """Let the block, in place, take this rank's part of what it is given; to block 0 the hidden states come whole.
+        """Make the block, in place, take this rank's part of its inputs; only block 0 gets whole hidden states.
 
-        To be done after it is made to recompute, so that the parts are what is kept. ``after_blocks``: of the block's stage.
+        To be called after it is made to recompute, so that recompute keeps the parts. ``after_blocks``: of the block's stage.
         """
         parts = self.parts[self.found.kinds[number]]
         rest = after_blocks if number == self.found.num_layers - 1 else None
@@ -70,14 +70,14 @@ class TakeOwnTokens:
     def __init__(
         self, forward: Callable[..., Any], context: Context, parts: TokenParts, *, first: bool, rest: ExitStack | None
     ) -> None:
-        """``rest``: of the last block, what the forward after it runs within."""
+        """``rest``: for the last block, the contexts that the forward after it runs in."""
         self.forward, self.context, self.parts, self.first, self.rest = forward, context, parts, first, rest
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden = block_input(args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = {i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-        if tensors - self.parts.dims.keys():  # fewer may be: rows of one document each need no mask of documents
+        if tensors - self.parts.dims.keys():  # can be fewer: rows of one document each need no document mask
             rule = f"a block is given {len(tensors)} tensors, and others on tensors without data"
             raise bad_input("context_parallel_degree", self.context.size, rule, [1])
         for i in tensors:
@@ -92,8 +92,8 @@ class TakeOwnTokens:
 
 
 class ShapedByOwnTokens(TorchFunctionMode):
-    """Within, hidden states that the model brings into the shape of its input once more (GPT-2's last ``view``) keep this rank's
-    number of tokens."""
+    """Within, hidden states that the model reshapes to the shape of its input (GPT-2's last ``view``) keep this rank's number
+    of tokens."""
 
     def __init__(self, hidden: torch.Tensor, ranks: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class ShapedByOwnTokens(TorchFunctionMode):
 
 
 def _parts_of_kinds(module: nn.Module, found: Outline, job: Job, documents: Documents | None) -> tuple[TokenParts, ...]:
-    """Of each kind of block; what runs after the blocks is looked at too."""
+    """The token parts of each kind of block. Raises BadInput also if what runs after the blocks mixes tokens."""
     sizes = {size for tensor in [*module.parameters(), *module.buffers()] for size in tensor.shape}
     length, dtype = traced_length(sizes, job.sequence_length), found.hidden.dtype
     traced = outline(module, batch_size=BATCH, sequence_length=length, dtype=dtype, documents=documents)
@@ -124,8 +124,8 @@ def _parts_of_kinds(module: nn.Module, found: Outline, job: Job, documents: Docu
 
 
 def _method(p: Parallelism, attentions: list[Attention]) -> ContextMethod:
-    """The method that was asked for if it can be; else all-to-all, which runs the kernels of one device, where heads allow. One for all stages:
-    it decides which tokens a rank has."""
+    """The method that was asked for. If none was: all-to-all, which runs the kernels of one device, if the ranks divide the heads, else ring.
+    One method for all stages, because it decides which tokens a rank has. Raises BadInput if that method cannot run."""
     context, key = p.context_parallel_degree, "context_parallel_method"
     tensor = math.lcm(*(tensor for _, tensor in p.widths))
     heads = sorted({count for attention in attentions for count in attention.heads})

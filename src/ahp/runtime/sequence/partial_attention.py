@@ -27,19 +27,19 @@ class Rule:
     causal: bool = False
     """Query i sees the keys up to i; there are as many keys as queries."""
     mask: torch.Tensor | None = None
-    """[1 or B, 1 or H, Q, K], added to the products. Finite: a row with no key to see has a weight of 0 in the whole."""
+    """[1 or B, 1 or H, Q, K], added to the products. Finite: a row that sees no key here has a weight of 0 in the whole."""
 
 
 def hidden_value(dtype: torch.dtype) -> float:
-    """What a mask adds where a key is not seen: so low that its weight is 0, and finite, so that no row is without a number."""
+    """What a mask adds for an unseen key: so low that the key's weight is 0, but finite, so that no row becomes NaN."""
     return torch.finfo(dtype).min / 2
 
 
 def kernel_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Rule) -> Kernel:
-    """The kernel that computes these shapes: what torch's own rules take on the device, of those that give the log-sum-exp.
+    """The kernel for these shapes: the choice of torch's own rules on the device, among kernels that return the log-sum-exp.
 
-    torch asks its kernels in its order of the device (cuDNN's first on Hopper and Blackwell, then FlashAttention, then the efficient
-    one), and whether each is allowed: ``torch.nn.attention.sdpa_kernel`` leaves some out.
+    torch tries its kernels in the device's order (cuDNN's first on Hopper and Blackwell, then FlashAttention, then the efficient
+    one), without those that ``torch.nn.attention.sdpa_kernel`` leaves out.
     """
     if q.device.type == "cpu":
         return "cpu" if q.shape[-1] == v.shape[-1] else "math"
@@ -68,7 +68,7 @@ def forward(
         out, sums, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, rule.mask, True, 0.0, rule.causal, scale=rule.scale
         )
-        return out, sums.view(q.shape[:-1])  # the kernel's has one more dim, of 1
+        return out, sums.view(q.shape[:-1])  # the kernel returns one more dim, of size 1
     if kernel == "flash":
         out, sums, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, rule.causal, scale=rule.scale)
         return out, sums
@@ -92,13 +92,13 @@ def backward(
     rule: Rule,
     kernel: Kernel | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of q, k and v, what these keys add to their gradients, from ``out`` and ``sums`` [B, H, Q] over all keys there are."""
+    """What these keys add to the gradients of q, k and v. ``out`` and ``sums`` [B, H, Q] are over all keys of the sequence."""
     kernel = kernel or kernel_of(q, k, v, rule)
     if kernel == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, out, sums, 0.0, rule.causal, attn_mask=rule.mask, scale=rule.scale
         )
-    none = torch.empty((), dtype=torch.int64, device=q.device)  # random numbers of a dropout that there is not
+    none = torch.empty((), dtype=torch.int64, device=q.device)  # the random state of dropout, which is not used
     if kernel == "cudnn":
         return aten._scaled_dot_product_cudnn_attention_backward(
             gradient, q, k, v, out, sums.unsqueeze(-1), none, none, rule.mask, None, None, q.shape[2], k.shape[2], 0.0,
@@ -121,7 +121,7 @@ def backward(
 
 
 def _aligned(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    """The mask as the efficient kernel reads it: for every head, its rows 8 elements apart in memory."""
+    """The mask as the efficient kernel reads it: expanded to every head, with rows a multiple of 8 elements apart in memory."""
     if mask is None:
         return None
     keys = mask.shape[-1]

@@ -1,7 +1,7 @@
-"""Ring attention: every rank has the queries of its own tokens, and keys and values go round the ranks.
+"""Ring attention: every rank has the queries of its own tokens, and keys and values travel around the ring of ranks.
 
 Ring Attention, arXiv 2310.01889. Under a causal mask the last tokens have most of the work, so each rank has one chunk of the
-sequence from either end (zig-zag, as in Llama 3, arXiv 2407.21783, section 3.3.2): then all have the same in every round.
+sequence from either end (zig-zag, as in Llama 3, arXiv 2407.21783, section 3.3.2): then all have the same work in every round.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ahp.runtime.sequence.partial_attention import Rule, hidden_value
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys the queries see: all, under ``causal`` those up to their own place, and what ``whole`` says."""
+    """Which keys the queries see: all; with ``causal`` those up to their own position; with ``whole`` those it allows."""
 
     causal: bool
     whole: torch.Tensor | None = None
@@ -35,7 +35,7 @@ def ring_attention(
     """Attention of this rank's tokens to all tokens of the sequence. Collective, forward and backward.
 
     q [B, H, S / ranks, D], k and v [B, G, S / ranks, D], of the tokens that ``context`` gives this rank. No gradient goes to
-    the mask. It stays outside of compiled graphs, in which torch has no sending from rank to rank.
+    the mask. It stays outside of compiled graphs, in which torch cannot send from rank to rank.
     """
     return _Ring.apply(q, k, v, mask.whole, mask.causal, scale, context)  # type: ignore[no-any-return]
 
@@ -63,7 +63,7 @@ class _Ring(torch.autograd.Function):
         q, held, out, sums, mask = ctx.saved_tensors
         context: Context = ctx.context
         gradient = gradients[0].contiguous()
-        # Sums over rounds and ranks, so in fp32. Those of keys and values go round with them, one round behind.
+        # Gradients are sums over rounds and ranks, so fp32. Those of keys and values follow them around the ring, one round behind.
         of_q = of_held = torch.empty(0)
         behind = None
         for number in range(context.size):
@@ -87,7 +87,7 @@ class _Ring(torch.autograd.Function):
             if sending is not None:
                 held = sending.received()
         assert behind is not None
-        # After as many rounds as ranks, those of this rank's own keys are back.
+        # After as many rounds as ranks, the gradients of this rank's own keys are back.
         of_k, of_v = _unpacked(behind.received(), ctx.shapes)
         return of_q.to(q.dtype), of_k.to(q.dtype), of_v.to(q.dtype), None, None, None, None
 
@@ -120,7 +120,7 @@ def _rounds(
 
 
 def _packed(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Both in one piece of memory, so that they travel as one message."""
+    """Keys and values in one piece of memory, so that they travel as one message."""
     return torch.cat((keys.reshape(-1), values.reshape(-1)))
 
 
@@ -131,7 +131,7 @@ def _unpacked(held: torch.Tensor, shapes: tuple[torch.Size, torch.Size]) -> tupl
 
 @dataclass(frozen=True)
 class _Work:
-    """What a round computes: which of the rank's queries with which of the keys that it has then."""
+    """What a round computes: which of the rank's queries with which of the keys that it holds in that round."""
 
     queries: slice
     keys: slice
@@ -148,15 +148,15 @@ def _work(context: Context, number: int, q: torch.Tensor, mask: Mask, scale: flo
         return _Work(everything, everything, rule)
     if source == context.rank:  # the tokens of a rank are in rising order
         return _Work(everything, everything, replace(rule, causal=True))
-    if source < context.rank:  # its first chunk is before both of this rank's, its last one after both
+    if source < context.rank:  # the source's first chunk is before both of this rank's, its last one after both
         return _Work(everything, slice(0, half), rule)
     return _Work(
         slice(half, None), everything, rule
-    )  # this rank's last chunk is after both of them, its first before both
+    )  # this rank's last chunk is after both of the source's, its first before both
 
 
 def _block(whole: torch.Tensor, source: int, q: torch.Tensor, context: Context) -> torch.Tensor:
-    """Of a mask, this rank's rows and the columns of another's keys, in the form of ``Rule.mask``."""
+    """This rank's rows of a mask and the columns of the source rank's keys, in the form of ``Rule.mask``."""
     rows = whole if whole.shape[-2] == 1 else context.own(whole, -2)
     block = context.own(rows, -1, source)
     lowest = hidden_value(q.dtype)
@@ -175,10 +175,10 @@ def _join(out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, more_sums: 
 
 
 class Sending:
-    """A tensor on its way to the next rank of the ring, and one like it from the rank before on its way here."""
+    """Sends a tensor to the next rank of the ring, and receives one like it from the previous rank."""
 
     def __init__(self, tensor: torch.Tensor, context: Context) -> None:
-        self.kept = tensor  # its memory, until it is sent
+        self.kept = tensor  # keeps its memory until it is sent
         self.coming = torch.empty_like(tensor)
         to, source = context.neighbours()
         self.work = dist.batch_isend_irecv(

@@ -1,7 +1,7 @@
-"""Attention of blocks that hold a part of each sequence: ``scaled_dot_product_attention`` done by all context ranks together.
+"""Attention of blocks that hold a part of each sequence: all context ranks compute ``scaled_dot_product_attention`` together.
 
 ``ring``: ahp.runtime.sequence.ring. ``all-to-all``: ranks exchange tokens for heads, so that each has some heads of the whole
-sequence, and back (DeepSpeed-Ulysses, arXiv 2309.14509).
+sequence, and exchange back after attention (DeepSpeed-Ulysses, arXiv 2309.14509).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ATTENTION = {F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_a
 
 
 class InContext(TorchFunctionMode):
-    """Within, attention of a part of the tokens is attention to the whole sequence."""
+    """Within, attention of this rank's tokens sees the whole sequence."""
 
     def __init__(self, context: Context) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class InContext(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in ATTENTION and not isinstance(
             query_of(args, kwargs), FakeTensor
-        ):  # those are of a block that is traced
+        ):  # fake tensors: the block is being traced
             return _attention(self.context, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -54,7 +54,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """As ``torch.nn.functional.scaled_dot_product_attention``; query [B, H, S / ranks, D], the mask that of the whole sequence."""
+    """Like ``torch.nn.functional.scaled_dot_product_attention``; query [B, H, S / ranks, D], the mask of the whole sequence."""
     mask = Mask(is_causal, None if attn_mask is None else _whole(attn_mask, query.shape[2], context))
     if context.method == "all-to-all":
         return _by_heads(context, query, key, value, mask, dropout_p, scale)
@@ -66,7 +66,7 @@ def _attention(
 
 
 def _whole(mask: torch.Tensor, own: int, context: Context) -> torch.Tensor:
-    """A mask as [B or 1, H or 1, S or 1, S]. One that is of single keys came with the tokens, in parts."""
+    """A mask as [B or 1, H or 1, S or 1, S]. A mask of keys only was cut like the tokens, and is gathered."""
     mask = mask[(None,) * (4 - mask.dim())]
     rows, keys = mask.shape[-2:]
     if rows == 1 and keys == own:
@@ -90,7 +90,7 @@ def _by_heads(
     scale: float | None,
 ) -> torch.Tensor:
     heads, ranks = query.shape[1], context.size
-    # Fewer key heads than ranks, or a number that they do not divide: each is sent as often as it takes.
+    # Fewer key heads than ranks, or a number that the ranks do not divide: each head is repeated as often as needed.
     times = ranks // math.gcd(key.shape[1], ranks)
     if times > 1:
         key, value = (x.repeat_interleave(times, 1) for x in (key, value))
@@ -106,7 +106,7 @@ def _by_heads(
 
 
 def _tokens_for_heads(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
-    """Of each tensor [B, heads, S / ranks, D] -> [B, heads / ranks, S, D]; in one message where their heads are as wide."""
+    """Each tensor from [B, heads, S / ranks, D] to [B, heads / ranks, S, D]; in one message if all heads have one width."""
     parts = tuple(x.unflatten(1, (group.size(), -1)).movedim(1, 0) for x in tensors)
     if len({x.shape[-1] for x in parts}) > 1:
         return tuple(x.movedim(0, 2).flatten(2, 3) for x in _exchanged(parts, group))
@@ -115,13 +115,13 @@ def _tokens_for_heads(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGrou
 
 
 def _heads_for_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[B, heads / ranks, S, D] -> [B, heads, S / ranks, D], in memory [B, S / ranks, heads, D] as torch's kernels leave it: where a captured block
-    views that, its ``contiguous()`` is no more there."""
+    """[B, heads / ranks, S, D] -> [B, heads, S / ranks, D], in memory [B, S / ranks, heads, D] as torch's kernels leave it: a captured block
+    may view that, because its ``contiguous()`` was traced away."""
     (found,) = _exchanged((x.unflatten(2, (group.size(), -1)).movedim(2, 0),), group)
     return found.permute(1, 3, 0, 2, 4).flatten(2, 3).contiguous().transpose(1, 2)
 
 
 def _exchanged(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
-    """Of each, ``x[r]`` goes to rank r; what comes from rank r is the r-th of the result."""
+    """``x[r]`` of each tensor goes to rank r; entry r of the result comes from rank r."""
     each = [1] * group.size()
     return exchange_rows(tensors, each, each, group)

@@ -1,8 +1,8 @@
 """Buffers that are part of the model's state (moving averages, counters): the same values on every rank that holds them.
 
-A forward may write them from the rows that a rank has. After each step the values of the first rank of a stage go to its other
-ranks, as DistributedDataParallel's ``broadcast_buffers`` has it: what results is what some rank computed, whatever a buffer
-holds (a mean of queues, codes or counters would be none). Buffers that are not persistent are left to the module.
+A forward writes them from this rank's rows only. After each step the first rank of a stage sends its values to the stage's
+other ranks, as DistributedDataParallel's ``broadcast_buffers`` does: the result is what some rank computed, whatever a buffer
+holds (a mean of queues, codes or counters would be meaningless). Buffers that are not persistent are left to the module.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from ahp.runtime.ranks.torch_compat import groups_wait, time_limit
 
 
 class Buffers:
-    """Those of one rank's stages, by the hub's names.
+    """The buffers of one rank's stages, keyed by the hub's names.
 
-    A module that several stages have, such as the model itself, has its buffers on each of them. The first stage of the pipeline
-    that wrote one in a step is where the whole model writes it too: the others do not call the module, or call it with zeros.
+    A module that several stages have, such as the model itself, has its buffers on each of them. The first stage that wrote a
+    buffer in a step did it as the whole model would: later stages do not call the module, or call it with zeros.
     """
 
     def __init__(
         self, models: Sequence[nn.Module], stages: Mapping[int, nn.Module], mesh: Mesh, stage_ranks: Sequence[int]
     ) -> None:
-        """``models``: of every stage of the pipeline; ``stages``: those of this rank by their number; ``stage_ranks``: the
-        pipeline rank that holds each. Collective."""
+        """``models``: one for every stage of the pipeline; ``stages``: this rank's models, keyed by stage number;
+        ``stage_ranks``: the pipeline rank that holds each stage. Collective."""
         names = [persistent_buffers(model) for model in models]
         self.stages, self.mesh, self.stage_ranks = stages, mesh, stage_ranks
         self.names = {index: names[index] for index in stages}
         self.group = _ranks_of_stage(mesh) if any(names) else None
         counts = Counter(chain(*names))
         self.shared = {n: b for found in names for n, b in found.items() if counts[n] > 1}
-        """On several stages: a tensor of their shape and type."""
+        """Buffers that several stages have: a meta tensor of their shape and type."""
         self._last: dict[tuple[int, str], torch.Tensor] = {}
-        """Of the shared ones, what each stage here had after the last step."""
+        """Values of the shared buffers on each stage here, after the last step."""
         self._remember()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Each buffer of this rank once. Asked anew each time, for a forward may put another tensor in the place of one."""
+        """Each buffer of this rank once. Looked up at every call, because a forward may replace the tensor."""
         found: dict[str, torch.Tensor] = {}
         for index, names in self.names.items():
             for name in names:
@@ -53,7 +53,7 @@ class Buffers:
 
     @torch.no_grad()
     def after_load(self) -> None:
-        """Let all stages here have what was read into ``tensors``."""
+        """Copy what was read into ``tensors`` to all stages of this rank."""
         found = self.tensors()
         for index, names in self.names.items():
             for name in names:
@@ -62,7 +62,7 @@ class Buffers:
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """After a step: the same values on all ranks that hold a buffer. Collective."""
+        """After a step: give a buffer the same values on all ranks that hold it. Collective."""
         if self.group is not None:
             for index, names in self.names.items():
                 _broadcast([self._buffer(index, name) for name in names], self.group, source=0)
@@ -110,14 +110,14 @@ class Buffers:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """By name, under each that one has: tensors on the meta device with their shapes and types."""
+    """Meta tensors with the shapes and types of persistent buffers, under every name that a buffer has."""
     state = model.state_dict(keep_vars=True)
     named = model.named_buffers(remove_duplicate=False)
     return {name: torch.empty_like(buffer, device="meta") for name, buffer in named if name in state}
 
 
 def _ranks_of_stage(mesh: Mesh) -> dist.ProcessGroup | None:
-    """This rank and those that hold the same stages; None where it is alone. Collective."""
+    """The group of ranks that hold the same stages as this one; None if it is alone. Collective."""
     axes = ("dp_replicate", "dp_shard", "tp")
     if mesh.places[mesh.rank("pp")].numel() == 1:
         return None
@@ -126,12 +126,12 @@ def _ranks_of_stage(mesh: Mesh) -> dist.ProcessGroup | None:
 
 
 def _broadcast(buffers: list[torch.Tensor], group: dist.ProcessGroup, source: int) -> None:
-    """In one message, whatever their types."""
+    """Broadcast buffers in one message, whatever their types."""
     if not buffers:
         return
     packed = torch.cat([buffer.contiguous().reshape(-1).view(torch.uint8) for buffer in buffers])
     dist.broadcast(packed, group=group, group_src=source)
     sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
     for buffer, part in zip(buffers, packed.split(sizes), strict=True):
-        # A part may begin where a number of its type may not.
+        # A part may begin at an address that is not aligned for its type.
         buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))

@@ -1,7 +1,7 @@
-"""Embedding and head as units of communication of their own.
+"""Makes the embedding and the head units of communication of their own.
 
-What is in no block is one unit otherwise, gathered before the first block and sent after the last one's gradients: of a large vocabulary
-gigabytes that nothing hides. The head's weights are needed last, and their gradients are there first.
+Otherwise all weights outside of the blocks are one unit, gathered before the first block, with its gradients sent after all others: with a
+large vocabulary, gigabytes that nothing overlaps. The head's weights are needed last, and its gradients are ready first.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ahp.graph.outline import Outline
 
 
 def ends_of(module: nn.Module, found: Outline | None) -> tuple[str, str] | None:
-    """The paths of the embedding of the tokens and of the head; None where they cannot be told from the rest.
+    """The paths of the token embedding and of the head; None if they are not known.
 
-    Without an outline transformers' models say it themselves. Where the logits are no module's output, whatever makes them may read
-    the embedding's weight, which then must not be freed.
+    Without an outline, a transformers model is asked for them. If the logits are no module's output, the code that makes them may
+    read the embedding's weight, which then must not be freed.
     """
     if found is not None:
         embedding, head = found.token_embedding, found.head
@@ -33,8 +33,8 @@ def ends_of(module: nn.Module, found: Outline | None) -> tuple[str, str] | None:
 
 
 def units_of(model: nn.Module, ends: tuple[str, str] | None) -> tuple[nn.Module | None, nn.Module | None]:
-    """Of the embedding and the head those that are on a stage, have weights of their own, and so can be units: FSDP2 takes tied
-    weights in one unit only, which is what is left of the stage."""
+    """The embedding and the head as modules, each None unless it is on the stage and shares no weight. FSDP2 takes tied weights
+    in one unit only, which is then the rest of the stage."""
     here = dict(model.named_modules())
     holders: dict[int, int] = {}
     for module in here.values():
@@ -53,13 +53,13 @@ def units_of(model: nn.Module, ends: tuple[str, str] | None) -> tuple[nn.Module 
 
 
 class GatheredOnce(nn.Module):
-    """Around a module that runs several times in a forward pass: as FSDP2's unit in its place, so that its weights are gathered once
-    and its gradients sent once."""
+    """Wraps a module that runs several times in a forward pass. The wrapper is FSDP2's unit instead, so that weights are gathered
+    once and gradients sent once."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, x: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """``compute(x)``, which runs the module."""
+        """Returns ``compute(x)``, which runs the module."""
         return compute(x)

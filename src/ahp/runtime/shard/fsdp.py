@@ -1,4 +1,4 @@
-"""Step 5: optimizer states, gradients and parameters at 1/n per rank, and the replicas' sums. One mechanism: FSDP2.
+"""Step 5: shards optimizer states, gradients and parameters to 1/n per rank, and sums over replicas. One mechanism: FSDP2.
 
 ZeRO stage   parameters              gradients of the micro-batches       optimizer states
 0            whole                   whole, summed once per step           whole
@@ -6,8 +6,8 @@ ZeRO stage   parameters              gradients of the micro-batches       optimi
 2            gathered once per step  reduce-scattered at each micro-batch  sharded
 3            gathered at each use    reduce-scattered at each micro-batch  sharded
 
-Where nothing is sharded and nothing is cast (fp32), FSDP2 would only copy: then the gradients of the replicas are summed
-by ``replicas`` alone. Weights of ``job.lora`` that are not trained are held as they compute: where nothing is sharded they are left out of it too.
+If nothing is sharded and nothing is cast (fp32), FSDP2 would only copy: then ``replicas`` alone sums the gradients of the
+replicas. Frozen weights under ``job.lora`` are held in the dtype they compute in: if nothing is sharded they are left out of FSDP2 too.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
     "fp16": torch.float16,
     "fp8": torch.bfloat16,
 }
-"""Precisions that the runtime computes in, fp8 with products of blocks in 8 bits (``fp8``); master weights, reduction and optimizer are always fp32."""
+"""The compute dtype of each precision; fp8 has products of blocks in 8 bits (``fp8``). Master weights, reduction and optimizer are always fp32."""
 
 
 class Sharding:
-    """How the parts of one rank are sharded, and what each micro-batch's backward must send."""
+    """How one rank's stages are sharded, and what the backward of each micro-batch sends."""
 
     def __init__(self, mesh: Mesh, zero_stage: int, precision: Precision) -> None:
         self.mesh = mesh
-        # Where nothing is sharded FSDP2 still casts, and its stages would sum over the replicas at every micro-batch.
+        # If nothing is sharded FSDP2 still casts, and ZeRO stages 2 and 3 would sum over the replicas at every micro-batch.
         replicated, sharded = mesh.num_replicas > 1, mesh.shards[1] > 1
         self.zero_stage = zero_stage if sharded else 0
         self.sharded = sharded
@@ -63,7 +63,7 @@ class Sharding:
         self.units: list[FSDPModule] = []
         self.given: set[int] = set()
         self.zeros: set[int] = set()
-        """Of this step, the ``id`` of each parameter that a micro-batch gave a gradient, and that one gave none."""
+        """In this step, the ``id`` of each parameter that some micro-batch gave a gradient, and that some gave none."""
         self._set_for_last: bool | None = None
 
     def apply(
@@ -74,10 +74,10 @@ class Sharding:
         embedding: nn.Module | None = None,
         head: nn.Module | None = None,
     ) -> None:
-        """Shard each block as a unit, the embedding and the head, then what is left of ``root``; sum over replicas.
+        """Shard the embedding, the head and each block as units, then the rest of ``root``; sum over replicas.
 
-        ``experts``: modules inside the blocks whose weights are divided over the ``ep`` axis, and sharded over the rest of
-        the shard axis, each as a unit of its own.
+        ``experts``: modules inside the blocks whose weights are divided over the ``ep`` axis. Each is a unit of its own,
+        sharded over the rest of the shard axis.
         """
         ends = [module for module in (embedding, head) if module is not None]
         if not self.uses_fsdp:
@@ -96,16 +96,16 @@ class Sharding:
             fully_shard(
                 module,
                 mesh=self.fsdp_mesh,
-                # What the others are given is of the right type, but for the fp32 sums of the balance loss.
+                # Inputs of other units have the right type already, or are the balance loss's sums, which stay fp32.
                 mp_policy=replace(self.policy, cast_forward_inputs=module in blocks),
                 reshard_after_forward=not keep_whole,
                 ignored_params=ignored,
             )
-            if module in ends:  # the root would take those that ``GatheredOnce`` is around
+            if module in ends:  # else the root would take the weights inside of ``GatheredOnce``
                 ignored |= set(module.parameters())
         if isinstance(embedding, FSDPModule):
-            embedding.set_unshard_in_backward(False)  # which reads the token ids alone
-            # By default FSDP2 would gather what ran before it, which is the end of the micro-batch before.
+            embedding.set_unshard_in_backward(False)  # its backward reads the token ids only
+            # By default FSDP2 would prefetch the unit that ran before it: the last one of the micro-batch before.
             embedding.set_modules_to_backward_prefetch([embedding])
         assert isinstance(root, FSDPModule)
         for module in [*experts, *ends, *blocks, root]:
@@ -116,11 +116,11 @@ class Sharding:
         self.roots.append(root)
 
     def _is_as_it_computes(self, weight: nn.Parameter) -> bool:
-        """Whether it is not trained and needs no cast."""
+        """Whether a weight is not trained and needs no cast."""
         return not weight.requires_grad and weight.dtype is self.policy.param_dtype
 
     def _experts_are_alone(self) -> bool:
-        """Whether each expert is on one rank and in its own precision: then FSDP2 would only copy its weights and gradients."""
+        """Whether each expert is on one rank only and needs no cast: then FSDP2 would only copy its weights and gradients."""
         mesh = self.mesh.experts
         return (
             mesh is not None
@@ -135,7 +135,7 @@ class Sharding:
         fully_shard(
             module,
             mesh=mesh["dp_replicate", "efsdp"] if self.mesh.num_replicas > 1 else mesh["efsdp"],
-            # The router's weights stay in the precision that the router gave them.
+            # The router's weights, an input, stay in the precision that the router gave them.
             mp_policy=replace(self.policy, cast_forward_inputs=False),
             reshard_after_forward=self.zero_stage == 3,
             shard_placement_fn=lambda parameter: shard_of_experts(parameter, self.mesh.size("efsdp")),
@@ -152,13 +152,13 @@ class Sharding:
             self.replicas.armed = last
         for root in self.roots:
             root.set_is_last_backward(last)
-        for unit in self.units:  # each by itself: from the root the setters would walk over every module
+        for unit in self.units:  # one by one: called on the root, the setters would walk over every module
             unit.set_requires_gradient_sync(last or self.zero_stage >= 2, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
             unit.set_reshard_after_backward(last or self.zero_stage == 3, recurse=False)
 
     def forget(self) -> None:
-        """What a step that raised before its end has left."""
+        """Drop what a step left behind when it raised."""
         self.given.clear()
         self.zeros.clear()
         self._set_for_last = None
@@ -168,8 +168,8 @@ class Sharding:
             self.replicas.forget()
 
     def finish(self) -> set[int]:
-        """Wait until every gradient is the sum over all replicas. Returns the ``id`` of each parameter whose gradient is zeros here because no
-        micro-batch of this rank gave one."""
+        """Wait until every gradient is the sum over all replicas. Returns the ``id`` of each parameter that no micro-batch of this rank gave
+        a gradient, so that zeros stand in for it."""
         zeros = self.zeros - self.given
         self.zeros.clear()
         self.given.clear()
@@ -177,6 +177,6 @@ class Sharding:
 
 
 def shard_of_experts(parameter: torch.Tensor, ranks: int) -> Shard:
-    """The dim along which ``ranks`` divide a rank's experts: the experts, or where they do not go round, their rows."""
+    """The dim along which a rank's experts are sharded: the experts, or their rows if ``ranks`` divides only those."""
     shape = local_tensor(parameter).shape
     return Shard(1) if shape[0] % ranks and len(shape) > 1 and shape[1] % ranks == 0 else Shard(0)

@@ -1,7 +1,7 @@
-"""Parameters that the data of a step gave a gradient, and those that they gave none: an expert that no token went to, a layer that is not called.
+"""Which parameters the data of a step gave a gradient, and which not: an expert that no token went to, a layer that is not called.
 
-Plain PyTorch leaves a parameter without a gradient as it is: no decay, no moment. Whether it has one depends on the whole global batch. So every
-rank has zeros where it has none, all ranks count, and where nobody has one the optimizer is given none.
+Plain PyTorch leaves a parameter without a gradient as it is: no decay, no moment. Whether it has one depends on the whole global batch. So a
+rank without a gradient has zeros, the ranks with one are counted, and if no rank has one the optimizer gets none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ahp.runtime.shard.ownership import LocalParameters
 
 
 class GivenGradients:
-    """``names``: of the whole model's parameters, the same on every rank."""
+    """``names``: all parameters of the whole model, in the same order on every rank."""
 
     def __init__(self, names: Iterable[str], local: LocalParameters, device: torch.device) -> None:
         self.places = {name: place for place, name in enumerate(names)}
@@ -25,13 +25,13 @@ class GivenGradients:
             self.all[self.places[name]] = float(parameter.requires_grad)
 
     def absent(self, zeros: Collection[int]) -> set[str]:
-        """Trainable parameters of this rank that its micro-batches gave no gradient. ``zeros``: ``id`` of those that have zeros in its place."""
+        """Trainable parameters of this rank that its micro-batches gave no gradient. ``zeros``: ``id`` of each that has zeros instead."""
         of_all = [*self.local.parameters.items(), *self.local.twins]
         given = {name for name, p in of_all if not p.requires_grad or (p.grad is not None and id(p) not in zeros)}
         return self.local.parameters.keys() - given
 
     def counts(self, absent: Collection[str]) -> torch.Tensor:
-        """float64 [names]: to be added up over all ranks; 1 for each parameter that this rank has a gradient of."""
+        """float64 [names], to be summed over all ranks: 1 for each parameter that this rank has a gradient of, else 0."""
         if not absent:
             return self.all
         found = self.all.clone()
@@ -45,8 +45,8 @@ class GivenGradients:
         counts: torch.Tensor,
         shards: dict[str, nn.Parameter],
     ) -> frozenset[str]:
-        """Give each of the ``absent`` zeros where some rank has a gradient of it, and none where nobody has; returns the latter. ``counts``: of all
-        ranks. The host waits for the device where there are any."""
+        """Give each ``absent`` parameter zeros if some rank has a gradient of it, else no gradient; returns the latter. ``counts``: summed over
+        all ranks. The host waits for the device if any are absent."""
         if not absent:
             return frozenset()
         of_all = counts.tolist()

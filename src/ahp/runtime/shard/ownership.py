@@ -18,11 +18,11 @@ from ahp.runtime.shard.parameter_layout import ParameterLayout, Ranges, part_of,
 from ahp.runtime.torch_compat import local_tensor
 
 SUMMED_ELEMENTS = 2**24
-"""Of tied weights whose parts do not line up so many are summed at once: 64 MiB, enough to fill any link, little beside the weights."""
+"""How many elements of tied weights are summed at once if parts do not line up: 64 MiB, enough to fill any link, little next to the weights."""
 
 
 class ParameterNames:
-    """The hub's names of a model's parameters; of a tied parameter the first name stands for all."""
+    """The hub's names of a model's parameters; a tied parameter goes by its first name."""
 
     def __init__(self, module: nn.Module) -> None:
         self.first: dict[int, str] = {}
@@ -32,15 +32,15 @@ class ParameterNames:
         self.shapes = {name: tuple(module.get_parameter(name).shape) for name in self.first.values()}
 
     def on(self, model: nn.Module) -> set[str]:
-        """Parameters that are on a stage's cut model."""
+        """Names of the parameters that are on a stage's cut model."""
         return {self.of[name] for name, _ in model.named_parameters()}
 
 
 class LocalParameters:
-    """The parameters of one rank's stages by the hub's names.
+    """The parameters of one rank's stages, keyed by the hub's names.
 
-    Two stages of one rank may hold the same parameter (a bare table that every stage reads). The first is the one that
-    the optimizer updates; the others, its twins, add their gradients to it and take its values over.
+    Several stages of one rank can hold the same parameter (a bare table that every stage reads). The optimizer updates the
+    first copy; the others, its twins, add their gradients to it and take over its values.
     """
 
     def __init__(self, stages: list[nn.Module], names: ParameterNames) -> None:
@@ -55,7 +55,7 @@ class LocalParameters:
                     self.parameters[name] = parameter
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """This rank's part of every gradient there is, twins added up; afterwards no parameter holds one."""
+        """This rank's part of every gradient that exists, twins added up; afterwards no parameter holds a gradient."""
         found: dict[str, torch.Tensor] = {}
         for name, parameter in self._all():
             if parameter.grad is not None:
@@ -65,27 +65,27 @@ class LocalParameters:
         return found
 
     def forget_gradients(self) -> None:
-        """Those that no step has taken."""
+        """Drop all gradients."""
         for _, parameter in self._all():
             parameter.grad = None
 
     def with_gradient(self) -> str | None:
-        """The first parameter that has one."""
+        """The first parameter that has a gradient."""
         return next((name for name, parameter in self._all() if parameter.grad is not None), None)
 
     def _all(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """By name, twins last."""
+        """(name, parameter), twins last."""
         return chain(self.parameters.items(), self.twins)
 
     def refresh_twins(self) -> None:
-        """After parameters changed."""
+        """Copy parameters to their twins, after they changed."""
         with torch.no_grad():
             for name, twin in self.twins:
                 local_tensor(twin).copy_(local_tensor(self.parameters[name]))
 
 
 class TiedParameters:
-    """Parameters that several stages hold (tied embeddings): their gradients are the sum of what each stage found."""
+    """Parameters that several stages hold (tied embeddings): their gradients are summed over those stages."""
 
     def __init__(self, names_of_stage: list[set[str]], mesh: Mesh, parallelism: Parallelism) -> None:
         self.holders: dict[str, tuple[int, ...]] = {}
@@ -102,7 +102,7 @@ class TiedParameters:
         return len(self.holders[name])
 
     def written_elsewhere(self, pipeline_rank: int) -> frozenset[str]:
-        """Parameters of a pipeline rank that do not lie there as on the first one that holds them."""
+        """Parameters of a pipeline rank that are laid out differently on the first pipeline rank that holds them."""
         return frozenset(
             name
             for name, ranks in self.holders.items()
@@ -110,8 +110,8 @@ class TiedParameters:
         )
 
     def _make_groups(self, mesh: Mesh) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        """This rank's group for each set of pipeline ranks that ties something: of the ranks that hold the same part in each, or, where
-        these are of unlike width, of all that hold some. Collective: every rank makes every group."""
+        """This rank's group for each set of pipeline ranks with tied parameters: the ranks that hold the same part, or, if the pipeline
+        ranks differ in width, all that hold a part of one replica. Collective: every rank makes every group."""
         mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for ranks in sorted({holders for holders in self.holders.values() if len(holders) > 1}):
             if self._line_up(ranks):
@@ -127,7 +127,7 @@ class TiedParameters:
         return mine
 
     def _line_up(self, ranks: tuple[int, ...]) -> bool:
-        """Whether pipeline ranks hold the same parts of what they tie."""
+        """Whether pipeline ranks hold the same parts of tied parameters."""
         return len({self.widths[rank] for rank in ranks}) == 1
 
     def sum_(
@@ -146,8 +146,8 @@ class TiedParameters:
 
 
 def _sum_whole_(gradient: torch.Tensor, name: str, layout: ParameterLayout, group: dist.ProcessGroup) -> None:
-    """Add up, in place, gradients of which each rank of the group has another part, or the same as its tensor-parallel ranks: whole, some rows
-    at a time, into which the first of those puts its part."""
+    """Add up, in place, gradients whose parts differ between stages of the group. Some rows of the whole are summed at a time; each rank puts its
+    part there, but only the first of tensor-parallel ranks that hold the same one."""
     shape, held = layout.shapes[name], layout.ranges(name)
     own = held.pop(0, [(0, shape[0])])
     puts = name in layout.splits or layout.mesh.rank("tp") == 0
@@ -163,7 +163,7 @@ def _sum_whole_(gradient: torch.Tensor, name: str, layout: ParameterLayout, grou
 
 
 def _rows_between(own: Ranges, low: int, high: int) -> Iterator[tuple[slice, slice]]:
-    """Of the rows that a rank holds those between two: where they are among its own, and among these."""
+    """Where the rows that a rank holds in ``low .. high`` are: among its own rows, and within ``low .. high``."""
     passed = 0
     for first, end in own:
         a, b = max(first, low), min(end, high)

@@ -1,4 +1,4 @@
-"""Where the elements of a parameter lie: the part of a rank as ranges of the whole, and the whole from all parts."""
+"""Where the elements of a parameter lie: a rank's part as ranges of the whole, and the whole gathered from all parts."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def ranges_held(
     expert: tuple[int, int] = (0, 1),
     shard_dim: int = 0,
 ) -> dict[int, Ranges]:
-    """Which part of a parameter a rank holds, by dim. ``tensor``, ``shard`` and ``expert`` are (rank, size) on those axes.
+    """Which part of a parameter a rank holds, keyed by dim. ``tensor``, ``shard`` and ``expert`` are (rank, size) on those axes.
 
     A tensor-parallel rank has its share of each segment of the split dim, an expert-parallel rank one of equal chunks of the
-    experts; of the rows of that, FSDP2 gives a shard rank one of equal chunks, the last ones shorter or empty.
+    experts. FSDP2 gives each shard rank one of equal chunks of those rows; the last chunks may be shorter or empty.
     """
     ranges: dict[int, Ranges] = {}
     if not shape:
@@ -53,7 +53,7 @@ def ranges_held(
 
 
 def _between(ranges: Ranges, low: int, high: int) -> Ranges:
-    """Of what the ranges hold, one after the other, the elements ``low .. high``."""
+    """The elements ``low .. high`` of the ranges put one after the other, as ranges."""
     found, passed = [], 0
     for first, end in ranges:
         a, b = max(low - passed, 0), min(high - passed, end - first)
@@ -65,21 +65,21 @@ def _between(ranges: Ranges, low: int, high: int) -> Ranges:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Where the parameters of this rank's stages lie: of each the part that this rank holds, and the whole of all parts."""
+    """Where the parameters of this rank's stages lie: the part that this rank holds, and how the whole is gathered."""
 
     mesh: Mesh
     shapes: Mapping[str, tuple[int, ...]]
-    """Of every parameter of the model, whole, by the hub's names."""
+    """The whole shape of every parameter of the model, keyed by the hub's names."""
     splits: Mapping[str, Split]
     """Parameters that are split over the tensor-parallel axis, and how."""
     experts: frozenset[str]
     """Parameters that are divided over the expert-parallel axis."""
     uses_fsdp: bool
     parameters: Mapping[str, nn.Parameter]
-    """Those of which this rank holds a part; DTensors where they are split."""
+    """The parameters that this rank holds a part of; DTensors where they are split."""
 
     def of_blocks(self, name: str, size: int) -> ParameterLayout:
-        """Of a tensor with one element for each block of ``size`` along the last dim of a parameter, under the parameter's name."""
+        """The layout of a tensor with one element for each block of ``size`` along a parameter's last dim, under the parameter's name."""
         *rows, columns = self.shapes[name]
         splits, split = dict(self.splits), self.splits.get(name)
         if split is not None and split.dim == len(rows):
@@ -87,7 +87,7 @@ class ParameterLayout:
         return replace(self, shapes={**self.shapes, name: (*rows, columns // size)}, splits=splits)
 
     def ranges(self, name: str, shard_rank: int | None = None, tensor_rank: int | None = None) -> dict[int, Ranges]:
-        """Which part of a parameter this rank holds; or the one that lies elsewhere on the shard and the tensor axis."""
+        """Which part of a parameter this rank holds, or a rank at another place on the shard and tensor axes."""
         mesh, shape, split = self.mesh, self.shapes[name], self.splits.get(name)
         shard = mesh.shards[0] if shard_rank is None else shard_rank
         tensor = (mesh.rank("tp") if tensor_rank is None else tensor_rank, mesh.size("tp"))
@@ -99,25 +99,25 @@ class ParameterLayout:
         return ranges_held(shape, split, tensor, sharded)
 
     def _shard_dim(self, name: str) -> int:
-        """The dim along which FSDP2 has divided the weights of experts; any where it has not."""
+        """The dim along which FSDP2 has sharded the weights of experts; 0 if it has not."""
         parameter = self.parameters[name]
         assert isinstance(parameter, DTensor)
         assert parameter.device_mesh.mesh_dim_names is not None
         if "efsdp" not in parameter.device_mesh.mesh_dim_names:
             return 0
         placement: Any = parameter.placements[parameter.device_mesh.mesh_dim_names.index("efsdp")]
-        return placement.dim  # of a Shard, or of its strided kin, which is no public class
+        return placement.dim  # of a Shard or a _StridedShard, which is no public class
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor that is laid out as a parameter; the inverse of ``whole``."""
+        """This rank's part of a whole tensor that is laid out like a parameter; the inverse of ``whole``."""
         return part_of(whole, self.ranges(name))
 
     def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """All of a parameter (or of its moment) on every rank that holds a part of it. Collective among those."""
+        """The whole of a parameter (or of its moment) on every rank that holds a part of it. Collective among those ranks."""
         mesh, split, expert = self.mesh, self.splits.get(name), name in self.experts
         if split is None and not expert:
             return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        # Axis by axis: what DTensor itself would do for rows that are split twice, without its warning about it.
+        # Axis by axis, as DTensor itself would do for rows that are split twice, but without its warning.
         shape = list(self.shapes[name])
         if split is not None:
             shape[split.dim] //= mesh.size("tp")
@@ -139,7 +139,7 @@ class ParameterLayout:
 
 
 def part_of(whole: torch.Tensor, held: dict[int, Ranges]) -> torch.Tensor:
-    """What the ranges hold of a tensor; a view where that is possible."""
+    """The part of a tensor that the ranges name; a view if possible."""
     for dim, ranges in held.items():
         pieces = [whole.narrow(dim, first, end - first) for first, end in ranges]
         whole = torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
@@ -147,7 +147,7 @@ def part_of(whole: torch.Tensor, held: dict[int, Ranges]) -> torch.Tensor:
 
 
 def put_part(whole: torch.Tensor, held: dict[int, Ranges], part: torch.Tensor) -> None:
-    """Write the part back to its place."""
+    """Write a part to its place in the whole."""
     if not held:
         whole.copy_(part)
         return
@@ -158,7 +158,7 @@ def put_part(whole: torch.Tensor, held: dict[int, Ranges], part: torch.Tensor) -
 
 
 def _parts(mine: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """The parts of all ranks, which are alike in shape."""
+    """The parts of all ranks, which have the same shape."""
     parts = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(parts, mine, group=group)
     return parts

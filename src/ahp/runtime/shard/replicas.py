@@ -1,7 +1,7 @@
 """Replicated data parallel: gradients summed over replicas, bucket by bucket, while backward still runs.
 
-Under FSDP2 its hook hands over the reduced buffer of each unit. Without it, hooks on the parameters place each gradient in its
-bucket, and the last one starts the sum. Such a bucket holds 25 MiB, as DistributedDataParallel's do.
+Under FSDP2 its hook hands over the reduced buffer of each unit. Without FSDP2, hooks on the parameters place each gradient in its
+bucket, and the last gradient starts the sum. A bucket holds 25 MiB, as in DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from ahp.engines.ahp import REPLICA_BUCKET_BYTES
 from ahp.runtime.torch_compat import like_distributed, local_tensor
 
 Gradients = tuple[torch.Tensor | None, ...]
-"""Of one parameter, as autograd hands it to a node: one tensor, None where nothing gave a gradient."""
+"""A parameter's gradient as autograd hands it to a node: one tensor, or None if nothing gave a gradient."""
 
 
 class Bucket:
-    """The parameters whose gradients are sent together, in memory that stays from step to step: on a CPU pages that each step makes anew
+    """Parameters whose gradients are sent together, in memory that is kept from step to step: on a CPU, new pages at each step
     cost more than the copies into them."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.num_ready = 0
         self.flat: torch.Tensor | None = None
-        """All gradients, one after the other. Made when the first one comes."""
+        """All gradients, one after the other. Allocated when the first one comes."""
         self.parts: list[torch.Tensor] = []
-        """Of each parameter, its part of ``flat``."""
+        """The slice of ``flat`` that belongs to each parameter."""
         self.zeros: set[int] = set()
-        """Of this step, the ``id`` of each parameter without a gradient here."""
+        """In this step, the ``id`` of each parameter without a gradient on this rank."""
 
     def place(self, number: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Write a parameter's first gradient of the step to its part. Returns what autograd can keep as ``grad``, to which it adds those of
-        later micro-batches in place; None where there is a ``grad``."""
+        """Write a parameter's first gradient of the step to its slice. Returns a view that autograd keeps as ``grad`` and adds later
+        micro-batches to in place; None if there is a ``grad`` already."""
         parameter = self.parameters[number]
         if parameter.grad is not None:
             return None
@@ -45,8 +45,8 @@ class Bucket:
         return like_distributed(part.detach(), parameter)
 
     def collected(self) -> torch.Tensor:
-        """``flat`` with all gradients that there are, however they came to ``grad``, and zeros for the others, of which another replica may
-        have one; each ``grad`` is its part."""
+        """``flat`` with all gradients, however they came to ``grad``, and zeros for parameters without one, because another replica may have
+        one. Each ``grad`` is then its slice."""
         flat, parts = self._memory()
         for parameter, part in zip(self.parameters, parts, strict=True):
             if parameter.grad is None:
@@ -64,7 +64,7 @@ class Bucket:
             self.flat = like[0].new_empty(sum(tensor.numel() for tensor in like))
             offset = 0
             for tensor in like:
-                # Autograd keeps a gradient that lies in memory as its parameter does, and copies any other.
+                # Autograd keeps a gradient that has its parameter's strides, and copies any other.
                 strides = torch.empty_like(tensor, device="meta").stride()
                 self.parts.append(self.flat.as_strided(tensor.shape, strides, offset))
                 offset += tensor.numel()
@@ -72,7 +72,7 @@ class Bucket:
 
 
 def packed(parameters: Iterable[nn.Parameter], num_bytes: int) -> list[list[nn.Parameter]]:
-    """The parameters in lists, each of which ends with the one that makes it ``num_bytes`` or more."""
+    """The parameters in lists; a list ends with the parameter that brings it to ``num_bytes`` or more."""
     lists: list[list[nn.Parameter]] = []
     held = num_bytes
     for parameter in parameters:
@@ -85,8 +85,8 @@ def packed(parameters: Iterable[nn.Parameter], num_bytes: int) -> list[list[nn.P
 
 
 def accumulation_of(parameter: nn.Parameter) -> Node:
-    """The node of autograd's that adds to ``parameter.grad``. A hook on the parameter itself would run for ``torch.autograd.grad`` too,
-    by which the loss in chunks makes the gradient of each chunk."""
+    """The autograd node that adds to ``parameter.grad``. A hook on the parameter itself would also run for ``torch.autograd.grad``,
+    which the chunked loss calls for each chunk."""
     with torch.enable_grad():
         view = parameter.expand_as(parameter)
     assert view.grad_fn is not None
@@ -96,25 +96,25 @@ def accumulation_of(parameter: nn.Parameter) -> Node:
 
 
 class Replicas:
-    """The replicas of one rank's parameters, and the sums that are under way."""
+    """Sums the gradients of one rank over its replicas, and holds the sums in flight."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.armed = False
-        """Whether the backward that runs is the last of the step: gradients of earlier micro-batches stay here."""
+        """Whether the running backward is the last of the step: gradients are not sent after earlier micro-batches."""
         self.buckets: list[Bucket] = []
         self.num_begun = 0
-        """Of the buckets, in this step."""
+        """How many buckets have begun their sum in this step."""
         self.accumulations: list[Node] = []
-        """Autograd keeps such a node only as long as a graph has it, and its hooks with it."""
+        """Held here because autograd keeps these nodes, and their hooks, only as long as a graph has them."""
         self.pending: list[dist.Work] = []
 
     def watch(self, modules: list[nn.Module]) -> None:
-        """Make buckets of the parameters that are in none yet. ``modules``: in the order in which backward comes to them."""
+        """Make buckets of the parameters that are in none yet. ``modules``: in the order in which backward reaches them."""
         seen = {id(p) for bucket in self.buckets for p in bucket.parameters}
         new: dict[int, nn.Parameter] = {}
         for module in modules:
-            # Within a module backward mostly comes first to what was defined last.
+            # Within a module backward mostly reaches the parameters defined last first.
             for parameter in reversed(list(module.parameters())):
                 if parameter.requires_grad and id(parameter) not in seen:
                     new.setdefault(id(parameter), parameter)
@@ -136,8 +136,8 @@ class Replicas:
         return after_accumulation
 
     def _start_buckets(self, *, rest: bool = False) -> None:
-        """Begin the sums of those that are ready, or of the ``rest`` too. One after the other: where data decide what a replica has a gradient of,
-        replicas are ready in unlike orders."""
+        """Begin the sums of buckets that are ready, or of all the ``rest``. Always in the order of the list: if the data decide which gradients
+        exist, replicas have buckets ready in different orders."""
         for bucket in self.buckets[self.num_begun :]:
             if not rest and bucket.num_ready < len(bucket.parameters):
                 return
@@ -145,7 +145,7 @@ class Replicas:
             self.num_begun += 1
 
     def start(self, buffer: torch.Tensor) -> None:
-        """Begin to sum a buffer in place; all replicas begin in the same order."""
+        """Begin to sum a buffer in place. All replicas must call this in the same order."""
         if buffer.numel() == 0:
             return
         work = dist.all_reduce(buffer, group=self.group, async_op=True)
@@ -153,7 +153,7 @@ class Replicas:
         self.pending.append(work)
 
     def forget(self) -> None:
-        """What a step that raised before its end has left; sums that all replicas began are waited for."""
+        """Drop what a step left behind when it raised, after waiting for the sums in flight, which all replicas began."""
         for work in self.pending:
             work.wait()
         self.pending.clear()
@@ -162,8 +162,8 @@ class Replicas:
             bucket.num_ready, bucket.zeros = 0, set()
 
     def finish(self) -> set[int]:
-        """Begin what no hook has begun (parameters without a gradient, torch's pipeline schedules), and wait for all. Returns the ``id`` of each
-        parameter of which this rank had no gradient."""
+        """Begin the sums that no hook has begun (parameters without a gradient, torch's pipeline schedules), and wait for all. Returns the ``id``
+        of each parameter that had no gradient on this rank."""
         self._start_buckets(rest=True)
         self.num_begun, zeros = 0, set[int]()
         for bucket in self.buckets:

@@ -98,8 +98,8 @@ class _Cut(torch.autograd.Function):
 
 
 def _unlike_a_view(x: torch.Tensor) -> torch.Tensor:
-    """The same memory, and no view as autograd knows it: where a compiled graph breaks, as it does at divided experts, torch makes each view anew
-    from the tensor that it is of, without the backward of the function that returned it."""
+    """The same memory, but no view for autograd. Where a compiled graph breaks, as it does at divided experts, torch makes each view again
+    from its base, without the backward of the function that returned it."""
     return torch.ops.aten._unsafe_view(x, x.shape)
 
 
@@ -117,8 +117,8 @@ def _part_of_sum(x: torch.Tensor, split: Split, group: dist.ProcessGroup) -> tor
 
 
 def cut_rows(whole: torch.Tensor, split: Split, degree: int) -> torch.Tensor:
-    """The parts of all ranks, joined along dim 0 as collectives take them: copied once, or not at all where they lie so in memory (a
-    split of dim 0, or of dim 1 of a batch of one)."""
+    """The parts of all ranks, joined along dim 0 as collectives take them: copied once, or not at all if memory has this order already
+    (a split of dim 0, or of dim 1 of a batch of one)."""
     dim = split.dim
     if len(split.segments) > 1:
         before, after = whole.shape[:dim], whole.shape[dim + 1 :]
@@ -132,7 +132,7 @@ def cut_rows(whole: torch.Tensor, split: Split, degree: int) -> torch.Tensor:
 
 
 def join_rows(rows: torch.Tensor, split: Split, degree: int) -> torch.Tensor:
-    """The inverse of ``cut_rows``, which copies as little."""
+    """The inverse of ``cut_rows``; it copies no more."""
     dim = split.dim
     if len(split.segments) > 1:
         return join_segments(list(rows.chunk(degree)), dim, split.segments)
@@ -156,22 +156,22 @@ def join_segments(parts: list[torch.Tensor], dim: int, segments: tuple[int, ...]
 
 
 def sum_gradient(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """A whole tensor on its way into work that each rank does a part of."""
+    """A whole tensor that enters work shared by the ranks; backward adds up their gradients."""
     return _SumGradient.apply(x, group)  # type: ignore[no-any-return]
 
 
 def sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The whole of a partial sum."""
+    """The sum of the ranks' partial sums."""
     return _Sum.apply(x, group)  # type: ignore[no-any-return]
 
 
 def cut_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's part of hidden states [batch, sequence, ...] that every rank holds whole, and whose gradient it then does."""
+    """This rank's part of hidden states [batch, sequence, ...] that every rank holds whole; backward gathers the whole gradient."""
     return _Cut.apply(x, Split(1, (x.shape[1],)), group)  # type: ignore[no-any-return]
 
 
 def gather_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The inverse; what reads it does the same on every rank."""
+    """The inverse of ``cut_sequence``; every rank must do the same with the result."""
     return _Gather.apply(x, Split(1, (x.shape[1] * group.size(),)), group)  # type: ignore[no-any-return]
 
 
@@ -205,12 +205,12 @@ def _exchanged(x: torch.Tensor, sent: list[int], received: list[int], group: dis
 def exchange_rows(
     tensors: tuple[torch.Tensor, ...], sent: list[int], received: list[int], group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, ...]:
-    """Rows to the ranks of a group, and theirs to this one, in the order of the ranks; numbers of rows for each rank."""
+    """Exchange rows with the ranks of a group, in the order of the ranks. ``sent``, ``received``: number of rows for each rank."""
     return _Exchange.apply(sent, received, group, *tensors)  # type: ignore[no-any-return]
 
 
 def step_function(step: Step, group: dist.ProcessGroup) -> TensorFunction:
-    """The collective of one step of a conversion, as a function of the tensor alone."""
+    """The collective of one step of a conversion, as a function of only the tensor."""
     if step.kind == "sum":
         return lambda x: sum_over_ranks(x, group)
     if step.kind == "sum_gradient":

@@ -1,4 +1,4 @@
-"""From the forward graph of a whole block to the graph that one tensor-parallel rank runs: algorithm apart from use.
+"""Rewrites the forward graph of a whole block into the graph that one tensor-parallel rank runs (``slice`` uses it).
 
 Sizes become local, conversions between placements become collectives, and a row-split linear adds its bias once.
 """
@@ -39,8 +39,8 @@ def rewrite(
 ) -> GraphModule:
     """The graph for one rank of ``group``; it takes the local parts of the weights, and activations as the slicing has them.
 
-    ``experts``: what is called in the place of the operator that stands for them, by path. ``fp8``: which products it computes
-    in 8 bits, None = none.
+    ``experts``: what to call instead of the operator that stands for a module of experts, keyed by path. ``fp8``: which products
+    it computes in 8 bits, None = none.
     """
     return _Rewriter(capture, slicing, group, experts, fp8).run()
 
@@ -100,7 +100,7 @@ class _Rewriter:
         return new
 
     def _product(self, node: Node, strategy: Strategy, target: Any) -> Any:
-        """``target``, or what computes the product in 8 bits with its arguments."""
+        """``target``, or a function of the same arguments that computes the product in 8 bits."""
         product = None if self.fp8 is None else self.fp8.product(self.capture, node, strategy, self.group)
         if product is None:
             return target
@@ -114,13 +114,13 @@ class _Rewriter:
         return _named(run, "fp8_product")
 
     def _shared_head(self, attention: Node, whole: Node) -> Node:
-        """Of fewer key heads than ranks, the one that this rank's query heads share."""
+        """The key head that this rank's query heads share, when there are fewer key heads than ranks."""
         heads = shape_of(args_of(attention)[1])[1]
         mine = self.group.rank() * heads // self.degree
         return self.graph.call_function(aten.slice.Tensor, (whole, 1, mine, mine + 1))
 
     def _localised(self, node: Node, new: Node, strategy: Strategy) -> Node:
-        """A call that works on this rank's part: sizes among its arguments become local, random numbers its own."""
+        """Adapt a call to this rank's part: sizes among its arguments become local, random numbers the rank's own."""
         if node.target is aten.mean.dim and strategy.output == P and strategy.inputs[0] != P:
             return self.graph.call_function(aten.div.Tensor, (new, self.degree))  # a mean over a part of the elements
         if drops(node.target, args_of(node), kwargs_of(node)):
@@ -169,18 +169,18 @@ def _addmm_order(node: Node) -> tuple[Node, Node, Node]:
 
 
 def _named(function: Callable[..., torch.Tensor], name: str) -> Callable[..., torch.Tensor]:
-    """fx calls targets by their name."""
+    """fx refers to targets by their names."""
     function.__name__ = name
     return function
 
 
 def _calling(experts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A module has no name that fx could call."""
+    """A named function for fx, because a module has no name."""
     return _named(lambda *values: experts(*values), "experts")
 
 
 def _shares_heads(node: Node, strategy: Strategy) -> bool:
-    """Attention whose query heads are split while keys and values, of fewer heads than ranks, are whole."""
+    """Whether a node is attention with split query heads, and with whole keys and values of fewer heads than ranks."""
     if node.target is not aten.scaled_dot_product_attention.default or not isinstance(strategy.output, Split):
         return False
     return strategy.inputs[:3] == (strategy.output, R, R)

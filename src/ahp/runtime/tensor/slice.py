@@ -1,4 +1,4 @@
-"""Step 4 at work: give each tensor-parallel rank its part of the weights, and forwards that compute on it.
+"""Carries out step 4: gives each tensor-parallel rank its part of the weights, and forwards that compute on it.
 
 Weights become DTensors on the ``tp`` axis, so that sharding, norms and checkpoints know the whole; activations are
 plain local tensors. A block's forward is its own traced graph, rewritten; the embedding and the head keep their own
@@ -44,11 +44,11 @@ def slice_module(
 ) -> dict[str, Split]:
     """Slice, in place, the given layers (number -> block of ``module``) and the modules split by vocabulary.
 
-    ``context_degree``: of how many parts of the sequence the blocks will be given one, beside masks of all of it.
+    ``context_degree``: into how many parts sequences are cut; blocks get one part, but masks of the whole sequence.
     ``experts``: paths in ``module`` of modules that are to be divided over other ranks too. Their parameters are left as they
-    are, and they are called where the graph calls them.
+    are, and the graph calls the modules themselves.
     ``fp8``: how the blocks compute their linear layers in 8 bits, None = they do not.
-    Returns for every sliced parameter, under its name in ``module``, how it was cut; or is to be, of experts.
+    Returns how every sliced parameter was cut, keyed by its name in ``module``; for experts, how it is to be cut.
     """
     cuts: dict[str, Split] = {}
     replaced: dict[int, nn.Parameter] = {}
@@ -110,7 +110,7 @@ def replace_parameter(
     owner = module.get_submodule(path)
     whole = owner._parameters[leaf]
     assert whole is not None
-    if isinstance(whole, DTensor):  # its twin came first
+    if isinstance(whole, DTensor):  # replaced already, under another name
         return
     if id(whole) not in replaced:
         local = whole.detach()
@@ -129,7 +129,7 @@ def replace_parameter(
 
 
 def _replace_twins(module: nn.Module, replaced: dict[int, nn.Parameter]) -> None:
-    """A parameter that is registered a second time elsewhere (BERT's output bias) is the same part there too."""
+    """Put the same part wherever else a replaced parameter is registered (BERT's output bias)."""
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None and not isinstance(parameter, DTensor) and id(parameter) in replaced:
@@ -137,8 +137,8 @@ def _replace_twins(module: nn.Module, replaced: dict[int, nn.Parameter]) -> None
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """A copy without memory: same structure and shapes, every tensor on the meta device. The module's own hooks are left behind: they
-    run around the forward that is made of the copy. Those of the modules in it are a part of that forward."""
+    """A copy without memory: same structure and shapes, every tensor on the meta device. The module's own hooks are left out: they
+    run around the forward that is made from the copy. Hooks on its submodules are a part of that forward."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         empty = torch.empty_like(tensor, device="meta")
@@ -169,21 +169,21 @@ class SlicedForward:
         self.context_degree, self.fp8 = context_degree, fp8
         self.in_parts = self.first = self.last = False
         self.compiler: Callable[[GraphModule], Callable[..., Any]] | None = None
-        """What the graph is run by, None = as it is."""
+        """Compiles the graph; None = it runs as it is."""
         self.experts: dict[str, tuple[ExpertsPlaceholder, nn.Module]] = {}
-        """By their paths in the block, those that its graph calls, and what stands for them in it."""
+        """Modules of experts that the graph calls, keyed by path in the block, each with its placeholder in the graph."""
         self.collect: Collect | None = None
         self.places: dict[str, tuple[dict[str, Any], str]] = {}
-        """Of each weight, the table of its module that holds it and its name there; looked up at the first call."""
+        """For each weight, the dict of its module that holds it, and its name there; looked up at the first call."""
 
     def split_sequence(self, *, first: bool, last: bool) -> None:
-        """Work on parts of the sequence. ``first``, ``last``: whether this block begins or ends the row of them."""
+        """Work on parts of the sequence. ``first``, ``last``: whether this is the model's first or last block."""
         self.in_parts, self.first, self.last = True, first, last
 
     def collect_router_outputs(self, outputs: dict[str, int], collect: Collect) -> None:
-        """Give ``collect``, at each call, what routers of the block return: in the rewritten graph they are not called.
+        """Hand what routers of the block return to ``collect`` at each call: the rewritten graph does not call the modules.
 
-        ``outputs``: by the path of a module in the block which of its outputs, if it has several.
+        ``outputs``: path of a router in the block -> which of its outputs, if it has several.
         """
         self.collect = collect
         self.template.forward = WithRouterOutputs(self.template, outputs)  # type: ignore[method-assign]
@@ -222,7 +222,7 @@ class SlicedForward:
         return out[0]
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """As ``weights_of`` the block, with no walk through its modules at each call: FSDP2 puts other tensors in the same places."""
+        """``weights_of`` the block, without a walk through its modules at each call: FSDP2 puts other tensors in the same places."""
         if not self.places:
             modules = dict(self.block.named_modules(remove_duplicate=False))
             for name in weights_of(self.block):
@@ -250,7 +250,7 @@ class SlicedForward:
         hidden, permission = None, self.solution.permission
         if self.in_parts:
             args, kwargs, hidden = self._whole_sequence(args, kwargs)
-            # What the block was allowed before its tokens were split: parts of weights lie where that put them.
+            # The permission the block had before its tokens were split, which decided where the parts of weights lie.
             permission = LAST_RESORT if permission.gathers_weights else SPARING
         if self.context_degree > 1:
             args, kwargs = self._masks_of_own_tokens(args, kwargs)
@@ -261,7 +261,7 @@ class SlicedForward:
     def _whole_sequence(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-        """The arguments with hidden states of the whole shape and no memory, and which of the activations they are."""
+        """The arguments with hidden states of the whole shape and no memory, and their index among the activations."""
         part = block_input(args, kwargs)
         number = next(i for i, leaf in enumerate(tensor_leaves(args, kwargs)) if leaf is part)
         batch, sequence, *rest = part.shape
@@ -271,7 +271,7 @@ class SlicedForward:
     def _masks_of_own_tokens(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with masks of this rank's tokens alone and no memory: attention is traced on those, and given the whole."""
+        """The arguments with masks of this rank's tokens only and no memory: attention is traced with those, and runs with whole masks."""
         own = block_input(args, kwargs).shape[1]
         whole = own * self.context_degree
 
@@ -288,11 +288,11 @@ class SlicedForward:
 
 
 def _fact(leaf: Any) -> Any:
-    """What a graph depends on of an argument, as a part of a dict's key."""
+    """What a graph depends on in an argument, as a part of a dict key."""
     if isinstance(leaf, torch.Tensor):
-        # Where no gradient goes back none is summed: to the first block none does, where embeddings are frozen.
+        # A gradient that is not needed is not summed: the first block's input needs none if embeddings are frozen.
         return leaf.shape, leaf.dtype, leaf.requires_grad
-    # 1, 1.0 and True are one key, and repr of an object of the model's may be pages long.
+    # With the type, because 1, 1.0 and True are one key; the repr of a model's own object may be pages long.
     return (type(leaf), leaf) if isinstance(leaf, (bool, int, float, str, NoneType)) else repr(leaf)
 
 
@@ -322,7 +322,7 @@ def _embed(
         refuse_outside(ids, group.size() * rows)
         elsewhere = (ids < first) | (ids >= first + rows)
         try:
-            # the row that gets no gradient is counted from this rank's first one, as the ids are
+            # the padding row, which gets no gradient, is counted from this rank's first row, as the ids are
             module.padding_idx = padding - first if padding is not None and first <= padding < first + rows else None
             out = forward(module, (ids - first).masked_fill(elsewhere, 0))
         finally:
@@ -331,7 +331,7 @@ def _embed(
 
 
 def _project(module: nn.Linear, forward: Callable[..., Any], group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
-    """Each rank computes the logits of its rows of the vocabulary; they stay where they are."""
+    """Each rank computes the logits of its rows of the vocabulary; they are not gathered."""
     with local_weights(module):
         return forward(module, sum_gradient(x, group))
 

@@ -13,13 +13,13 @@ from ahp.search.slicing.solve import Slicing
 
 
 def with_own_numbers(operator: Callable[..., Any], rank: int) -> Callable[..., Any]:
-    """The operator under random numbers of this rank alone; the generator that all ranks share moves on alike.
+    """The operator with random numbers of this rank only; the shared generator advances equally on all ranks.
 
-    Ranks of a tensor-parallel group start from one seed, so that what they hold whole is dropped alike. Were the parts
-    dropped by the same numbers, every rank would drop the same places of its heads (Megatron-LM keeps a generator for
+    Ranks of a tensor-parallel group start from one seed, so that all drop the same elements of whole tensors. If they used
+    the same numbers for parts too, every rank would drop the same places of its heads (Megatron-LM keeps a generator for
     each rank for this, arXiv 1909.08053, section 3).
 
-    It stays outside of compiled graphs: torch.compile would read the seed as a constant, and compile again for each.
+    It stays outside of compiled graphs: torch.compile would read the seed as a constant, and compile again for each seed.
     """
 
     @uncompiled
@@ -35,7 +35,7 @@ def with_own_numbers(operator: Callable[..., Any], rank: int) -> Callable[..., A
 
 
 def drops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws random numbers: dropout in training, or attention with a probability of it."""
+    """Whether a call draws random numbers: dropout in training, or attention with a dropout probability."""
     if operator is torch.ops.aten.dropout.default:
         return bool(args[1]) and bool(args[2])
     if operator is torch.ops.aten.scaled_dot_product_attention.default:

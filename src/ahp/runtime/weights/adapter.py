@@ -19,14 +19,14 @@ from ahp.runtime.training_state import TrainingState
 
 @dataclass(frozen=True)
 class Adapter:
-    """What there is to know of a model's adapters beside their values."""
+    """What a model's adapters are, apart from their values."""
 
     config: Any
     """peft's ``LoraConfig``, with the layers that it found."""
 
     @classmethod
     def of(cls, module: nn.Module, plan: Plan) -> Adapter | None:
-        """Of a module that ``with_adapters`` gave some under this plan."""
+        """From a module that ``with_adapters`` prepared under this plan; None without adapters."""
         if plan.job.lora is None:
             return None
         configs: Any = module.peft_config
@@ -37,7 +37,7 @@ class Adapter:
         return cls(config)
 
     def export(self, state: TrainingState, folder: Path, writers: dict[str, int]) -> None:
-        """Write both files, by rank 0, which is sent every matrix whole. Collective. ``writers``: of each parameter the pipeline rank that has it."""
+        """Write both files on rank 0, which gets every matrix whole. Collective. ``writers``: the pipeline rank that has each parameter."""
         mesh = state.layout.mesh
         mine: dict[str, torch.Tensor] = {}
         for name in sorted(filter(is_adapter, state.parameters)):

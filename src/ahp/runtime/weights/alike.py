@@ -1,5 +1,5 @@
-"""Whether every rank built the same weights: a model that is not on the meta device must be alike everywhere, or what ranks share
-differs from the start."""
+"""Checks that every rank built the same weights: a model that is not on the meta device must be equal everywhere, or what ranks
+share differs from the start."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 NUM_SAMPLES = 16
-"""Elements of a parameter that are compared: other random numbers differ in each of them."""
+"""About how many elements of a parameter are compared: other random numbers differ in each of them."""
 
 
 def first_unlike(module: nn.Module, device: torch.device) -> str | None:
-    """The first parameter that has other values on some rank, None where there is none. Collective."""
+    """The first parameter whose values differ between ranks, None if there is none. Collective."""
     names = [name for name, _ in module.named_parameters()]
     sums = torch.tensor([_sample(p.detach()) for p in module.parameters()], dtype=torch.int64, device=device)
     extremes = torch.stack([sums, -sums])

@@ -1,4 +1,4 @@
-"""Memory for a model built on the meta device, and its initial weights: the same ones whatever the plan."""
+"""Memory for a model built on the meta device, and its initial weights, which are the same under every plan."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def is_meta(module: nn.Module) -> bool:
 
 
 def materialize(module: nn.Module, *, seed: int) -> None:
-    """Allocate a meta module on the CPU and initialise it whole, in place, from ``seed`` alone. See ``initial_weights``."""
+    """Allocate a meta module on the CPU and initialize it whole, in place, from ``seed`` alone. See ``initial_weights``."""
     initial = initial_weights(module, seed=seed)
     allocate_on(module, torch.device("cpu"))
     initial.fill({name: p.detach() for name, p in module.named_parameters()}, lambda name: {})
 
 
 def initial_weights(module: nn.Module, *, seed: int) -> InitialWeights:
-    """What the parameters of a meta module start from; it gets its buffers (rotary tables, masks), in place, and no more.
+    """The initial values of a meta module's parameters; the module itself gets only its buffers (rotary tables, masks), in place.
 
-    A transformers model is initialised by its own rules, another by ``reset_parameters`` of its modules. Raises BadInput when
-    some module has parameters or buffers and no way to initialise them.
+    A transformers model is initialized by its own rules, another by ``reset_parameters`` of its modules. Raises BadInput when
+    some module has parameters or buffers and no way to initialize them.
     """
     empty = _allocate_buffers(module)
     names: dict[int, str] = {}
@@ -45,7 +45,7 @@ def initial_weights(module: nn.Module, *, seed: int) -> InitialWeights:
 def materialize_buffers(module: nn.Module, given: Container[str]) -> None:
     """Give a meta module its buffers, in place, by the same rules; its parameters stay without memory.
 
-    ``given``: names of buffers that get values from elsewhere. Raises BadInput when another is left without.
+    ``given``: names of buffers that get values from elsewhere. Raises BadInput when any other buffer is left without values.
     """
     empty = _allocate_buffers(module)
     initialize(module)
@@ -53,11 +53,11 @@ def materialize_buffers(module: nn.Module, given: Container[str]) -> None:
 
 
 Mark = tuple[torch.Tensor, int]
-"""A tensor, and how often it had been written."""
+"""A tensor, and the number of times it had been written."""
 
 
 def _allocate_buffers(module: nn.Module) -> dict[str, Mark]:
-    """Memory for buffers on the meta device, by name. A tensor that several modules have stays one."""
+    """Allocate the buffers on the meta device. Returns them by name. A tensor that several modules share stays one tensor."""
     made: dict[int, torch.Tensor] = {}
     found: dict[str, Mark] = {}
     for path, child in module.named_modules():
@@ -80,22 +80,22 @@ def _refuse_unwritten(module: nn.Module, empty: dict[str, Mark]) -> None:
 
 
 def allocate_on(module: nn.Module, device: torch.device) -> None:
-    """Memory without values for what is on the meta device; tied parameters stay tied."""
+    """Give meta tensors memory without values, and move real ones to the device; tied parameters stay tied."""
     tied = _tied(module)
     allocate(module, device)
     _retie(module, tied)
 
 
 def hold_in_fp32(module: nn.Module) -> None:
-    """Master weights of a module that was built or read in another floating-point type, mostly in 16 bits, in place. Tied parameters stay tied, and
-    buffers as they are."""
+    """Convert parameters of other floating-point types, mostly of 16 bits, to fp32 master weights, in place. Tied parameters stay tied, and buffers
+    as they are."""
     for parameter in module.parameters():
         if parameter.is_floating_point() and parameter.dtype is not torch.float32:
             parameter.data = parameter.data.float()
 
 
 def store_frozen(module: nn.Module, dtype: torch.dtype) -> None:
-    """Keep weights that are not trained as they compute, in place: a copy in fp32 is for updates. Tied parameters stay tied."""
+    """Store weights that are not trained in ``dtype``, in which they compute, in place: only updates need fp32. Tied parameters stay tied."""
     stored: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for leaf, parameter in part._parameters.items():
@@ -106,7 +106,7 @@ def store_frozen(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _tied(module: nn.Module) -> list[list[str]]:
-    """Groups of names that share one parameter; ``to_empty`` would part them."""
+    """Groups of names that share one parameter, which ``allocate`` would separate."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         by_id.setdefault(id(parameter), []).append(name)

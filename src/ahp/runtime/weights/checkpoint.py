@@ -1,7 +1,7 @@
-"""What a checkpoint holds, in a form that no plan leaves a mark on; files by torch.distributed.checkpoint.
+"""Writes and reads checkpoints whose content does not depend on the plan, in files of torch.distributed.checkpoint.
 
-Every tensor is the whole one under the hub's name: sharded, but in its own order of rows. A packed projection, which
-a tensor-parallel rank holds as [q_r | k_r | v_r], is put back into [q | k | v] on the way out.
+Every tensor is the whole one under the hub's name: sharded, but with its rows in the original order. A packed projection,
+which a tensor-parallel rank holds as [q_r | k_r | v_r], is put back into [q | k | v] when it is written.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ahp.runtime.weights.same_tensors import refuse_other_tensors
 
 
 def save(state: TrainingState, folder: Path) -> None:
-    """Write a checkpoint. Collective. The folder may exist; the caller makes it appear at once or not at all."""
+    """Write a checkpoint. Collective. The folder may exist; making it appear whole or not at all is up to the caller."""
     dcp.save(tensors_to_write(state), checkpoint_id=str(folder))
 
 
 def load_weights(state: TrainingState, folder: Path) -> None:
-    """Read a checkpoint's parameters and buffers alone, in place: a third of its bytes under AdamW. Collective. Raises BadMetadata, and
+    """Read only a checkpoint's parameters and buffers, in place: a third of its bytes under AdamW. Collective. Raises BadMetadata, and
     OtherTensors for a checkpoint of another model."""
     tensors, reader = _weights_of(state), DataReader(folder)
     refuse_other_tensors(folder, reader.metadata.state_dict_metadata, tensors, state)
@@ -60,13 +60,13 @@ def load(state: TrainingState, folder: Path) -> None:
 
 
 def tensors_to_write(state: TrainingState) -> dict[str, torch.Tensor]:
-    """Those of ``tensors_of`` that this rank puts into a checkpoint. Collective."""
+    """The tensors of ``tensors_of`` that this rank writes into a checkpoint. Collective."""
     return tensors_of(state, without=state.written_elsewhere)
 
 
 def tensors_of(state: TrainingState, *, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """Name -> tensor, but for those of the parameters ``without``. What is not packed shares memory with the live tensors, so loading fills
-    them directly."""
+    """Name -> tensor, except for tensors of the parameters ``without``. Tensors that are not packed share memory with the live ones, so loading
+    fills those directly."""
     found: dict[str, torch.Tensor] = {"num_steps_done": torch.tensor(state.num_steps_done)}
     found |= state.loss_scale.state()
     found |= _weights_of(state, without)
@@ -90,7 +90,7 @@ def _weights_of(state: TrainingState, without: Collection[str] = ()) -> dict[str
 
 
 def _as_parameter(moment: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A moment as the part of a tensor that is distributed as its parameter is; of moments in 8 bits the scales have fewer columns."""
+    """A moment as a part of a tensor that is distributed like its parameter; the scales of moments in 8 bits have fewer columns."""
     part = local_tensor(parameter)
     if not isinstance(parameter, DTensor) or (moment.dtype, moment.shape) == (part.dtype, part.shape):
         return like_distributed(moment, parameter)
@@ -102,7 +102,7 @@ def _as_parameter(moment: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor
 
 
 def _layout_of(layout: ParameterLayout, name: str, moment: torch.Tensor) -> ParameterLayout:
-    """Where the elements of a moment lie: where those of its parameter do, or of scales one for each block of its columns."""
+    """The layout of a moment: its parameter's, or for scales one element for each block of the parameter's columns."""
     columns = local_tensor(layout.parameters[name]).shape[-1:]
     return layout if moment.shape[-1:] == columns else layout.of_blocks(name, columns[0] // moment.shape[-1])
 
@@ -113,16 +113,16 @@ def _is_packed(layout: ParameterLayout, name: str) -> bool:
 
 
 def _canonical(layout: ParameterLayout, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the hub's order; a packed one is gathered for it and then spread over the shard axis again."""
+    """The tensor in the hub's order; a packed one is gathered and then sharded over the shard axis again."""
     if not _is_packed(layout, name):
         return tensor
-    # From the device: its backend may carry nothing that lies in host memory (engine.offload_optimizer).
+    # Through the device: its backend may not send tensors in host memory (engine.offload_optimizer).
     there = like_distributed(local_tensor(tensor).to(layout.mesh.device), tensor)
     return distribute_tensor(layout.whole(name, there), layout.mesh.weights["dp_shard"], [Shard(0)], src_data_rank=None)
 
 
 def _take_over(layout: ParameterLayout, name: str, live: torch.Tensor, loaded: torch.Tensor) -> None:
-    """Copy what was loaded into the live tensor, where the two do not share memory."""
+    """Copy what was loaded into the live tensor, if the two do not share memory."""
     if not _is_packed(layout, name):
         return
     assert isinstance(loaded, DTensor)

@@ -1,11 +1,11 @@
-"""Random numbers by their place: the number of an element depends on a key and the element's index, and on nothing before it.
+"""Random numbers by index: an element's number depends only on a key and the element's index, not on earlier draws.
 
-So any part of a tensor is drawn alone, on any device, with the values that it has in the whole. torch's generators cannot do that: the
-CPU's is a sequence, and CUDA's numbers depend on how many processors a GPU has.
+So any part of a tensor can be drawn alone, on any device, with the values that it has in the whole. torch's generators cannot do that:
+the CPU's is a sequence, and CUDA's numbers depend on how many processors a GPU has.
 
 The bits are those of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), whose
-n-th output is a hash of ``key + n * GAMMA``. Everything is in 64 bits, so that what devices round differently is lost when the result
-is rounded to 32.
+n-th output is a hash of ``key + n * GAMMA``. Everything is in 64 bits, so that differences in rounding between devices are lost when
+the result is rounded to 32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 """The shift and the factor of each round of the hash."""
 LAST_SHIFT = 31
 BELOW_ONE = 1 - 2.0**-53
-"""The largest float64 below 1, at which the quantile is still a number: 8.2."""
+"""The largest float64 below 1, at which the normal quantile is still finite: 8.2."""
 
 
 def uniform(index: torch.Tensor, key: int, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
@@ -48,12 +48,12 @@ def _bits(index: torch.Tensor, key: int) -> torch.Tensor:
 
 
 def _shifted(value: torch.Tensor, shift: int, out: torch.Tensor) -> torch.Tensor:
-    """To the right, with zeros from the left: torch's own shift repeats the sign."""
+    """Shift right, with zeros from the left: torch's own shift repeats the sign."""
     torch.bitwise_right_shift(value, shift, out=out)
     out &= (1 << (64 - shift)) - 1
     return out
 
 
 def _signed(word: int) -> int:
-    """64 bits as the int64 that has them."""
+    """The int64 that has these 64 bits."""
     return (word + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,4 +1,4 @@
-"""Parameters whose initialisation treats every element alike: any part of one is made alone."""
+"""Parameters whose initialization treats each element by itself: any part of one can be made alone."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ahp.runtime.weights import counter_random
 
 @dataclass(frozen=True)
 class Call:
-    """An operator that read, made or wrote tensors without memory."""
+    """A call of an operator that read, made or wrote tensors without memory."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
     tensors: tuple[torch.Tensor, ...]
-    """Those without memory among all of them."""
+    """All tensors without memory among arguments and output."""
 
 
 CHUNK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 22}
-"""How many elements are made at once. [Empirical] On a CPU the few tensors of 8 bytes an element stay in its cache, and most numbers come in
-a second; on a GPU a kernel must be long beside its launch, and 32 MB each are little."""
+"""How many elements are made at once. [Empirical] On a CPU the few tensors of 8 bytes per element then stay in its cache, which is fastest; on a
+GPU a kernel must be long compared to its launch, and 32 MB per tensor are little."""
 
 aten = torch.ops.aten
 DRAWN: dict[Any, Callable[..., torch.Tensor]] = {
@@ -42,10 +42,10 @@ FILLED = {aten.fill_.Scalar, aten.zero_.default}
 
 @dataclass(frozen=True)
 class _Step:
-    """What is done to elements ``first`` to ``end`` of a flat parameter, each by itself."""
+    """One operator on elements ``first`` to ``end`` of a flat parameter, each by itself."""
 
     number: int
-    """Of the call on its tape, from which the key of its random numbers is made."""
+    """The call's number on its tape, from which the key of its random numbers is made."""
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -60,13 +60,13 @@ class _Step:
 
 @dataclass(frozen=True)
 class Fill:
-    """All that is done to one parameter."""
+    """All steps that fill one parameter."""
 
     shape: tuple[int, ...]
     steps: list[_Step]
 
     def write(self, part: torch.Tensor, ranges: dict[int, Ranges], key: Callable[[int], int]) -> None:
-        """Fill a part, in place. ``ranges``: what it holds of each dim that it does not hold whole; ``key``: of a call's random numbers.
+        """Fill a part, in place. ``ranges``: what it holds of each dim that it does not hold whole; ``key``: call number -> random key.
 
         Computed in float64 and rounded once.
         """
@@ -86,7 +86,7 @@ class Fill:
 
 
 def elementwise(parameter: torch.Tensor, calls: Sequence[Call]) -> Fill | None:
-    """What the calls do to a parameter, None where some element depends on another or a call cannot be done to a part."""
+    """What the calls do to a parameter, None if some element depends on another or a call cannot run on a part."""
     if not (parameter.is_contiguous() and parameter.is_floating_point()):
         return None
     steps = []
@@ -102,7 +102,7 @@ def elementwise(parameter: torch.Tensor, calls: Sequence[Call]) -> Fill | None:
 
 
 def _is_alike(call: Call) -> bool:
-    """Whether it changes its first argument in place, each element by itself and by numbers alone."""
+    """Whether a call changes its first argument in place, each element by itself, without other tensors."""
     others = pytree.tree_leaves((call.args[1:], call.kwargs))
     changes = call.func._schema.name.endswith("_") and not any(isinstance(other, torch.Tensor) for other in others)
     tags = call.func.tags
@@ -111,14 +111,14 @@ def _is_alike(call: Call) -> bool:
 
 
 def _is_run_of(parameter: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a view of neighbouring elements of a parameter, with nothing between them."""
+    """Whether a tensor is a view of consecutive elements of a parameter."""
     return tensor.dtype == parameter.dtype and memory_of(tensor) == memory_of(parameter) and tensor.is_contiguous()
 
 
 def _chunks(
     shape: tuple[int, ...], ranges: dict[int, Ranges], device: torch.device
 ) -> Iterator[tuple[slice, torch.Tensor, tuple[int, int]]]:
-    """A part, some elements at a time: their place in the flat part, each one's index in the flat whole, and the lowest and highest of these."""
+    """A part, some elements at a time: their place in the flat part, the index of each in the flat whole, and the lowest and highest index."""
     sizes = [
         sum(end - first for first, end in ranges[dim]) if dim in ranges else size for dim, size in enumerate(shape)
     ]
@@ -144,7 +144,7 @@ def _chunks(
 
 
 def _sums(offsets: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """Of one number of each array, for every choice, the last array's fastest."""
+    """All sums of one number from each array; the last array varies fastest."""
     found = np.zeros(1, dtype=np.int64)
     for one in offsets:
         found = np.add.outer(found, one).reshape(-1)

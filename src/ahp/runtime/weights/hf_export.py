@@ -1,7 +1,7 @@
-"""A run's weights as files that transformers reads: safetensors under the hub's names, a part of them on each rank.
+"""Writes a run's weights as files that transformers reads: safetensors under the hub's names, each rank some of the files.
 
-Parameters are gathered one after the other on the device, already in the files' dtype, by the ranks that hold them. The pieces of each go to
-the rank that writes their file, and a file is written, beside the next gathers, as soon as it is full: no host ever holds
+The ranks that hold a parameter gather it on the device, already in the files' dtype, one parameter after the other. The rank that writes
+a file keeps its pieces, and writes the file as soon as it is full, overlapped with the next gathers: no host ever holds
 more of the model than one file for each of its ranks, and no rank waits for another longer than one file takes.
 """
 
@@ -22,19 +22,19 @@ from ahp.runtime.training_state import TrainingState
 from ahp.runtime.weights.hub_names import InFiles, Piece, kept_buffers, piece_of
 
 FILE_BYTES = 5 * 10**9
-"""Of one file at most, but for a tensor that is larger; what transformers wrote by default up to its version 4."""
+"""The most bytes of one file, except for a larger tensor; transformers' default up to its version 4."""
 
 
 @dataclass
 class File:
-    """Tensors that are written together, by one rank."""
+    """Tensors that one rank writes together."""
 
     pipeline_rank: int
     pieces: list[Piece] = field(default_factory=list)
     num_bytes: int = 0
     name: str = ""
     writer: int = 0
-    """Among the ranks of the pipeline rank."""
+    """The writing rank's place among the ranks of the pipeline rank."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Stored:
     """A parameter or buffer that is exported."""
 
     pipeline_rank: int
-    """The one that writes it, where several hold it."""
+    """The pipeline rank that writes it, if several hold it."""
     dtype: torch.dtype
     form: InFiles
 
@@ -56,11 +56,11 @@ def export_hf(
     config: Any,
     dtype: torch.dtype,
 ) -> None:
-    """Write model.safetensors (several files and an index, where it is larger than one) and config.json. Collective.
+    """Write model.safetensors (several files and an index, if one is too small) and config.json. Collective.
 
-    ``writers``: of each parameter the pipeline rank that writes it. ``dtype``: of parameters; buffers keep theirs. Tensors have the names and
-    shapes that ``save_pretrained`` gives them: every expert of a mixture its own, where it has. Raises OSError on every rank
-    where one could not write.
+    ``writers``: the pipeline rank that writes each parameter. ``dtype``: of parameters; buffers keep theirs. Tensors have the names and
+    shapes that ``save_pretrained`` gives them, for instance one tensor for each expert. Raises OSError on every rank
+    if any rank could not write.
     """
     mesh = state.layout.mesh
     adapted = {one.weight: one for stage in state.stages.values() for one in adapted_weights(stage.model)}
@@ -93,7 +93,7 @@ def export_hf(
 
 
 def _whole(state: TrainingState, name: str, adapted: Adapted | None, dtype: torch.dtype) -> torch.Tensor:
-    """A parameter as it is exported, on every rank that holds a part of it. Collective among those."""
+    """A parameter as it is exported, on every rank that holds a part of it. Collective among those ranks."""
     if adapted is None:
         return state.layout.whole(name, state.parameters[name].detach().to(dtype))
     parts = (state.layout.whole(one, state.parameters[one].detach()) for one in (name, adapted.a, adapted.b))
@@ -101,7 +101,7 @@ def _whole(state: TrainingState, name: str, adapted: Adapted | None, dtype: torc
 
 
 def _stored_buffers(buffers: dict[str, torch.Tensor], in_files: dict[str, InFiles], pp: int) -> dict[str, Stored]:
-    """Of the buffers of all stages, the lowest pipeline rank that has each one and its dtype. Collective."""
+    """The buffers of all stages, each with its dtype and the lowest pipeline rank that has it. Collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (pp, {name: buffer.dtype for name, buffer in buffers.items()}))
     stored: dict[str, Stored] = {}
@@ -112,7 +112,7 @@ def _stored_buffers(buffers: dict[str, torch.Tensor], in_files: dict[str, InFile
 
 
 def plan_files(stored: dict[str, Stored], num_writers: list[int]) -> list[File]:
-    """Which tensors are in which file, and who writes it: alike on every rank. ``num_writers``: ranks of each pipeline rank, which take turns."""
+    """Which tensors are in which file, and who writes it: the same on every rank. ``num_writers``: ranks of each pipeline rank, which take turns."""
     files: list[File] = []
     for rank, writers in enumerate(num_writers):
         mine: list[File] = []
@@ -135,13 +135,13 @@ class _Writer:
     def __init__(self, folder: Path, file_of: dict[str, File], rank: int) -> None:
         self.folder, self.file_of, self.rank = folder, file_of, rank
         self.tensors: dict[str, torch.Tensor] = {}
-        """Of the file that is being filled."""
+        """The tensors of the file that is being filled."""
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="export")
         self.writing: Future[None] | None = None
         self.error: str | None = None
 
     def take(self, tensor: torch.Tensor, form: InFiles) -> None:
-        """Keep what this rank writes of a whole parameter."""
+        """Keep the pieces of a whole parameter that this rank writes."""
         for piece in form.pieces:
             file = self.file_of[piece.stored]
             if file.writer != self.rank or self.error is not None:
@@ -154,13 +154,13 @@ class _Writer:
                 self.tensors = {}
 
     def finish(self) -> str | None:
-        """Wait for the last file. What could not be written, in words."""
+        """Wait for the last file. Returns the error in words if a file could not be written."""
         self._wait()
         self.thread.shutdown()
         return self.error
 
     def _wait(self) -> None:
-        """For the file before, so that a rank never holds two that are full. An error is kept, so that the others are not left alone in a gather."""
+        """Wait for the file before, so that a rank never holds two full files. An error is kept, so that other ranks do not hang in a gather."""
         writing, self.writing = self.writing, None
         try:
             if writing is not None:
@@ -176,7 +176,7 @@ class _Writer:
 
 
 def _raise_together(error: str | None) -> None:
-    """Collective."""
+    """Raise OSError on all ranks if any has an error. Collective."""
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     for rank, found in enumerate(errors):
@@ -185,7 +185,7 @@ def _raise_together(error: str | None) -> None:
 
 
 def _write_index(folder: Path, files: list[File]) -> None:
-    """What transformers finds the tensors of several files by."""
+    """Write the index by which transformers finds the tensors of several files."""
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(file.num_bytes for file in files)},

@@ -1,8 +1,8 @@
 """Under which names, and in which parts, transformers keeps a model's parameters in its files.
 
-Many files on the hub are older than the modules that read them: there each expert has matrices of its own, and the module has
-one stack of all. transformers converts when it loads and when it saves. Here it is asked to save tensors without memory,
-and where each one that it would write lies in a parameter is read off from its place in that parameter's memory.
+Many files on the hub are older than the modules that read them: in the files each expert has its own matrices, and the module
+has one stack of all. transformers converts when it loads and when it saves. Here it is asked to save tensors without memory:
+the place of each tensor in a parameter's memory then shows which block of the parameter it is.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Piece:
     """For each dim of the parameter, where the block begins."""
     sizes: tuple[int, ...]
     dims: tuple[int | None, ...]
-    """For each dim of the parameter which of the tensor's it is; None where the tensor has none for it, and the block one row."""
+    """For each dim of the parameter, the tensor's dim that it is; None if the tensor has none for it, and the block has one row."""
 
 
 @dataclass(frozen=True)
 class InFiles:
-    """A parameter of so many rows and columns, as files hold it: pieces that are all of it."""
+    """A parameter of this shape, as files hold it: pieces that together are all of it."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -46,19 +46,19 @@ def as_it_is(name: str, shape: tuple[int, ...]) -> InFiles:
 
 
 Shapes = dict[str, tuple[int, ...]]
-"""Of each parameter and kept buffer of a whole module, by the first of its names."""
+"""The shape of each parameter and kept buffer of a whole module, keyed by the first of its names."""
 
 
 def shapes_of(module: nn.Module) -> Shapes:
-    """Of a module that is whole."""
+    """The shapes of a module that is whole."""
     return {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *kept_buffers(module))}
 
 
 def in_files(module: nn.Module, shapes: Shapes | None = None) -> dict[str, InFiles]:
-    """Of each parameter and kept buffer, by the first of its names, how ``save_pretrained`` would write it.
+    """How ``save_pretrained`` would write each parameter and kept buffer, keyed by the first of its names.
 
-    ``shapes``: of the whole, where ``module`` is a part of it. It takes transformers a while, so ask where it is needed. What is no block of one parameter there (rows in another order, say), and every parameter of a module that is not of
-    transformers, is as the module has it.
+    ``shapes``: of the whole module, if ``module`` is a part of it. transformers takes a while for this. A parameter that files do not hold as blocks
+    of it (rows in another order, say), and every parameter of a module that is not from transformers, is as the module has it.
     """
     shapes = shapes_of(module) if shapes is None else shapes
     found = {name: as_it_is(name, shape) for name, shape in shapes.items()}
@@ -85,11 +85,11 @@ def piece_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     order = sorted(there, key=lambda dim: piece.dims[dim] or 0)
     others = [dim for dim in range(tensor.dim()) if dim not in there]
     laid = block.permute((*order, *others)).reshape(piece.shape)
-    return laid.clone(memory_format=torch.contiguous_format)  # files take no memory that is shared
+    return laid.clone(memory_format=torch.contiguous_format)  # files accept no shared memory
 
 
 def _written(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[str, torch.Tensor]]:
-    """What transformers would write, by its name there: the parameter in whose memory it lies, and its place."""
+    """What transformers would write, keyed by its name there: the parameter in whose memory it lies, and a view of its place."""
     revert = _revert()
     if revert is None or not hasattr(module, "config"):
         return {}
@@ -98,7 +98,7 @@ def _written(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str,
     try:
         with _CopiesShareMemory():
             written = revert(module, dict(state))
-    except (RuntimeError, ValueError):  # a conversion that cannot be followed: the module's own names it is
+    except (RuntimeError, ValueError):  # a conversion that cannot be followed: take the module's own names
         return {}
     return {
         stored: (names[memory_of(tensor)], tensor) for stored, tensor in written.items() if memory_of(tensor) in names
@@ -115,7 +115,7 @@ def _revert() -> Any:
 
 
 class _CopiesShareMemory(TorchDispatchMode):
-    """Lets a copy be another view, so that its place is still known."""
+    """Makes copies views instead, so that their places in memory are still known."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:
@@ -124,7 +124,7 @@ class _CopiesShareMemory(TorchDispatchMode):
 
 
 def _piece(stored: str, view: torch.Tensor, shape: tuple[int, ...]) -> Piece | None:
-    """A view of a contiguous parameter as a block of it, None when it is none."""
+    """A view of a contiguous parameter as a block of it, None if it is no block."""
     strides = [math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))]
     starts, rest = [], int(view.storage_offset())
     for stride in strides:

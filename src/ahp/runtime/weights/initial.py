@@ -1,9 +1,9 @@
-"""The initial values of a model on the meta device, so that every rank makes its own part of them and no more.
+"""The initial values of a model on the meta device, made so that every rank makes only its own part of them.
 
-The model's own initialisation runs once on tensors without memory, and what it does to them is written down: a tape. (Deferred
-initialisation, as in torchdistX.) Nearly every parameter is filled element by element there, from a distribution or with a constant, and a
-part of it is made by doing that to the part alone, with random numbers that depend on the seed, the parameter's name and the element's place.
-The others are made whole, on the CPU, by the operators of the tape themselves.
+The model's own initialization runs once on tensors without memory, and a tape records its operators (deferred initialization, as in
+torchdistX). Nearly every parameter is filled element by element, from a distribution or with a constant. A part of it is then made
+alone, with random numbers that depend on the seed, the parameter's name and the element's place.
+Other parameters are made whole, on the CPU, by the recorded operators themselves.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ class _Tape(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters that are initialised together, mostly one alone, and what is done to them in its order."""
+    """Parameters that are initialized together, mostly just one, and the calls that do it, in order."""
 
     parameters: dict[str, torch.Tensor]
-    """By name, without memory."""
+    """Keyed by name, without memory."""
     calls: list[Call]
 
     def key(self, seed: int, number: int) -> int:
-        """64 bits that stand for the ``number``-th call of a job's seed and no other."""
+        """A key of 64 bits for the ``number``-th call under a job's seed."""
         return int(
             np.random.SeedSequence([seed, *_words(min(self.parameters)), number]).generate_state(1, np.uint64)[0]
         )
 
     def fill(self) -> Fill | None:
-        """How to make some elements alone, None where they hang together."""
+        """How to make some elements alone, None if they depend on each other."""
         if len(self.parameters) > 1:
             return None
         return elementwise(next(iter(self.parameters.values())), self.calls)
 
     def values(self, seed: int) -> dict[str, torch.Tensor]:
-        """Whole, on the CPU."""
+        """The whole parameters, on the CPU."""
         real = {id(p): torch.zeros(p.shape, dtype=p.dtype) for p in self.parameters.values()}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for number, call in enumerate(self.calls):
@@ -71,19 +71,19 @@ class Part:
 
 
 class InitialWeights:
-    """The values that a model's parameters without memory start from."""
+    """The initial values of a model's parameters without memory."""
 
     def __init__(
         self, names: dict[int, str], parameters: Sequence[torch.Tensor], seed: int, initialise: Callable[[], None]
     ):
-        """``names``: of each parameter, by its id; ``initialise`` writes all ``parameters``, in place.
+        """``names``: of each parameter, keyed by its id; ``initialise`` writes all ``parameters``, in place.
 
-        Raises BadInput when it leaves one out, or asks what values are.
+        Raises BadInput when it leaves one out, or reads values.
         """
         self.seed, tape = seed, _Tape()
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), recordable_trunc_normal(), tape:
-                torch.manual_seed(seed)  # of buffers, which have memory and are made here and now
+                torch.manual_seed(seed)  # for buffers, which have memory and are made here and now
                 initialise()
         except (NotImplementedError, RuntimeError) as error:
             raise BadInput(
@@ -115,15 +115,15 @@ class InitialWeights:
 
 
 def fill_initial(layout: ParameterLayout, initial: InitialWeights) -> None:
-    """Make this rank's parts of its parameters. No collective: every rank makes its own. ``initial`` has them by the names of the model
-    without adapters."""
+    """Make this rank's parts of its parameters. No collective: every rank makes its own. ``initial`` uses the names of the model without
+    adapters."""
     names = {base_name(name): name for name in layout.parameters}
     parts = {plain: local_tensor(layout.parameters[name].detach()) for plain, name in names.items()}
     initial.fill(parts, lambda plain: layout.ranges(names[plain]))
 
 
 def _parts(parameters: dict[str, torch.Tensor], calls: list[Call]) -> list[Part]:
-    """Parameters apart, but for those that some operator or chain of operators connects."""
+    """One part for each parameter, except that parameters connected by a chain of operators share one."""
     root: dict[int, int] = {}
 
     def find(key: int) -> int:
@@ -155,5 +155,5 @@ def _real(leaf: Any, real: dict[int, torch.Tensor]) -> Any:
 
 
 def _words(name: str) -> list[int]:
-    """128 bits that stand for a name, as numbers of 32."""
+    """A hash of a name: 128 bits, as numbers of 32."""
     return np.frombuffer(hashlib.sha256(name.encode()).digest()[:16], dtype="<u4").tolist()

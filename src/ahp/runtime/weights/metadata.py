@@ -1,6 +1,6 @@
-"""A checkpoint's ``.metadata``, which says where each tensor lies, read as data.
+"""Reads a checkpoint's ``.metadata``, the list of where each tensor lies, as data.
 
-torch writes it as a pickle, and reading a pickle runs what lies in it. Here it may name the classes of such a list alone.
+torch writes it as a pickle, and reading a pickle can run code. Here it may name only the classes of such a list.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _why_not(found: Any) -> str | None:
     if not isinstance(found, Metadata):
         return f"it is a {type(found).__name__}"
     for name, what in found.state_dict_metadata.items():
-        # torch unpickles what is no tensor, whatever it is.
+        # torch unpickles every entry that is no tensor, whatever it is.
         if not isinstance(what, TensorStorageMetadata):
             return f"{name} is no tensor"
     for stored in found.storage_data.values():

@@ -19,14 +19,14 @@ from ahp.runtime.weights.hub_names import InFiles, Piece, as_it_is, in_files, ke
 
 
 class Pretrained:
-    """The tensors in a folder of Hugging Face weights, by name. Only headers are read until a part is asked for."""
+    """The tensors in a folder of Hugging Face weights, keyed by name. Only headers are read until a part is requested."""
 
     def __init__(self, folder: str | Path, key: str = "init_from") -> None:
         self.folder = Path(folder).expanduser()
         self.key = key
-        """What errors call the folder."""
+        """The folder's name in errors."""
         self.bytes_read = 0
-        """Of tensors, by this process."""
+        """Bytes of tensors that this process has read."""
         self._opened: dict[Path, Any] = {}
         self.files = self._index()
 
@@ -49,8 +49,8 @@ class Pretrained:
     def check(self, module: nn.Module, known: dict[str, InFiles]) -> dict[str, InFiles]:
         """Where each of a module's tensors is in the folder. Raises BadInput unless it is this module's.
 
-        ``known``: how transformers writes its parameters (``in_files``); they may also have their names in the module. A tied
-        parameter is found under any of its names; a name may lack or have the prefix of the base model.
+        ``known``: how transformers writes its parameters (``in_files``); files may also use the names of the module. A tied
+        parameter is found under any of its names; a name can lack or have the prefix of the base model.
         """
         prefix = getattr(module, "base_model_prefix", "") or ""
         found: dict[str, InFiles] = {}
@@ -77,7 +77,7 @@ class Pretrained:
         return found
 
     def _under_its_name(self, wanted: InFiles, prefix: str) -> InFiles | None:
-        """With the names that its pieces have here, None when one is not here."""
+        """The same with the names that its pieces have in the folder, None if one is missing."""
         pieces = []
         for piece in wanted.pieces:
             stored = next((name for name in _spellings(piece.stored, prefix) if name in self.files), None)
@@ -87,7 +87,7 @@ class Pretrained:
         return InFiles(wanted.shape, tuple(pieces))
 
     def _refuse_others(self, known: set[str], missing: list[str], module: nn.Module) -> None:
-        """Tensors that the folder lacks, or that the model has no place for."""
+        """Raises BadInput for tensors that the folder lacks, or that the model has no place for."""
         passed_over = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
         unknown = [s for s in self.files if s not in known and not any(re.search(p, s) for p in passed_over)]
         if missing or unknown:
@@ -107,7 +107,7 @@ class Pretrained:
                 )
 
     def part(self, source: InFiles, ranges: dict[int, Ranges]) -> torch.Tensor:
-        """Of a tensor, what ``ranges`` says of each dim; a dim that is not named is taken whole."""
+        """Read the part of a tensor that ``ranges`` gives for each dim; a dim that is not named is taken whole."""
         wanted = [ranges.get(dim, [(0, size)]) for dim, size in enumerate(source.shape)]
         size = [sum(end - first for first, end in of_dim) for of_dim in wanted]
         parts: list[tuple[tuple[slice, ...], torch.Tensor]] = []
@@ -128,7 +128,7 @@ class Pretrained:
         return out
 
     def _read(self, piece: Piece, block: tuple[tuple[int, int], ...]) -> torch.Tensor:
-        """Rows ``first .. end`` of each dim of the parameter, all of them in the piece."""
+        """Read rows ``first .. end`` of each dim of the parameter, all of them in the piece."""
         file = self._file(piece.stored)
         if not piece.shape:
             read = file.get_tensor(piece.stored)
@@ -144,7 +144,7 @@ class Pretrained:
         return read.permute((*order, *others)).reshape([end - first for first, end in block])
 
     def _file(self, stored: str) -> Any:
-        """The file that holds a tensor; it stays open, because its header names every tensor in it."""
+        """The file that holds a tensor; it stays open, because opening it reads a header of all its tensors."""
         from safetensors import safe_open
 
         path = self.files[stored]
@@ -154,7 +154,7 @@ class Pretrained:
 
 
 def _overlaps(ranges: Ranges, low: int, high: int) -> list[tuple[int, int, int]]:
-    """Of the ranges, what is in ``low .. high``: first, end, and how many rows of the ranges come before it."""
+    """The parts of the ranges in ``low .. high``: first, end, and how many rows of the ranges come before."""
     found, passed = [], 0
     for first, end in ranges:
         a, b = max(first, low), min(end, high)
@@ -165,7 +165,7 @@ def _overlaps(ranges: Ranges, low: int, high: int) -> list[tuple[int, int, int]]
 
 
 def _aliases(module: nn.Module) -> list[list[str]]:
-    """The names of each parameter, the first one first."""
+    """All names of each parameter, its first name first."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         by_id.setdefault(id(parameter), []).append(name)
@@ -206,7 +206,7 @@ def fill_whole(module: nn.Module, source: Pretrained) -> None:
 
 
 def check_folder(folder: str | Path, module: nn.Module) -> Path:
-    """Look, before a worker starts, whether a folder is there and holds this model's weights. Returns its tokenizer.json.
+    """Check, before a worker starts, that a folder exists and holds this model's weights. Returns the path of its tokenizer.json.
 
     Raises BadInput.
     """

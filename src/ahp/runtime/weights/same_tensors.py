@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds the tensors that are to be filled from it, and no others of a model: told before any of them changes."""
+"""Checks that a checkpoint holds the tensors that are to be filled from it, and no others of a model, before any of them changes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ahp.errors import BadInput
 from ahp.runtime.training_state import TrainingState
 
 MODEL, BUFFER = "model.", "buffer."
-"""What names of weights and of buffers begin with, in a checkpoint."""
+"""Prefixes of the names of weights and of buffers in a checkpoint."""
 OPTIMIZERS = {"momentum_buffer.": "muon", "exp_avg.codes.": "adamw8bit"}
-"""By what names of states begin with that no other optimizer has; adamw has none of its own."""
+"""Prefixes of names of states that only one optimizer has, and that optimizer; adamw has none of its own."""
 
 
 class OtherTensors(BadInput):
@@ -25,8 +25,8 @@ class OtherTensors(BadInput):
 def refuse_other_tensors(
     folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, torch.Tensor], state: TrainingState
 ) -> None:
-    """``saved``: of each tensor of the checkpoint what its metadata says; ``wanted``: what this rank reads of it. Collective: raises OtherTensors on
-    all ranks, with what the first one finds wrong that finds something."""
+    """``saved``: metadata of each tensor of the checkpoint; ``wanted``: the tensors that this rank reads from it. Collective: raises OtherTensors on
+    all ranks, with the fault that the first rank with a fault finds."""
     fault = next(_faults(saved, wanted, state), None)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (fault, [name for name in wanted if name.startswith(BUFFER)]))
@@ -39,7 +39,7 @@ def refuse_other_tensors(
 
 
 def _faults(saved: Mapping[str, Any], wanted: Mapping[str, torch.Tensor], state: TrainingState) -> Iterator[str]:
-    """What this rank can know, in words; the model's names and shapes are the same on all."""
+    """The faults that this rank can see, in words; the model's names and shapes are the same on all ranks."""
     for name in (name for name in wanted if name not in saved):
         yield _why_missing(name, saved, state)
     for name, tensor in wanted.items():
@@ -72,7 +72,7 @@ def _optimizer_of(saved: Mapping[str, Any]) -> str:
 
 
 def _unused_buffer(saved: Mapping[str, Any], found: list[Any]) -> str | None:
-    """One that no stage has."""
+    """A buffer of the checkpoint that no stage has, in words."""
     used = {name for _, names in found for name in names}
     name = next((name for name in saved if name.startswith(BUFFER) and name not in used), None)
     return None if name is None else f"it has {name}, which would not be used"

@@ -1,4 +1,4 @@
-"""Writes checkpoints beside training: copies on the host, a thread, and a process group of its own."""
+"""Writes checkpoints while training goes on: copies on the host, a thread, and a process group of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ahp.runtime.weights.metadata import METADATA, BadMetadata, as_data
 
 
 class HostCopies:
-    """Memory on the host for this rank's part of a checkpoint: made once and used by all, page-locked where a GPU copies to
+    """Host memory for this rank's part of a checkpoint: made once and used by all checkpoints, page-locked if a GPU copies to
     it. As much as the weights and optimizer states of the rank take on its device."""
 
     def __init__(self) -> None:
@@ -28,8 +28,8 @@ class HostCopies:
 
     @torch.no_grad()
     def make(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Make the memory, whatever the tensors hold. The system gives pages only when they are first written, slower than a copy is, so
-        that they are written here. In a thread beside the first step: no operator of a DTensor, which sets aside the tracing of all
+        """Make the memory; the values of the tensors do not matter. The system provides pages at the first write only, slower than a copy,
+        so they are written here. Runs in a thread during the first step, without DTensor operators: these suspend tracing in all
         threads, and the step may be tracing a block.
         """
         for name, tensor in tensors.items():
@@ -39,7 +39,7 @@ class HostCopies:
 
     @torch.no_grad()
     def of(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies, distributed as the tensors are. On a GPU they are complete once its current stream has come to here."""
+        """Copies, distributed like the tensors. On a GPU they are complete once its current stream has reached this point."""
         return {
             name: like_distributed(self._copy(name, local_tensor(tensor.detach())), tensor)
             for name, tensor in tensors.items()
@@ -57,15 +57,15 @@ class HostCopies:
 
 
 class BackgroundSaver:
-    """Writes checkpoints in a thread while training goes on, with a process group of its own. The memory for them is made in the thread as
-    soon as there is a saver, so that no step waits for it if there is one before the first."""
+    """Writes checkpoints in a thread while training goes on, with a process group of its own. The thread makes the memory for them as soon
+    as the saver exists, so that no step waits for it if the saver is made before the first step."""
 
     def __init__(self, state: TrainingState) -> None:
         self.state = state
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
         self.group = group
-        """Apart from the main thread's, whose collectives go on meanwhile."""
+        """Separate from the main thread's groups, whose collectives go on at the same time."""
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.copies = HostCopies()
         self._busy = self.thread.submit(self.copies.make, tensors_to_write(state))
@@ -73,9 +73,9 @@ class BackgroundSaver:
     def start(self, folder: Path, complete: Callable[[dict[str, int]], None]) -> Future[None]:
         """Copy this rank's part of the state to the host, then write it. Collective, and so is what the thread does.
 
-        The host waits for the checkpoint before this one, whose memory it takes, and not for the copies: what a GPU computes after this
-        call comes after them in its stream. On rank 0 ``complete(checksums)`` is called in the thread once every rank's files
-        have been read back from the disk: crc32 by file name. The future ends when this rank's work has; it holds the error of a rank that
+        The host waits for the checkpoint before this one, whose memory it takes, but not for the copies: what a GPU computes after this
+        call comes after the copies in its stream. On rank 0 the thread calls ``complete(checksums)``, crc32 by file name, once every
+        rank's files have been read back from the disk. The future is done when this rank's work is; it holds the error of a rank that
         could not write.
         """
         wait([self._busy])
@@ -101,12 +101,12 @@ class BackgroundSaver:
             complete(checksums)
 
     def _verified(self, folder: Path) -> dict[str, int]:
-        """crc32 of all ranks' files by name, each read back from the disk. Collective; every rank raises OSError where one cannot."""
+        """crc32 of all ranks' files by name, each read back from the disk. Collective; every rank raises OSError if any rank fails."""
         rank = dist.get_rank()
         mine: dict[str, int] | str
         try:
             mine = {file.name: read_back(file) for file in folder.glob(f"__{rank}_*")}
-            if rank == 0:  # it writes this one when all ranks have written theirs
+            if rank == 0:  # it writes the metadata when all ranks have written their files
                 mine[METADATA] = read_back(folder / METADATA)
                 as_data(folder)
         except (OSError, BadMetadata) as error:

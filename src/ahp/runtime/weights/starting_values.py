@@ -1,4 +1,4 @@
-"""What weights a run starts from: given ones, the model's own initialisation, or those that the model already has."""
+"""The weights that a run starts from: given ones, the model's own initialization, or those that the model already has."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ahp.runtime.weights.pretrained import Pretrained, fill
 
 
 class StartingValues:
-    """Looked at before the model is cut; its values are handed out after."""
+    """Checks and records the weights before the model is cut, and fills them in afterwards."""
 
     def __init__(self, module: nn.Module, plan: Plan, *, initialize: bool = True) -> None:
         """Gives a module on the meta device its buffers, in place. Raises BadInput when the weights given are not its own, or it
-        cannot be initialised.
+        cannot be initialized.
 
-        ``initialize``: False where a checkpoint is read next: its parameters are neither drawn nor read from ``init_from``, whose folder
-        need not be there.
+        ``initialize``: False if a checkpoint is read next: parameters are neither drawn nor read from ``init_from``, whose folder
+        need not exist.
         """
         self.streamed = is_meta(module)
         """Whether parameters get memory only once they are cut, so that no rank ever holds the whole model."""
         self._given = Pretrained(plan.init_from) if initialize and plan.init_from is not None else None
         self._stored: dict[str, InFiles] = {}
-        """Of ``plan.init_from``, by the names of the model without adapters, as what comes next is."""
+        """Tensors of ``plan.init_from``, keyed by the names of the model without adapters."""
         self._initial: list[InitialWeights] = []
         with base_alone(module):
             if self._given is not None:
@@ -44,7 +44,7 @@ class StartingValues:
             self._initial += _adapters(module, plan.job.seed)
 
     def fill(self, layout: ParameterLayout, buffers: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Make this rank's parts of its parameters, and its buffers. Bytes of ``plan.init_from`` that it read for it."""
+        """Fill this rank's parts of its parameters, and its buffers. Returns how many bytes of ``plan.init_from`` it read."""
         for initial in self._initial:
             fill_initial(layout, initial)
         if self._given is None:
@@ -61,7 +61,7 @@ class StartingValues:
 
 
 def _adapters(module: nn.Module, seed: int) -> list[InitialWeights]:
-    """What the adapters of a meta module start from, where it has some."""
+    """The initial values of a meta module's adapters, if it has any."""
     parameters = {name: p for name, p in module.named_parameters() if is_adapter(name)}
     if not parameters:
         return []

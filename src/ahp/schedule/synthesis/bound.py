@@ -1,4 +1,4 @@
-"""What no order of actions can be faster than: work of the fullest rank or link, longest path, memory."""
+"""Lower bounds on the time of any order of actions: work of the fullest rank or link, longest path, memory."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from ahp.schedule.synthesis.problem import ROUNDING, Problem
 
 @dataclass(frozen=True)
 class LowerBound:
-    """Seconds, and why."""
+    """A bound in seconds, and its reason."""
 
     seconds: float
     reason: str
 
 
 def lower_bound(problem: Problem) -> LowerBound:
-    """The largest of the bounds below. Each is the length of what passes one after the other in every order that fits."""
+    """The largest of the bounds below. Each is the length of things that follow one another in every order that fits."""
     return max((LowerBound(*found) for found in _bounds(Paths(problem))), key=lambda bound: bound.seconds)
 
 
 class Paths:
-    """Of one micro-batch that meets no other: when it can start where, and what follows it."""
+    """The way of one micro-batch that meets no other: when it can start on each stage, and what follows."""
 
     def __init__(self, problem: Problem, *, split: bool | None = None) -> None:
-        """``split``: whether input gradients go first, as the problem allows by default; a bound takes the shorter."""
+        """``split``: whether backwards can be split, by default as the problem allows; if so, the shorter of whole and split counts."""
         self.problem = problem
         times, self.m = problem.times, problem.num_micro_batches
         split = problem.split if split is None else split
         self.forward_s = [t.forward_s for t in times]
         self.gradient_s = [min(t.input_gradient_s, t.backward_s) if split else t.backward_s for t in times]
-        """Until what the stage before waits for is there."""
+        """Seconds of each stage's backward until the gradient for the stage before is there."""
         self.whole_s = [
             min(t.input_gradient_s + t.weight_gradient_s, t.backward_s) if split else t.backward_s for t in times
         ]
         self.period_s = max(sum(self.forward_s[s] + self.whole_s[s] for s in own) for own in problem.stages_of)
-        """What the fullest rank computes for a micro-batch."""
+        """Seconds that the fullest rank computes per micro-batch."""
         self.last_s = [t.last_backward_extra_s + t.reduce_s for t in times]
-        """What follows a stage's last backward, on its own rank and on the network."""
+        """Seconds after a stage's last backward, on its own rank and on the network."""
         self.start_s = [times[0].gathered_s]
-        """The earliest first forward of each stage."""
+        """The earliest start of each stage's first forward."""
         for s, t in enumerate(times[:-1]):
             there = self.start_s[-1] + t.forward_s + t.first_forward_extra_s + t.send_forward_s
             self.start_s.append(max(there, times[s + 1].gathered_s))
         rest = [self.whole_s[0] + self.last_s[0]]
-        """From the start of a stage's last gradient to the end of the step, at least."""
+        """The least seconds from the start of a stage's last gradient to the end of the step."""
         for s in range(1, len(times)):
             own = self.whole_s[s] + self.last_s[s]
             rest.append(max(own, self.gradient_s[s] + times[s].send_backward_s + rest[-1]))
         self.rest_s = rest
         turn = [0.0] * len(times)
-        """From the end of a stage's forward to the start of the same micro-batch's gradient, at least."""
+        """The least seconds from the end of a stage's forward to the start of the same micro-batch's gradient."""
         for s in range(len(times) - 2, -1, -1):
             turn[s] = (
                 times[s].send_forward_s
@@ -64,7 +64,7 @@ class Paths:
         self.turn_s = turn
 
     def after_s(self, s: int) -> float:
-        """What comes at least after all that a rank computes, if it ends with this stage."""
+        """The least seconds after all that a rank computes, if it ends with this stage."""
         extra_s = self.problem.times[s].last_backward_extra_s
         if self.problem.split:
             return self.last_s[s] - extra_s
@@ -85,7 +85,7 @@ def _bounds(paths: Paths) -> Iterator[tuple[float, str]]:
 
 
 def _bounds_of_links(paths: Paths) -> Iterator[tuple[float, str]]:
-    """Of all messages from one rank to another: what comes before the first, and what follows the last."""
+    """For each pair of ranks: the time before the first message from one to the other, of all of them, and after the last."""
     ranks, times = paths.problem.stage_rank, paths.problem.times
     messages: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
     for s, t in enumerate(times):
@@ -107,7 +107,7 @@ def _bounds_of_rank(paths: Paths, rank: int, own: tuple[int, ...]) -> Iterator[t
     work_s = first_s + sum(m * (paths.forward_s[s] + paths.whole_s[s]) + times[s].last_backward_extra_s for s in own)
     begin_s = min(paths.start_s[s] for s in own)
     after_s = min(paths.after_s(s) for s in own)
-    # Until the first gradient is there a rank has forwards alone, as many as memory holds.
+    # Until its first gradient is there, a rank has only forwards to do, as many as memory holds.
     turn_s = min(paths.start_s[s] + times[s].first_forward_extra_s + paths.forward_s[s] + paths.turn_s[s] for s in own)
     forwards_s = first_s + _most_s(m, memory, [(paths.forward_s[s], problem.kept_bytes[s]) for s in own])
     idle_s = max(0.0, turn_s - begin_s - forwards_s)
@@ -115,7 +115,7 @@ def _bounds_of_rank(paths: Paths, rank: int, own: tuple[int, ...]) -> Iterator[t
     few = ", whose memory holds few forwards" if idle_s else ""
     yield busy_s, f"work of rank {rank}{few}"
     if len(own) > 1 and any(times[s].reduce_s for s in own):
-        # From when the first stage is done all gradients of the rank are reduced, one stage after the other.
+        # Once the first of its stages is done, the rank's gradients are all reduced, one stage after the other.
         done_s = begin_s + idle_s + work_s - max(_left_s(paths, s, own, memory) for s in own)
         yield done_s + sum(times[s].reduce_s for s in own), f"work of rank {rank}{few}, and its reductions"
     if memory == inf or not any(problem.kept_bytes[s] for s in own):
@@ -129,22 +129,22 @@ def _bounds_of_rank(paths: Paths, rank: int, own: tuple[int, ...]) -> Iterator[t
 
 
 def _bounds_of_memory(paths: Paths, rank: int, s: int, busy_s: float) -> Iterator[tuple[float, str]]:
-    """Of a rank with one stage, where memory holds fewer micro-batches than there are.
+    """Bounds for a rank with one stage, if memory holds fewer micro-batches than there are.
 
-    ``busy_s``: the bound of its work, with what it waits until its first gradient.
+    ``busy_s``: the bound from its work and its wait for the first gradient.
     """
     problem, m, memory, kept = paths.problem, paths.m, paths.problem.memory_bytes[rank], paths.problem.kept_bytes[s]
     most = floor(memory / kept * (1 + ROUNDING))
     if m <= most:
         return
-    # A forward waits for the gradient of as many before it: round trips, one after the other.
+    # A forward waits for the gradient ``most`` micro-batches before it: round trips, one after the other.
     trip_s = paths.forward_s[s] + paths.turn_s[s] + paths.gradient_s[s]
     trips, start = divmod(m - 1, most)
     start_s = paths.start_s[s] + start * paths.forward_s[s]
     if start:
         start_s += problem.times[s].first_forward_extra_s
     yield start_s + trips * trip_s + paths.forward_s[s] + paths.turn_s[s] + paths.rest_s[s], f"memory of rank {rank}"
-    # Between the last forward and its gradient there are backwards of those that it holds, and no more.
+    # Between the last forward and its gradient the rank has only the backwards of the micro-batches that it holds.
     waiting, rest = m if problem.split else 0, kept - problem.freed_bytes[s]
     if problem.split and rest > 0.0:
         waiting = floor(memory / rest * (1 + ROUNDING))
@@ -156,9 +156,9 @@ def _bounds_of_memory(paths: Paths, rank: int, s: int, busy_s: float) -> Iterato
 
 
 def _left_s(paths: Paths, done: int, own: tuple[int, ...], memory: float) -> float:
-    """Seconds of a rank's work that may be left when a stage of it is done before the others, at most: what memory holds for it.
+    """The most seconds of work that a rank can have left when stage ``done`` ends before its others: as much as memory holds data for.
 
-    All forwards are done then, and the input gradients of later stages.
+    By then all forwards are done, and the input gradients of later stages.
     """
     problem, times, kinds = paths.problem, paths.problem.times, list[tuple[float, float]]()
     others = [s for s in own if s != done]
@@ -173,7 +173,7 @@ def _left_s(paths: Paths, done: int, own: tuple[int, ...], memory: float) -> flo
 
 
 def _most_s(m: int, memory: float, kinds: list[tuple[float, float]]) -> float:
-    """Seconds of actions that memory holds something for at once, at most: those that are long for what is kept first, parts of one too."""
+    """The most seconds of actions whose kept bytes fit in memory at once: taken by seconds per byte, the last one in part."""
     total = 0.0
     for seconds, kept in sorted(kinds, key=lambda kind: kind[0] / kind[1] if kind[1] else inf, reverse=True):
         count = m if kept == 0.0 else min(m, memory / kept)

@@ -1,4 +1,4 @@
-"""The order of each rank as small numbers: what a search makes, compares and repeats many times."""
+"""The order of each rank as small numbers, for a search that makes, compares and repeats many orders."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from ahp.schedule.actions import Action, Kind, PlainAction, Schedule
 from ahp.schedule.slots import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT
 
 Orders = list[list[int]]
-"""Of each rank, the codes kind x S + stage of its actions (kinds as in ``schedule.table``, S stages).
+"""For each rank, the codes kind x S + stage of its actions (kinds as in ``schedule.slots``, S stages).
 
-A code needs no micro-batch: each stage takes them in order. No schedule is lost by that, because micro-batches are alike:
-what a stage starts as its k-th forward, gradient or weight gradient can as well be that of micro-batch k.
+A code needs no micro-batch, because each stage takes them in order. This loses no schedule, because micro-batches are
+interchangeable: a stage's k-th forward, gradient or weight gradient can as well be that of micro-batch k.
 """
 
 
 def numbered(orders: Orders, stages: int) -> list[list[PlainAction]]:
-    """The same with the micro-batch of each action. Raises ValueError for a weight gradient before its input gradient."""
+    """The orders with the micro-batch of each action. Raises ValueError for a weight gradient before its input gradient."""
     found = []
     for order in orders:
         forwards, gradients, weights = [0] * stages, [0] * stages, [0] * stages
@@ -41,7 +41,7 @@ def numbered(orders: Orders, stages: int) -> list[list[PlainAction]]:
 
 
 def as_schedule(name: str, orders: Orders, stage_rank: tuple[int, ...], m: int) -> Schedule:
-    """The schedule that they are, with ``m`` micro-batches."""
+    """The orders as a ``Schedule`` of ``m`` micro-batches."""
     kinds = {str(kind): kind for kind in Kind}
     ranks = [
         tuple(Action(kinds[letter], stage, number) for letter, stage, number in order)

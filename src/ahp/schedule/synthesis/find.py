@@ -1,4 +1,4 @@
-"""The order of actions on each rank with the least makespan: list schedules by many rules, the best of them improved."""
+"""Finds the order of actions on each rank with the least makespan: list schedules by many rules, the best of them improved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ahp.schedule.synthesis.problem import ROUNDING, Problem
 from ahp.schedule.synthesis.search import Search
 
 NAME = "Synthesized"
-"""What ``pipeline_parallel_schedule`` calls a schedule that was found."""
+"""The value of ``pipeline_parallel_schedule`` for a schedule that was found."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class Synthesized:
     schedule: Schedule
     makespan_s: float
     bound: LowerBound
-    """What no schedule is faster than, and why."""
+    """The time that no schedule can beat, and why."""
     fixed: Fixed | None
     """The best fixed pattern that fits; None where none does."""
 
     @property
     def gap(self) -> float:
-        """Part of the makespan by which a schedule could be faster at most."""
+        """The largest fraction of the makespan that any schedule could save."""
         return 1.0 - self.bound.seconds / self.makespan_s
 
     @property
     def gain(self) -> float | None:
-        """Part of the time of the best fixed pattern that is saved."""
+        """Fraction saved of the best fixed pattern's time; None if no pattern fits."""
         return None if self.fixed is None else 1.0 - self.makespan_s / self.fixed.makespan_s
 
     @cached_property
@@ -53,7 +53,7 @@ class Synthesized:
 def synthesize(problem: Problem, *, seed: int = 0, effort: float = 1.0) -> Synthesized:
     """The best schedule that was found; the same for the same arguments.
 
-    Never slower than the best fixed pattern that fits, and it fits itself. ``effort``: more tries, as many times as many.
+    It fits in memory and is never slower than the best fixed pattern that fits. ``effort``: multiplies the number of tries.
     """
     bound, fixed = lower_bound(problem), best_fixed(problem)
     search = Search(problem, bound.seconds, seed, effort)
@@ -70,8 +70,8 @@ def synthesize(problem: Problem, *, seed: int = 0, effort: float = 1.0) -> Synth
 
 
 def one_f_one_b_s(problem: Problem) -> float:
-    """Seconds of 1F1B in all of its memory, the stages of each rank as one: what a V with split backwards can keep up with in half of that
-    memory (arXiv 2405.15362). Infinite where the stages lie otherwise, or a rank has less."""
+    """Seconds of 1F1B with each rank's stages merged and all the memory that it needs: a V with split backwards can match it in half of that
+    memory (arXiv 2405.15362). Infinite if backwards are whole, stages lie otherwise, or a rank has less than that half."""
     p, times = problem.num_ranks, problem.times
     v_shape = (*range(p), *reversed(range(p)))
     half = [p / 2 * least * (1 - ROUNDING) for least in problem.least_bytes]

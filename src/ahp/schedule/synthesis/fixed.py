@@ -1,4 +1,4 @@
-"""The fixed patterns that a problem has: what a schedule that is found must not be slower than."""
+"""The fixed patterns that suit a problem: a schedule that is found must not be slower than them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Fixed:
 
 
 def best_fixed(problem: Problem) -> Fixed | None:
-    """The fastest pattern whose stages lie as the problem's and that fits into every rank's memory; None if there is none."""
+    """The fastest pattern with the problem's placement of stages that fits into every rank's memory; None if there is none."""
     p, m = problem.num_ranks, problem.num_micro_batches
     v, uneven = divmod(problem.num_stages, p)
     if uneven:

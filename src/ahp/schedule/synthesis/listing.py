@@ -1,4 +1,4 @@
-"""A list schedule: whenever a rank is free it starts, of what has arrived and has memory, what its rule puts first."""
+"""A list schedule: a free rank starts the action that its rule puts first, among those that have their input and fit in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MANY = 1 << 40
 
 @dataclass(frozen=True)
 class Rule:
-    """What goes first: the action of the least ``offset + period_s x micro-batch``, in seconds of an imagined steady state."""
+    """Which action goes first: the one with the least ``offset + period_s x micro-batch``, in seconds of an imagined steady state."""
 
     forward_s: tuple[float, ...]
     gradient_s: tuple[float, ...]
@@ -24,35 +24,35 @@ class Rule:
     """Offset of each stage's actions; ``weight_s`` is empty where the backward is whole."""
     period_s: float
     patience: tuple[float, ...]
-    """Of each rank: it waits for what goes first and is on its way, if that takes less than so much of what it could do now."""
+    """Per rank: it waits for a preferred input on its way if that takes less than this fraction of the action it could do now."""
     ahead: tuple[int, ...]
-    """Of each stage: micro-batches at most that have had its forward and not its gradient. 1 at least."""
+    """Per stage: the most micro-batches that have had its forward and not its gradient; at least 1."""
 
 
 @dataclass(frozen=True)
 class Listed:
-    """What a rule makes."""
+    """The orders that a rule makes, with their times."""
 
     orders: Orders
     starts_s: list[list[float]]
     """When each action starts."""
     end_s: float
-    """When all is done, gradients that are reduced beside the computation too."""
+    """When all is done, including gradients that are reduced next to the computation."""
 
 
 def list_schedule(problem: Problem, rule: Rule, m: int) -> Listed:
     """The order of each rank for ``m`` micro-batches. O(actions x stages per rank), a few microseconds for each.
 
-    Memory never stops it. A forward of a micro-batch other than the oldest that still has forwards to do on the rank leaves
+    Memory never blocks the schedule. A forward of any micro-batch except the oldest with forwards left on the rank must leave
     room for one micro-batch of all the rank's stages. So the oldest micro-batch of all can always go on: older ones are done
-    and keep nothing; what younger ones keep where it has forwards to do fits beside all that it will keep itself; and its
-    gradients need nothing. ``ahead`` does not stop it either: at a stage where it has had no forward, no younger one has.
+    and keep nothing; on ranks where it has forwards left, younger ones leave room for all that it will keep; and its gradients
+    need no memory. ``ahead`` does not block it either: at a stage where it has had no forward, no younger one has.
     """
     return _Run(problem, rule, m).run()
 
 
 class _Run:
-    """What has been started, what has arrived, and when each rank looks again."""
+    """The state: what has been started, what has arrived, and when each rank looks for work again."""
 
     def __init__(self, problem: Problem, rule: Rule, m: int) -> None:
         stages, times, split = problem.num_stages, problem.times, bool(rule.weight_s)
@@ -66,9 +66,9 @@ class _Run:
         self.frees = [-k for k in kept] + list(freed) + [k - f for k, f in zip(kept, freed, strict=True)]
         kinds = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT) if split else (FORWARD, BACKWARD)
         self.codes = [kind * stages + s for kind in kinds for s in range(stages)]
-        """Of an own number, 0, 1, 2 for forward, gradient, weight gradient, times the stages, plus the stage: the order's code."""
+        """Code of each internal number, which is stages x (0 forward, 1 gradient, 2 weight gradient) + stage."""
         self.done = [0] * (3 * stages)
-        """How many of each have been started."""
+        """How many actions of each internal number have been started."""
         self.room = [memory * (1 + ROUNDING) for memory in problem.memory_bytes]
         self.gathered_s = [t.gathered_s for t in times]
         self.outputs: list[list[float]] = [[] for _ in range(stages)]
@@ -80,18 +80,18 @@ class _Run:
         self.wake_s, self.free_s = [inf] * problem.num_ranks, [0.0] * problem.num_ranks
         self.heap: list[tuple[float, int]] = []
         self.first_last = (2 if split else 1) * stages
-        """The first number of actions after whose last one a stage is done."""
+        """The first internal number whose last action completes a stage."""
         self.alone = [len(own) == 1 or room == inf for own, room in zip(self.own, self.room, strict=True)]
-        """Whether a rank has memory for any forward, or every forward is of the oldest micro-batch that has one to do there."""
+        """Whether a rank needs no check for room: memory is unlimited, or with its one stage each forward is the oldest micro-batch's."""
         self.young_room = [room - least for room, least in zip(self.room, problem.least_bytes, strict=True)]
         self.sends_s = [t.send_forward_s for t in times] + [t.send_backward_s for t in times]
         outputs, gradients = links(problem.stage_rank)
         self.links, self.sent_s = outputs + gradients, [0.0] * (1 + max(outputs + gradients))
-        """Of each forward and gradient the link that takes what it makes; and when each link has taken what was sent."""
+        """The link that takes the result of each forward and gradient; and when each link is free again."""
         self.end_s, self.reducing_until_s = 0.0, [0.0] * problem.num_ranks
 
     def run(self) -> Listed:
-        """Until nothing is left."""
+        """Run until nothing is left."""
         self._wake(self.rank_of[0], self.gathered_s[0])
         heap, wake_s, choose, start = self.heap, self.wake_s, self._choose, self._start
         while heap:
@@ -110,7 +110,7 @@ class _Run:
             heappush(self.heap, (at, rank))
 
     def _choose(self, rank: int, now: float) -> tuple[int, float]:
-        """What the rank starts; or -1, and when it looks again."""
+        """The internal number that the rank starts, and ``now``; or -1, and when the rank looks again."""
         rule, done, kept, stages, split = self.rule, self.done, self.kept, self.stages, self.split
         period_s, have = rule.period_s, self.room[rank]
         first = soon = soonest = inf
@@ -143,7 +143,7 @@ class _Run:
     def _leaves_room(self, rank: int, stage: int) -> bool:
         """Whether the oldest micro-batch with forwards to do on the rank would still fit, with all that it will keep."""
         own, done, kept = self.own[rank], self.done, self.kept
-        oldest = done[own[-1]]  # no stage is ahead of one before it
+        oldest = done[own[-1]]  # no stage is ahead of an earlier one
         if done[stage] == oldest:
             return True
         young = kept[stage]
@@ -187,5 +187,5 @@ class _Run:
         heappush(self.heap, (end, rank))
         if end > self.end_s:
             self.end_s = end
-        if to != rank and at < self.wake_s[to] and self.free_s[to] <= now:  # it is free, and looks for nothing earlier
+        if to != rank and at < self.wake_s[to] and self.free_s[to] <= now:  # it is free, and would look later
             self._wake(to, at)

@@ -1,4 +1,4 @@
-"""Whole backwards in the place of an input and a weight gradient that follow each other, where nobody waits for the first."""
+"""Merges an input gradient and the weight gradient right after it into a whole backward, where nobody waits for the first."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from ahp.schedule.synthesis.problem import Problem
 from ahp.schedule.synthesis.replay import replay
 
 TRIES = 4
-"""How often fewer pairs are tried, half as many each time."""
+"""How many numbers of pairs are tried: all, then half as many each time."""
 
 
 def merged(problem: Problem, orders: Orders, end_s: float) -> tuple[Orders, float]:
-    """The orders with as many whole backwards as do not make them end later, and when they end.
+    """The orders with the most whole backwards tried that do not make them end later, and when they end.
 
-    A whole backward frees what it keeps no later than its two parts do, so memory is as it was. What it makes later is the
-    gradient that it sends: pairs whose gradient is waited for the least are the first to be merged.
+    A whole backward frees what it keeps no later than its two parts do, so memory does not grow. But it makes the gradient
+    that it sends later: pairs whose gradient is the least urgent are the first to be merged.
     """
     pairs = sorted(_pairs(problem, orders))
     count = len(pairs)
@@ -30,7 +30,7 @@ def merged(problem: Problem, orders: Orders, end_s: float) -> tuple[Orders, floa
 
 
 def _pairs(problem: Problem, orders: Orders) -> list[tuple[float, int, int]]:
-    """How urgent the gradient is, rank and place of each pair that can be merged."""
+    """Urgency of the gradient, rank and place of each pair that can be merged."""
     stages, times = problem.num_stages, problem.times
     ends = replay(problem, orders).ends_s
     starts_of: list[list[float]] = [[] for _ in range(stages)]

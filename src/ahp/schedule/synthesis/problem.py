@@ -1,4 +1,4 @@
-"""What a schedule is made for: the seconds of each stage, what it keeps, where it lies, and the memory of each rank."""
+"""What a schedule is made for: the seconds of each stage, the bytes it keeps, its rank, and the memory of each rank."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ahp.errors import BadInput
 from ahp.schedule.simulate import StageTimes
 
 ROUNDING = 1e-9
-"""Part of a rank's memory that sums of what it keeps may be over it by rounding."""
+"""Fraction of a rank's memory by which the sum of what it keeps may exceed that memory, for rounding."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Stages on ranks, and how many micro-batches go through them. All sequences are in pipeline order but ``memory_bytes``."""
+    """Stages on ranks, and how many micro-batches go through them. All sequences are in pipeline order, except ``memory_bytes``."""
 
     times: tuple[StageTimes, ...]
     """Seconds of each stage. Sends between two stages of one rank are set to 0."""
@@ -23,16 +23,16 @@ class Problem:
     """The pipeline rank that holds each stage."""
     num_micro_batches: int
     kept_bytes: tuple[float, ...] = ()
-    """What one micro-batch keeps of each stage from its forward to its backward, or to its weight gradient; empty: nothing."""
+    """What one micro-batch keeps on each stage from its forward to its backward, or to its weight gradient; empty: nothing."""
     freed_bytes: tuple[float, ...] = ()
-    """The part of it that goes with the input gradient, where the backward is split; empty: nothing."""
+    """The part of ``kept_bytes`` that the input gradient frees, if the backward is split; empty: nothing."""
     memory_bytes: tuple[float, ...] = ()
-    """What each rank has for it; empty: no rank has a limit."""
+    """What each rank has for kept bytes; empty: no rank has a limit."""
     split: bool = True
     """Whether input and weight gradients may run apart."""
 
     def __post_init__(self) -> None:
-        """Fill in what was left out. Raises BadInput where a rank cannot hold one micro-batch of all of its stages."""
+        """Fill in what was left out. Raises BadInput if lengths differ, or a rank cannot hold one micro-batch of all of its stages."""
         stages = len(self.times)
         for name, nothing in (("kept_bytes", 0.0), ("freed_bytes", 0.0)):
             object.__setattr__(self, name, tuple(getattr(self, name)) or (nothing,) * stages)

@@ -1,4 +1,4 @@
-"""From the schedule of a few micro-batches to that of many: its steady part, again and again."""
+"""Makes a schedule of many micro-batches from one of a few, by repeating its steady part."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from ahp.schedule.synthesis.listing import Listed
 from ahp.schedule.synthesis.problem import Problem
 
 LONGEST = 4
-"""Micro-batches of the longest part that is looked for. [Empirical] Longer ones are found a tenth as often as this one."""
+"""Micro-batches of the longest steady part that is searched for. [Empirical] Longer ones are found a tenth as often as this one."""
 
 ROUNDS = 12
-"""A number that every part's length divides."""
+"""A multiple of every part's length."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of the orders in which each stage does as many forwards, gradients and weight gradients."""
+    """A piece of the orders in which each stage does ``micro_batches`` forwards, gradients and weight gradients each."""
 
     start: list[int]
-    """Of each rank, the first of its actions."""
+    """Index of the first action of the part, per rank."""
     stop: list[int]
-    """Of each rank, the first action after it."""
+    """Index of the first action after the part, per rank."""
     micro_batches: int
     seconds: float
 
 
 def fewer(problem: Problem, least: int) -> int:
-    """``least`` micro-batches or a few more, such that whole parts lead from them to all there are; or all there are."""
+    """``least`` micro-batches or a few more, such that whole parts can fill up to all of the problem's; or all of them if few."""
     m = problem.num_micro_batches
     return m if m <= least + ROUNDS else m - (m - least) // ROUNDS * ROUNDS
 
 
 def steady_part(problem: Problem, listed: Listed, m: int, period_s: float) -> Part | None:
-    """The part that takes the least time for a micro-batch, between two forwards of the first stage; None if there is none.
+    """The part with the least time per micro-batch, between two forwards of the first stage; None if there is none.
 
-    ``period_s``: what the fullest rank computes for a micro-batch.
-    To repeat it is to do the same again with later micro-batches: memory is after it what it was before, and what its actions
-    wait for comes from as much earlier. So an order with it repeated fits and ends if the order does.
+    ``period_s``: seconds that the fullest rank computes per micro-batch.
+    Repeating the part does the same again with later micro-batches: memory after it is what it was before, and its actions wait
+    for results from equally far back. So the order with the part repeated fits and ends if the order does.
     """
     ranks = range(problem.num_ranks)
     codes: list[dict[int, list[float]]] = [{} for _ in ranks]
@@ -51,7 +51,7 @@ def steady_part(problem: Problem, listed: Listed, m: int, period_s: float) -> Pa
     for length in range(1, LONGEST + 1):
         for k in range(m - length - 1, 0, -1):
             begin, end = first[k], first[k + length]
-            # An action that ends after the part makes it look shorter than what the fullest rank does in it.
+            # An action that ends after the part makes the part look shorter than the fullest rank's work in it.
             of_one_s = max((end - begin) / length, period_s)
             if of_one_s < best_s * (1 - 1e-9) and all(
                 bisect_left(found, end) - bisect_left(found, begin) == length for c in codes for found in c.values()
@@ -66,7 +66,7 @@ def steady_part(problem: Problem, listed: Listed, m: int, period_s: float) -> Pa
 
 
 def repeated(orders: Orders, part: Part, more: int) -> Orders:
-    """The orders with ``more`` micro-batches more, a multiple of the part's."""
+    """The orders with ``more`` further micro-batches, a multiple of the part's."""
     times = more // part.micro_batches
     return [
         order[:stop] + order[start:stop] * times + order[stop:]

@@ -8,17 +8,17 @@ from ahp.schedule.synthesis.problem import ROUNDING, Problem
 
 
 def replay(problem: Problem, orders: Orders) -> Run:
-    """Run the orders. Raises ValueError where they can never end."""
+    """Run the orders. Raises ValueError if they can never end."""
     return Run(numbered(orders, problem.num_stages), problem.stage_rank, problem.num_micro_batches, problem.times)
 
 
 def peak_bytes(problem: Problem, orders: Orders) -> tuple[float, ...]:
-    """Per rank, the most that it keeps at once. Raises ValueError where a weight gradient comes before its input gradient."""
+    """The most that each rank keeps at once. Raises ValueError if a weight gradient comes before its input gradient."""
     return peak_of(numbered(orders, problem.num_stages), problem.kept_bytes, problem.freed_bytes)
 
 
 def fits(problem: Problem, orders: Orders) -> bool:
-    """Whether no rank keeps more than it has memory for, but for rounding."""
+    """Whether every rank has memory for what it keeps, up to rounding."""
     return all(
         peak <= memory * (1 + ROUNDING)
         for peak, memory in zip(peak_bytes(problem, orders), problem.memory_bytes, strict=True)

@@ -1,4 +1,4 @@
-"""Rules to begin with: from the way of one micro-batch, and from a rhythm that leaves no rank two things to do at once."""
+"""Rules to begin with: from the way of one micro-batch, and from rhythms in which no rank has two things to do at once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ahp.schedule.synthesis.problem import Problem
 
 
 def along_the_way(problem: Problem, *, split: bool, lead: float, behind: float, patience: float) -> Rule:
-    """Actions in the order in which one micro-batch alone would reach them.
+    """A rule that puts actions in the order in which one micro-batch alone would reach them.
 
-    ``lead``: periods by which forwards come earlier than that, which fills memory; ``behind``: by which weight gradients
-    come later, which keeps them for the end, when a rank has nothing else.
+    ``lead``: periods by which forwards come earlier than that, which fills memory; ``behind``: periods by which weight gradients
+    come later, which keeps them for the end, when a rank has nothing else to do.
     """
     paths = Paths(problem, split=split)
     period_s = paths.period_s
@@ -35,29 +35,29 @@ def along_the_way(problem: Problem, *, split: bool, lead: float, behind: float, 
 
 @dataclass(frozen=True)
 class Rhythm:
-    """A schedule that repeats: when each stage does a micro-batch's actions, in periods that overlap."""
+    """A repeating schedule: when each stage does the actions of one micro-batch, in overlapping periods."""
 
     forward_s: tuple[float, ...]
     gradient_s: tuple[float, ...]
     weight_s: tuple[float, ...]
-    """Empty where the backward is whole."""
+    """Empty if the backward is whole."""
     period_s: float
     held: tuple[int, ...]
-    """Micro-batches that are between a stage's forward and its gradient, at most."""
+    """The most micro-batches between the forward and the gradient of each stage."""
     fullness: float
-    """What the fullest rank keeps at most, as a part of its memory."""
+    """The most that the fullest rank keeps, as a fraction of its memory."""
     num_ranks: int
 
     def rule(self, spare: int, patience: float) -> Rule:
-        """Its actions in its order, with ``spare`` more micro-batches let in at each stage than are there in the rhythm."""
+        """A rule for the rhythm's order that lets ``spare`` more micro-batches into each stage than the rhythm holds there."""
         ahead = tuple(count + spare for count in self.held)
         waits = (patience,) * self.num_ranks
         return Rule(self.forward_s, self.gradient_s, self.weight_s, self.period_s, waits, ahead)
 
 
 def rhythms(problem: Problem, random: Random, *, split: bool) -> list[Rhythm]:
-    """Rhythms of several lengths and some drawn at random, in turns, of either first those that promise the most: long periods cost time, and
-    so does memory that is not there."""
+    """Rhythms of several lengths in turns with rhythms drawn at random, the most promising of each kind first: long periods cost time, and so
+    does memory that is not there."""
     found: dict[object, Rhythm] = {}
     several = sorted(_usual(problem, split), key=_promise_s), drawn_rhythms(problem, random, split=split)
     for made in chain.from_iterable(zip_longest(*several)):
@@ -67,7 +67,7 @@ def rhythms(problem: Problem, random: Random, *, split: bool) -> list[Rhythm]:
 
 
 def drawn_rhythms(problem: Problem, random: Random, *, split: bool) -> list[Rhythm]:
-    """Those drawn at random alone, the most promising first."""
+    """Only the rhythms drawn at random, the most promising first."""
     return sorted(_drawn(problem, random, split), key=_promise_s)
 
 
@@ -95,38 +95,38 @@ def _drawn(problem: Problem, random: Random, split: bool) -> Iterator[Rhythm]:
 
 
 def _promise_s(rhythm: Rhythm) -> float:
-    """The less, the shorter a rhythm's schedule may be."""
+    """A score of a rhythm: the lower it is, the shorter its schedule may be."""
     return rhythm.period_s * max(1.0, rhythm.fullness) ** FULLNESS
 
 
 ENOUGH = 6
-"""Rhythms after which longer ones are made only if they may promise more."""
+"""Number of rhythms after which longer ones are made only if they can promise more."""
 
 DRAWN, DELAYED, LONGEST_DELAY, NEAR = 60, (0.1, 0.2, 0.4), 1.5, 7
-"""[Empirical] How many are drawn; the share of their actions that come later; by how much of what they take at most; how many of
-``STRETCHES``, the shortest, they are drawn from."""
+"""[Empirical] How many rhythms are drawn; possible shares of actions that come later; by how many times their own length at most; how
+many of ``STRETCHES``, the shortest, they are drawn from."""
 
 FULLNESS = 0.5
-"""[Empirical] How much it counts that a rhythm asks for more memory than there is: a list schedule makes up for half of it."""
+"""[Empirical] Exponent of a rhythm's demand for more memory than there is: a list schedule makes up for half of it."""
 
 
 STRETCHES = (1.0, 1.01, 1.02, 1.03, 1.05, 1.08, 1.1, 1.13, 1.17, 1.2, 1.25, 1.3, 1.4, 1.5)
-"""Periods that are tried, as multiples of what the fullest rank computes for a micro-batch."""
+"""Periods that are tried, as multiples of the seconds that the fullest rank computes per micro-batch."""
 
 SNUG = ((0.1, False), (1.0, False), (1.0, True), (1.5, True))
-"""Part of its own length that an action may wait to leave no gap, and whether a rank's actions count as equally long."""
+"""Fraction of its own length that an action may wait to leave no gap, and whether a rank's actions count as equally long."""
 
 
 def in_rhythm(
     problem: Problem, *, split: bool, stretch: float, snug: float, even: bool, delays: Sequence[float] = ()
 ) -> Rhythm | None:
-    """The rhythm of a period in which every action comes as early as its rank is free.
+    """The rhythm with a given period in which every action comes as soon as its rank is free.
 
-    Modulo scheduling (Rau, MICRO 1994), as the building blocks of arXiv 2405.15362 are: the forward and the gradient of every
-    stage, one after the other, then the weight gradients where there is room. It keeps as little as can be. An action may wait
-    for ``snug`` of what it takes itself, if it then leaves no gap to the next. None where a rank has no gap long enough;
-    ``even`` leaves none that are too short, and the order that it finds is as good where the actions nearly are as long. ``delays``:
-    of each forward, then of each gradient, by how much of what it takes it comes later than it could; empty: none.
+    Modulo scheduling (Rau, MICRO 1994), like the building blocks of arXiv 2405.15362: the forward and the gradient of every stage,
+    one after the other, then the weight gradients where there is room. This keeps as little as possible. An action may wait for
+    ``snug`` times its own length if it then leaves no gap to the next. None if a rank has no gap long enough; ``even`` treats actions
+    as equally long, which leaves no gap too short, and its order is as good if they nearly are. ``delays``: for each forward, then
+    each gradient, how much later than possible it comes, in multiples of its length; empty: no delay.
     """
     if even:
         problem = _evened(problem, split)
@@ -159,7 +159,7 @@ def in_rhythm(
 
 
 def _order(problem: Problem, rhythm: Rhythm) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Of each rank, its actions as they come in a period, each with the periods that its micro-batch is behind the first's."""
+    """Each rank's actions in their order within a period, each with how many periods its micro-batch is behind the first action's."""
     ranks = []
     for own in problem.stages_of:
         starts = [each[s] for s in own for each in (rhythm.forward_s, rhythm.gradient_s, rhythm.weight_s) if each]
@@ -169,7 +169,7 @@ def _order(problem: Problem, rhythm: Rhythm) -> tuple[tuple[tuple[int, int], ...
 
 
 def _evened(problem: Problem, split: bool) -> Problem:
-    """Every action of a rank takes as long as they do on average."""
+    """The problem in which every action of a rank takes as long as the rank's average."""
     times = list(problem.times)
     for own in problem.stages_of:
         work_s = sum(
@@ -188,7 +188,7 @@ def _evened(problem: Problem, split: bool) -> Problem:
 def _fullness(
     problem: Problem, forward: list[float], gradient: list[float], done: list[float], period_s: float
 ) -> float:
-    """What the fullest rank keeps, as a part of its memory, from what begins and ends to be kept in each period, and when."""
+    """The most that the fullest rank keeps, as a fraction of its memory, from when bytes begin and cease to be kept in each period."""
     most = 0.0
     for own, memory in zip(problem.stages_of, problem.memory_bytes, strict=True):
         changes = []
@@ -203,15 +203,15 @@ def _fullness(
 
 
 class _Ring:
-    """What one rank does in each period."""
+    """The times at which one rank is busy in each period."""
 
     def __init__(self, period_s: float) -> None:
         self.period_s = period_s
         self.taken: list[tuple[float, float]] = []
 
     def take(self, earliest_s: float, seconds: float, slack_s: float) -> float | None:
-        """The first time from ``earliest_s`` on that is free, taken; None if there is none. With ``slack_s`` rather a later one,
-        by so much at most, that touches what is taken."""
+        """Take and return the first free time from ``earliest_s`` on; None if there is none. A time that touches a taken one is preferred
+        if it is at most ``slack_s`` after ``earliest_s``."""
         period = self.period_s
         after = sorted([earliest_s + (end - earliest_s) % period for _, end in self.taken])
         found = next((at for at in [earliest_s, *after] if self._free(at, seconds)), None)
@@ -226,7 +226,7 @@ class _Ring:
         return found
 
     def _free(self, at: float, seconds: float) -> bool:
-        """Whether what is taken before it is over, and what comes after it begins later; around the ring both are the same."""
+        """Whether the taken time before ``at`` has ended, and the one after begins later; around the ring both can be the same."""
         period = self.period_s
         start, rounding = at % period, 1e-9 * period
         least_s = seconds - rounding

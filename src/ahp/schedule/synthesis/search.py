@@ -1,4 +1,4 @@
-"""Rules tried on few micro-batches, the best of them changed at random, and the best of all carried out with every micro-batch."""
+"""Tries rules on few micro-batches, changes the best of them at random, and carries out the best of all with every micro-batch."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from ahp.schedule.synthesis.rules import along_the_way, drawn_rhythms, rhythms
 from ahp.schedule.synthesis.swaps import swapped
 
 ROUNDS_TRIED = 1.5
-"""Micro-batches per rank, and a few more, of the schedules in which rules are compared."""
+"""Micro-batches per rank (and a few more) of the short schedules on which rules are compared."""
 
 GOOD_GAP = 1e-3
-"""Nothing more is tried where the end is so near to the lower bound, as a part of it."""
+"""The search stops once the end is within this fraction of the lower bound."""
 
 EFFORT = 36
-"""Actions tried for each micro-batch of each rank, those of v stages per rank counted v times, because they take so long.
+"""Actions tried per micro-batch and rank. With v stages per rank an action counts v times, because it takes v times as long.
 One to two microseconds each: 20 to 40 ms for 8 ranks and 64 micro-batches, 0.2 to 0.4 s for 16 and 256."""
 
 LEAST_EFFORT = 18_000
-"""The same where there are few of them."""
+"""The least number of actions tried, for few ranks and micro-batches."""
 
 FEW_ACTIONS = 150
-"""Where there are no more, half of the tries are swaps of neighbours: with more actions rules gain more."""
+"""With at most this many actions, half of the tries are swaps of neighbors: with more actions rules gain more."""
 
 FINALISTS = 2
-"""Rules whose schedules of all micro-batches are made."""
+"""How many of the best rules get a schedule of all micro-batches."""
 
 NEVER = 1000.0
-"""Periods that no weight gradient waits: they come when nothing else can run."""
+"""More periods than any weight gradient waits: with this delay, weight gradients come when nothing else can run."""
 
 ON_THE_WAY = (
     (1, 1, 0.0),
@@ -53,24 +53,24 @@ ON_THE_WAY = (
     (2, 1, 1.0),
     (2, 0.5, 0.5),
 )
-"""Lead, behind and patience of ``along_the_way``. [Empirical] Here and below: of 500 rules those that are best together for
-370 problems of 4 to 12 ranks; with ample memory five are within 0.1 % of all. The first two are the best of all for 29 of 41 pipelines of
-the catalogue's models with three stages on a rank or more, where effort is spent after few."""
+"""Lead, behind and patience of ``along_the_way``. [Empirical] Here and below: the rules among 500 that together are best for
+370 problems of 4 to 12 ranks; with ample memory five of them come within 0.1 % of all. The first two are the best of all for 29 of 41
+pipelines of the catalogue's models with three or more stages per rank, where effort is spent after few rules."""
 
 FEWEST_RULES = 5
-"""So many are tried, whatever they cost: with eight stages on a rank effort would be spent after one."""
+"""This many rules are tried, whatever they cost: with eight stages per rank effort would be spent after one."""
 
 IN_RHYTHM = ((0, 0.5), (1, 0.5), (0, 1.0))
-"""Spare and patience of a rhythm's rules: what little memory asks for."""
+"""Spare and patience of the rules of a rhythm, which suit problems with little memory."""
 
 TURNS = 4
-"""Rules of which one is of the kind that has found the longer schedule so far."""
+"""One rule in this many is of the kind that has found the longer schedule so far."""
 
 FURTHER_DRAWS, BEST_DRAWN = 6, 2
-"""How often rhythms are drawn again at most, and how many of each are tried. [Empirical] Of 80 problems 4 need it, one draw or two of these."""
+"""How often rhythms are drawn again at most, and how many of each draw are tried. [Empirical] 4 of 80 problems need it, and one draw or two."""
 
 FIRST_RHYTHMS = 5
-"""Rhythms that are tried with each of them before the next are."""
+"""Rhythms that are tried with each entry of ``IN_RHYTHM`` before the next rhythms are."""
 
 
 def actions_tried(p: int, m: int) -> int:
@@ -80,7 +80,7 @@ def actions_tried(p: int, m: int) -> int:
 
 @dataclass(frozen=True)
 class _Tried:
-    """A rule, what it makes of few micro-batches, and how long that would be with all."""
+    """A rule, its schedule of few micro-batches, and an estimate of its time with all."""
 
     rule: Rule
     listed: Listed
@@ -89,7 +89,7 @@ class _Tried:
 
 
 class Search:
-    """One search; the same seed finds the same."""
+    """One search; the same seed gives the same result."""
 
     def __init__(self, problem: Problem, bound_s: float, seed: int, effort: float) -> None:
         self.problem, self.bound_s = problem, bound_s
@@ -97,18 +97,18 @@ class Search:
         self.period_s = Paths(problem).period_s
         self.random = Random(seed)
         self.left = effort * actions_tried(problem.num_ranks, problem.num_micro_batches)
-        """Actions that may still be tried, each as often as its rank has stages."""
+        """Actions that may still be tried, each counted once per stage of its rank."""
         few = 3 * problem.num_stages * problem.num_micro_batches <= FEW_ACTIONS
         self.for_swaps = self.left / 2 if few else 0.0
-        """Of them those that are kept for swaps."""
+        """The part of ``left`` that is reserved for swaps."""
         self.last_s = inf
-        """What the rule that was tried last takes."""
+        """Estimated seconds of the rule that was tried last."""
         self.tried: list[_Tried] = []
         self.unsettled: list[_Tried] = []
         """Rules without a steady part in so few micro-batches, such as those that run ahead until memory is full."""
 
     def best(self) -> tuple[Orders, float]:
-        """The orders, and when they end."""
+        """The best orders found, and when they end."""
         for number, rule in enumerate(chain(self._first_rules(), self._changed_rules()), 1):
             self._try(rule)
             spent = self.left <= self.for_swaps and number >= FEWEST_RULES
@@ -123,7 +123,7 @@ class Search:
         return self._merged(found) if self.tried[0].rule.weight_s else found
 
     def better(self, found: tuple[Orders, float], enough_s: float) -> tuple[Orders, float]:
-        """``found``, or what further rhythms that are drawn give, until it ends by ``enough_s``."""
+        """The best of ``found`` and of what further random rhythms give, until it ends by ``enough_s``."""
         for _ in range(FURTHER_DRAWS):
             if found[1] <= enough_s:
                 break
@@ -134,13 +134,13 @@ class Search:
         return found
 
     def _merged(self, found: tuple[Orders, float]) -> tuple[Orders, float]:
-        """With whole backwards in the place of two parts that cost more, where nobody waits for them."""
+        """``found`` with whole backwards in place of two parts that cost more, where nobody waits for the first part."""
         if any(t.input_gradient_s + t.weight_gradient_s > t.backward_s for t in self.problem.times):
             return merged(self.problem, *found)
         return found
 
     def good(self, end_s: float) -> bool:
-        """Whether trying more would gain too little."""
+        """Whether ``end_s`` is so near the bound that trying more would gain too little."""
         return end_s <= self.bound_s * (1 + GOOD_GAP)
 
     def _try(self, rule: Rule) -> _Tried:
@@ -159,7 +159,7 @@ class Search:
         return tried
 
     def _first_rules(self) -> Iterator[Rule]:
-        """Rules of each kind in turns; of ``TURNS`` the kind that has found the shorter schedule gets all but one."""
+        """Rules of each kind in turns; of every ``TURNS`` the kind that has found the shorter schedule gets all except one."""
         problem = self.problem
         ways = [True] if problem.split else []
         if not problem.split or any(
@@ -222,7 +222,7 @@ class Search:
         return replace(rule, **{name: moved})
 
     def _carried_out(self, tried: _Tried) -> tuple[Orders, float]:
-        """What the rule makes of all micro-batches, by repeating or by a list schedule of all."""
+        """The rule's orders of all micro-batches, by repeating its steady part or by a list schedule of all; and when they end."""
         problem, m = self.problem, self.problem.num_micro_batches
         if self.m == m:
             orders = tried.listed.orders  # the rule may wait where its order need not

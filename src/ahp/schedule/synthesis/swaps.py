@@ -1,4 +1,4 @@
-"""Neighbours in an order swapped, at random, while the step gets no longer: what no rule asks for."""
+"""Swaps neighbors in an order at random, as long as the step gets no longer: orders that no rule makes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ahp.schedule.synthesis.replay import fits, replay
 def swapped(
     problem: Problem, orders: Orders, end_s: float, random: Random, tries: int, enough_s: float
 ) -> tuple[Orders, float]:
-    """The best orders that were met, and when they end. Stops at ``enough_s``.
+    """The best orders found, and when they end. Stops at ``enough_s``.
 
-    Swaps that change nothing in the end are kept too: the next may need them.
+    Swaps that do not change when the orders end are kept too: the next swap may need them.
     """
     orders = [list(order) for order in orders]
     for _ in range(tries):

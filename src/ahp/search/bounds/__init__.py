@@ -1,1 +1,1 @@
-"""What rows of the space take and hold at least, each closer look slower than the one before."""
+"""Lower bounds of the time and memory of the space's rows, each closer one slower to compute than the one before."""

@@ -1,8 +1,8 @@
 """Lower bounds of all layouts of a block at once, of time and memory.
 
-However the layers are cut into stages, a step takes no less than its layers, spread evenly over the pipeline's ranks, and the forward passes
-that fill the pipeline before a rank of average place can start. The fullest rank holds its part of the layers' states, and of what they keep
-for the micro-batches in flight. Cut as rows are, it takes no less than the longest way through the schedule that takes least.
+In any cut into stages, a step takes at least the time of its layers, spread evenly over the pipeline's ranks, and of the forward passes
+that fill the pipeline before an average rank can start. The fullest rank holds its share of the layers' states, and of what they keep
+for the micro-batches in flight. With the cut that rows have, a step takes at least the longest path through the fastest schedule.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ahp.search.unique_rows import unique_rows
 
 
 def layers_before(asked: Problem, p: Floats | Ints | int) -> Any:
-    """Of a rank of average place: so many stages come before it, each with one layer at least but where an end has none."""
+    """Least number of layers before an average rank: each stage before it has at least one, except for an empty end."""
     return (p - 1) / 2 - (asked.stage_ends != "hold_layers") * (p - 1) / p
 
 
 def work_bounds_s(
     asked: Problem, space: Space, which: Ints, stages: Sequence[LayerColumns], copies_s: Floats
 ) -> Floats:
-    """Seconds that every layout of some blocks takes at least, [number of these]; ``stages``, ``copies_s``: of each."""
+    """[number of these] Lower bound in seconds of every layout of some blocks; ``stages``, ``copies_s``: one for each block."""
     blocks = space.blocks.at(which)
     p, m = blocks.pipeline, blocks.micro_batches
     figures = [(of.least_forward_s, of.micro_batch_s, of.host_micro_batch_s) for of in stages]
@@ -49,7 +49,7 @@ def work_bounds_s(
 def block_bounds_s(
     asked: Problem, space: Space, pipelines: Pipelines, which: Ints, copies_s: Floats
 ) -> tuple[Floats, Floats]:
-    """The same before the layers are priced; and of every row, whose stages are cut as rows are."""
+    """[number of these] each: lower bounds of every layout of some blocks, and of every row, before the layers are priced."""
     found, layers = LeastLayers(asked.pricer), asked.graph.num_layers
     blocks = space.blocks.at(which)
     pipeline, m = blocks.pipeline, blocks.micro_batches
@@ -61,7 +61,7 @@ def block_bounds_s(
     per_layer += np.array([found.collectives_s(*key) for key in keys.tolist()])[at]
     per_layer += copies_s
     products_s = found.products_s() / asked.cluster.num_devices
-    # Mean over the ranks: work, and the forwards of the stages before, each with as few layers as any cut leaves it.
+    # Mean over the ranks: work, and the forwards of earlier stages, each with the fewest layers that any cut leaves it.
     shortest = layers // (pipeline * np.maximum(asked.most_stages // pipeline, 1))
     per_replica = blocks.tensor * blocks.context
     forward_s = found.layer_forward_s() * blocks.micro_batch / per_replica
@@ -69,16 +69,16 @@ def block_bounds_s(
     work_s = products_s + m * per_layer * layers / pipeline
     bound = np.maximum(work_s, (fill_s + work_s) * least_share(asked.pricer.turns, pipeline)) * asked.pricer.stretch
     layer_s = np.outer(blocks.micro_batch / per_replica, (*found.layer_products_s(), 0.0, 0.0, 0.0, 0.0, 0.0))
-    beside_s = per_layer if len(asked.graph.blocks) == 1 else np.zeros(len(which))  # of the cheapest kind of several
+    beside_s = per_layer if len(asked.graph.blocks) == 1 else np.zeros(len(which))  # unknown for several kinds
     return bound, np.maximum(bound, schedule_bounds_s(asked, space, pipelines, which, layer_s, beside_s))
 
 
 def schedule_bounds_s(
     asked: Problem, space: Space, pipelines: Pipelines, which: Ints, layer_s: Floats, either_s: Floats
 ) -> Floats:
-    """Seconds that the schedule of every row of some blocks takes at least, [number of these], whatever its memory.
+    """[number of these] Lower bound in seconds of the schedule of every row of some blocks, whatever its memory.
 
-    ``layer_s``: [number of these, parts of a ``Path``] of the layer that takes the least; ``either_s``: beside, in whichever pass.
+    ``layer_s``: [number of these, parts of a ``Path``] of the fastest layer; ``either_s``: further seconds of it, in the pass with fewer layers.
     """
     blocks, found = space.blocks.at(which), np.zeros(len(which))
     for (p, m), of in _alike(blocks.pipeline, blocks.micro_batches):
@@ -90,9 +90,9 @@ def schedule_bounds_s(
 
 
 def block_needs_bytes(asked: Problem, space: Space, which: Ints, splits: Callable[[int], Shardings]) -> Floats:
-    """Bytes that the fullest rank of every row of some blocks needs at least, [number of these].
+    """[number of these] Least bytes that the fullest rank of every row of some blocks needs.
 
-    ``splits``: those of a block and of all that differ from it in where ranks lie.
+    ``splits``: the ways to share states of a block and of all blocks that differ from it only in where ranks lie.
     """
     of = space.blocks.at(which)
     if not len(of):
@@ -104,9 +104,9 @@ def block_needs_bytes(asked: Problem, space: Space, which: Ints, splits: Callabl
 
 
 def least_copies_s(asked: Problem, space: Space, splits: Callable[[int], Shardings]) -> Floats:
-    """[blocks] Seconds of a micro-batch to copy the gradients of a layer, of the way to share states that copies the least.
+    """[blocks] Seconds per micro-batch to copy a layer's gradients, with the way to share states that copies least.
 
-    ``splits``: those of a block and of all that differ from it in where ranks lie.
+    ``splits``: as in ``block_needs_bytes``.
     """
     of = space.blocks
     if not len(of):
@@ -121,7 +121,7 @@ def least_copies_s(asked: Problem, space: Space, splits: Callable[[int], Shardin
 
 
 def _first_of(*columns: Ints) -> tuple[Ints, Ints]:
-    """Of rows of columns: which of those that differ each is, and the first of each."""
+    """For rows of columns: the index of each row's distinct row, and the first occurrence of each distinct row."""
     keys, at = unique_rows(*columns)
     first = np.zeros(len(keys), dtype=np.int64)
     first[at[::-1]] = np.arange(len(at))[::-1]
@@ -130,8 +130,8 @@ def _first_of(*columns: Ints) -> tuple[Ints, Ints]:
 
 @lru_cache(maxsize=1 << 12)
 def fewest_in_flight(pipes: tuple[ScheduleChoice, ...], pipeline: int, micro_batches: int) -> Ints:
-    """[kinds, p] Micro-batches of which each rank keeps something at once, at least, wherever in it a layer lies; of the
-    pipelines that may hold the least."""
+    """[kinds, p] Least number of micro-batches of which each rank keeps something at once, wherever on the rank a layer lies; for
+    the pipelines that can hold the least."""
     if pipeline == 1:
         return np.ones((1, 1), dtype=np.int64)
     counts = [in_flight(name, pipeline, virtual, micro_batches).min(axis=1) for name, virtual in pipes]
@@ -142,15 +142,15 @@ def fewest_in_flight(pipes: tuple[ScheduleChoice, ...], pipeline: int, micro_bat
 
 
 def fullest_of_any_cut(each: Floats, num_layers: int) -> Floats:
-    """What the fullest rank holds at least, however ``num_layers`` are shared among ranks that hold ``each`` [..., p] of one.
+    """Least that the fullest rank holds, for any division of ``num_layers`` among ranks that hold ``each`` [..., p] of a layer.
 
-    The least is where all ranks are equally full.
+    The least is reached when all ranks are equally full.
     """
     return num_layers / (1.0 / np.maximum(each, 1e-9)).sum(axis=-1)
 
 
 def _needs_bytes(asked: Problem, space: Space, which: Ints, splits: Sequence[Shardings]) -> Floats:
-    """[blocks] Of some blocks; ``splits``: of each, those that several share one object."""
+    """[blocks] ``block_needs_bytes`` of distinct blocks; ``splits``: one for each block, several can be one object."""
     of, layers = space.blocks.at(which), LeastLayers(asked.pricer)
     cut = of.context * np.where(of.sequence_parallel > 0, of.tensor, 1)
     kept = layers.kept_bytes * of.micro_batch / asked.graph.micro_batch_size / cut
@@ -164,10 +164,10 @@ def _needs_bytes(asked: Problem, space: Space, which: Ints, splits: Sequence[Sha
 
 
 class _States:
-    """The states of a layer under each of several ways to share them, one block's behind the other's."""
+    """The states of a layer under each of several ways to share them, one block's ways after the other's."""
 
     def __init__(self, splits: Iterable[Shardings], dense: int, experts: int) -> None:
-        """``dense``, ``experts``: parameters of a layer at least, and beside them those of its experts."""
+        """``dense``, ``experts``: least parameters of a layer outside its experts, and in its experts."""
         each = list(splits)
         counts = [len(one.layouts) for one in each]
         self._number = {id(one): number for number, one in enumerate(each)}
@@ -176,11 +176,11 @@ class _States:
         own = [(int(dense / one.tensor), int(experts / one.ranks_of_an_expert)) for one in each]
         of_rank = np.repeat(np.array(own, dtype=float), counts, axis=0)
         self._parameters = of_rank.sum(axis=1)
-        # Of the number of micro-batches a rank's states ask only whether there are several.
+        # A rank's states depend only on whether there are several micro-batches.
         self._of_layer = [self._columns.states_of_layer(of_rank[:, :1], of_rank[:, 1:], m) for m in (1, 2)]
 
     def rows(self, splits: Sequence[Shardings]) -> tuple[Ints, Ints, Ints]:
-        """The ways of some blocks, which block has each, and where each block's begin."""
+        """The ways of some blocks, the block that has each, and where each block's ways begin."""
         numbers = np.array([self._number[id(one)] for one in splits])
         counts = self._counts[numbers]
         starts = np.cumsum(counts) - counts
@@ -188,12 +188,12 @@ class _States:
         return rows, np.repeat(np.arange(len(splits)), counts), starts
 
     def copied_bytes(self, rows: Ints, micro_batches: Ints) -> Floats:
-        """[rows] Moved for each of so many micro-batches [rows] to copy the gradients of a layer."""
+        """[rows] Bytes moved per micro-batch to copy a layer's gradients; ``micro_batches``: [rows]."""
         _, copied = self._columns.part(rows).moved_bytes(micro_batches[:, None])
         return copied[:, 0] * self._parameters[rows]
 
     def needs_bytes(self, rows: Ints, kept: Floats, in_flight: Ints, micro_batches: int, num_layers: int) -> Floats:
-        """[rows] Bytes that the fullest rank needs at least; ``kept`` [rows]: of activations of a layer and a micro-batch."""
+        """[rows] Least bytes that the fullest rank needs; ``kept``: [rows] bytes of activations of a layer and a micro-batch."""
         states, gradients = (part[rows][..., None] for part in self._of_layer[micro_batches > 1])
         each = states + np.maximum(in_flight * kept[:, None, None] - gradients, 0.0)
         least = fullest_of_any_cut(each, num_layers).min(axis=-1, keepdims=True)
@@ -201,7 +201,7 @@ class _States:
 
 
 def _alike(*columns: Ints) -> Iterator[tuple[list[int], Ints]]:
-    """The rows of a table that differ, and where each of them is."""
+    """The distinct rows of a table, and where each of them occurs."""
     keys, at = unique_rows(*columns)
     order = np.argsort(at, kind="stable")
     ends = np.cumsum(np.bincount(at, minlength=len(keys)))

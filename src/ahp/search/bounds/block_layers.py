@@ -22,11 +22,11 @@ class BlockLayers:
         """Whether the user recomputes some layers of a stage and not others."""
         self._of_mesh: dict[int, tuple[int, Axes, Traits]] = {}
         self._numbers: dict[tuple[Axes, Traits], int] = {}
-        """What meshes have in common whose layers cost the same."""
+        """A number for what meshes have in common if their layers cost the same."""
         self._layers: dict[tuple[int, int, tuple[str, ...]], LayerColumns] = {}
 
     def of(self, block: int) -> LayerColumns:
-        """Of one block."""
+        """The layers of one block."""
         blocks = self._space.blocks
         mesh, size = int(blocks.mesh[block]), int(blocks.micro_batch[block])
         if mesh not in self._of_mesh:
@@ -37,6 +37,6 @@ class BlockLayers:
         if key not in self._layers:
             units = self._pricer.unit_pricer.units(size, axes, traits)
             kinds: list[Recompute] = [recompute_of(kind, traits, units) for kind in key[2]]
-            data = DataParallel.on(self._pricer.nodes, traits)  # whatever groups: layers do not depend on them
+            data = DataParallel.on(self._pricer.nodes, traits)  # any groups do: layers do not depend on them
             self._layers[key] = LayerColumns(units, kinds, data, some_layers=self._some)
         return self._layers[key]

@@ -1,6 +1,6 @@
 """Bounds of every row of one block from its priced units.
 
-Dims: J = splits, R = kinds of recompute, U = stages that differ, S = stages, p = pipeline ranks, W = some of them.
+Dims: J = splits, R = kinds of recompute, U = distinct stages, S = stages, p = pipeline ranks, W = some of these ranks.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from ahp.search.space import Rows
 
 @dataclass(frozen=True)
 class RowBounds:
-    """Of every row of one block, in their order."""
+    """The bounds of every row of one block, in the rows' order."""
 
     times_s: Floats
     needs_bytes: Floats
-    """Of the fullest rank."""
+    """Needs of the fullest rank."""
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What lies on some ranks beside activations, in bytes."""
+    """Bytes on some ranks besides activations."""
 
     ranks: Ints
     """[W]"""
     states: Floats
     """[J, W]"""
     gradients: Floats
-    """[J, W] Of them, what activations may replace."""
+    """[J, W] The part of the states that activations can replace."""
     peak: Floats
     """[J, W, R] Temporaries, and units that are gathered and reduced."""
     units: UnitBytes
     """[J, W, 1]"""
     received: Ints
-    """[W, 1] From other stages."""
+    """[W, 1] Received from other stages."""
     freed: Ints
     """[W, 1] The gap that the head leaves."""
 
@@ -73,7 +73,7 @@ class BlockRows:
         m: int,
         size: int,
     ) -> None:
-        """``stages``: of the block's units; ``m``: micro-batches; ``size``: sequences of each."""
+        """``stages``: the block's priced units; ``m``: micro-batches; ``size``: sequences of each."""
         self.asked, self.pipelines, self.rows, self.splits, self.m = asked, pipelines, rows, splits, m
         self.any = splits.layouts[0].model_copy(update={"micro_batch_size": size})
         self.p = self.any.pipeline_parallel_degree
@@ -86,7 +86,7 @@ class BlockRows:
         self._sends = cache(self._sent)
 
     def bounds(self, most_bytes: float) -> RowBounds:
-        """Of every row; rows that need more than ``most_bytes`` take infinitely long."""
+        """Bounds of every row; rows that need more than ``most_bytes`` take infinitely long."""
         times = np.full(self.rows.shape, np.inf)
         needs = self.needs_bytes()
         fits = needs <= most_bytes
@@ -107,7 +107,7 @@ class BlockRows:
         return self.pipelines.cut(self.p, tuple(dict.fromkeys(pipe.virtual for pipe in self.rows.pipes)))
 
     def _pass_times(self, splits: Ints) -> dict[str, Floats]:
-        """[J, R, U] each, of these splits: what ``LayerColumns.seconds`` has."""
+        """[J, R, U] each: the times of ``LayerColumns.seconds`` for these splits."""
         shape = len(self.splits.layouts), len(self.recompute), len(self._cut.stages.start)
         found = {name: np.zeros(shape) for name in (*(field.name for field in fields(StageCosts)), *BESIDE)}
         wanted = set(splits.tolist())
@@ -123,7 +123,7 @@ class BlockRows:
         return self.stages.seconds(self.splits, at, self.m, cut.stages, cut.passes_behind, self.bytes_per_s)
 
     def _time_rows(self, times: Floats, passes: dict[str, Floats], rows: Mask, pipes: list[int], virtual: int) -> None:
-        """Write into ``times`` what the schedules of some rows [J, R] take at least."""
+        """Write lower bounds of the schedules of some rows [J, R] into ``times``."""
         split, kind = np.nonzero(rows)
         stages = self._cut.of[virtual]
         beside = share_beside(virtual, self.splits.columns.traits, self.stages.overlap)[split]
@@ -159,7 +159,7 @@ class BlockRows:
         return of_ranks(pipe.schedule, self.p)
 
     def _sent(self, virtual: int, placement: Placement) -> tuple[Floats, Floats]:
-        """[1, S] Seconds on the way forward and back, as the forecast has them."""
+        """[1, S] each: seconds to send forward and backward, as in the forecast."""
         pairs, at = self.pipelines.links(placement, pipeline_axis(self.any), virtual)
         sent = [self.pricer.send_s(self.any, self.splits.traits[0], a, b, self.units) for a, b in pairs]
         between = np.array(sent, dtype=float)[at]
@@ -170,8 +170,8 @@ class BlockRows:
         return self.pricer.stretch
 
     def _updated(self, virtual: int, placement: Placement) -> Floats:
-        """[J, 1] Clipping and AdamW on the rank where they take longest; of Muon, which deals whole matrices out over a stage's ranks,
-        the least that it takes for them."""
+        """[J, 1] Seconds of clipping and AdamW on the rank where they take longest; for Muon, which distributes whole matrices over a
+        stage's ranks, the least that these take."""
         at = self._cut.of[virtual][self._own(virtual, placement)]
         updated = self.splits.columns.updated(self._weights.of_ranks(at))
         updates_s = updated * self.splits.update_of_one_s(self.pricer)
@@ -195,7 +195,7 @@ class BlockRows:
         return placement.rank_stages(self.p, virtual)
 
     def needs_bytes(self) -> Floats:
-        """Of every row, in their shape: bytes of the rank that needs the most, of the first two and the last."""
+        """Bytes of every row, in the rows' shape: of the rank that needs the most among the first two and the last."""
         kept = self.stages.kept_bytes(self._cut.stages)
         return np.stack([self._needs(pipe, kept) for pipe in self.rows.pipes], axis=1)
 

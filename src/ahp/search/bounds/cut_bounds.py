@@ -1,7 +1,7 @@
-"""Bounds of many blocks at once, however their layers are cut into stages, and whichever of them are recomputed.
+"""Bounds of many blocks at once for any cut into stages and any choice of recomputed layers.
 
-Every stage has a layer at least. The others go where they weigh the least in a mix of the ways through the pipeline (``mixes``), as far as
-the rank there has the memory: so no cut takes less. Dims as in ``layer_bounds``, of some ways n; M = mixes, p = pipeline ranks.
+Every stage has at least one layer. The others go where they weigh least in a mix of the paths through the pipeline (``mixes``), as far as the
+rank there has the memory: so no cut takes less. Dims as in ``layer_bounds``; n = some ways to share states, M = mixes, p = pipeline ranks.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from ahp.search.bounds.layer_bounds import LayerBounds, PricedBlock, Ways
 from ahp.search.bounds.mixes import PARTS, Mixes, mixes
 
 TOGETHER = 1 << 20
-"""So many figures of layers on ranks are looked at at once."""
+"""Most figures of layers on ranks that are computed at once."""
 
 NO_LAYER = 1e-9
-"""Of all layers: a rank that lacks the memory for less has it."""
+"""Share of all layers: a rank that lacks the memory for fewer layers than this counts as having it."""
 
 
 class Weighed(NamedTuple):
-    """What layers of average kind weigh in each mix."""
+    """The weight of layers of average kind in each mix."""
 
     ranks_s: Floats
-    """[n, R, C, M, p] Seconds of one, on each rank."""
+    """[n, R, C, M, p] Seconds of one layer on each rank."""
     base_s: Floats
     """[n, R, C, M, 1] Seconds of the layers that every cut has, and of the ends."""
     smallest: Floats
-    """[n, R, C, M, 1] Of a layer of average kind, what the smallest of all is at least."""
+    """[n, R, C, M, 1] The lightest kind of layer as a share of the average one."""
     largest: Floats
-    """[n, R, C, M, 1] And the largest at most."""
+    """[n, R, C, M, 1] The heaviest kind of layer as a multiple of the average one."""
 
 
 class Piece(NamedTuple):
-    """Layers that ranks can have at a price: seconds of each, and how many; both broadcast to [n, R, C, M, p]."""
+    """Layers that ranks can hold at a price: seconds of each layer, and how many; both broadcast to [n, R, C, M, p]."""
 
     each_s: Floats
     layers: Floats
@@ -49,7 +49,7 @@ class CutBounds(LayerBounds):
     """Some blocks of one problem, in any cut."""
 
     def of_any_cut_s(self, most_bytes: float) -> Floats:
-        """[B] Of all rows that fit, however the layers are cut into stages."""
+        """[B] Lower bound in seconds of all rows that fit, for any cut into stages."""
         found = np.full(len(self._of), np.inf)
         for rows, pipelines in self._alike_pipelines():
             for some in pipelines.parts(rows):
@@ -57,7 +57,7 @@ class CutBounds(LayerBounds):
         return self._of_blocks(found)
 
     def of_any_part_s(self, most_bytes: float, ways: Ways) -> Floats:
-        """[B] The same where of the layers any part is recomputed, as the engine can; infinite where it cannot."""
+        """[B] Like ``of_any_cut_s`` with any part of the layers recomputed, where the engine can do that; infinite if it cannot."""
         found = np.full(len(self._of), np.inf)
         for rows, pipelines in self._alike_pipelines():
             can = pipelines.can(ways)
@@ -67,7 +67,7 @@ class CutBounds(LayerBounds):
         return self._of_blocks(found)
 
     def _alike_pipelines(self) -> Iterator[tuple[Ints, AnyCut]]:
-        """Pipelines with the same ranks and micro-batches, and the ways to share states that may have them."""
+        """Pipelines with the same ranks and micro-batches, after the ways to share states of the blocks that have them."""
         found: dict[tuple[object, ...], list[int]] = {}
         for at, block in enumerate(self.blocks):
             found.setdefault((block.p, block.m, block.rows.pipes), []).append(at)
@@ -75,17 +75,17 @@ class CutBounds(LayerBounds):
             yield np.flatnonzero(np.isin(self._of, blocks)), AnyCut(self, self.blocks[blocks[0]])
 
     def layers(self, rows: Ints, kinds: list[int] | slice, again_s: Floats | float = 0.0) -> LayerCosts:
-        """[n, R, K] What layers take with some kinds of recompute; ``again_s``: what is not counted of the backward pass."""
+        """[n, R, K] Times of layers with some kinds of recompute; ``again_s``: seconds of the backward pass not to count."""
         found = LayerCosts(*(part[rows][:, kinds] for part in self._costs))
         backward, inputs = found.backward - again_s, found.input_gradient - again_s
         return found._replace(backward=backward, input_gradient=inputs)
 
     def launched(self, rows: Ints) -> LayerCosts | None:
-        """[n, R, K] What layers take where the device waits for the host; None where it nowhere does."""
+        """[n, R, K] Times of layers where the device waits for the host; None if it never does."""
         return None if self._launched is None else LayerCosts(*(part[rows] for part in self._launched))
 
     def weighed(self, rows: Ints, mix: Mixes, layer: LayerCosts, *, ends: bool = True) -> Weighed:
-        """Layers that take ``layer`` [n, R, K] with some ways to share states, in mixes [C, M]; ``ends``: and what both ends compute."""
+        """Weights in mixes [C, M] of layers with the times ``layer`` [n, R, K]; ``ends``: count the embedding and the head too."""
         of = self._of[rows]
         dense, experts = (self._kinds_of(name).min(axis=1, keepdims=True)[of] for name in ("dense", "experts"))
         once_s = layer.first_forward + (1.0 - self._ahead[rows, :, None]) * layer.first_gather
@@ -107,14 +107,14 @@ class CutBounds(LayerBounds):
 
     @cached_property
     def ends_bytes(self) -> tuple[Floats, Floats]:
-        """[N, 4] each: states of a rank with the embedding, the head, both, neither; and of them the gradients."""
+        """[N, 4] each: states of a rank with the embedding, the head, both, neither; and the gradients among them."""
         found = (block.splits.columns.states(block.stages.ends_weights, block.m) for block in self.blocks)
         states, gradients = zip(*((held, np.broadcast_to(part, held.shape)) for held, part in found), strict=True)
         return np.concatenate(states), np.concatenate(gradients)
 
     @cached_property
     def layer_bytes(self) -> tuple[Floats, Floats]:
-        """[N, 1] each: states that a layer adds to those of its rank at least, and of them the gradients."""
+        """[N, 1] each: least states that a layer adds to its rank, and the gradients among them."""
         states, gradients = zip(*(self._states_of(block) for block in self.blocks), strict=True)
         return np.concatenate(states), np.concatenate(gradients)
 
@@ -128,7 +128,7 @@ class CutBounds(LayerBounds):
         return self._of_stages(name)[rows]
 
     def received(self, rows: Ints) -> Floats:
-        """[n, 1] Bytes that a rank holds of what each stage sends it."""
+        """[n, 1] Bytes that a rank holds for what each stage sends it."""
         return self._buffers[self._of[rows]]
 
 
@@ -136,7 +136,7 @@ class AnyCut:
     """Pipelines with the same ranks and micro-batches, in any cut."""
 
     def __init__(self, of: CutBounds, block: PricedBlock) -> None:
-        """``block``: one of those that have them."""
+        """``block``: one of the blocks that have these pipelines."""
         self.of, self.block = of, block
         stages, layers = block.stages, of.asked.graph.num_layers
         head = stages.head_s / max(stages.micro_batch_s - stages.ends_s, 1e-12) * layers
@@ -145,7 +145,7 @@ class AnyCut:
         self.num_layers = layers
 
     def parts(self, rows: Ints) -> Iterator[Ints]:
-        """Some rows at a time."""
+        """Parts of ``rows`` that are small enough to compute at once."""
         size = max(1, TOGETHER // (self.mix.ranks.size * len(self.block.rows.recompute)))
         return (rows[at : at + size] for at in range(0, len(rows), size))
 
@@ -157,7 +157,7 @@ class AnyCut:
         )
 
     def cut_s(self, rows: Ints, most_bytes: float) -> Floats:
-        """[n, R, C] With all layers recomputed in one way."""
+        """[n, R, C] Lower bound in seconds with all layers recomputed in one way."""
         more, _ = self._room(rows, slice(None), slice(None), most_bytes)
 
         def least_s(weighed: Weighed) -> Floats:
@@ -169,9 +169,8 @@ class AnyCut:
         return np.where((more >= -NO_LAYER * self.num_layers).all(axis=-1), found, np.inf)
 
     def part_s(self, rows: Ints, kinds: list[int], most_bytes: float) -> Floats:
-        """[n, kinds, C] With some layers recomputed in this way and the others not: a full rank recomputes more of its layers for one more.
-
-        Collectives hide as if behind layers that are all recomputed.
+        """[n, kinds, C] Lower bound in seconds with some layers recomputed in this way and others not: a full rank takes one more layer if it
+        recomputes more of its own. Collectives hide as if all layers were recomputed.
         """
         none = [self.block.rows.recompute.index("none")]
         again_s = self.of.of_stages(rows, "again_of_kinds")[:, kinds]
@@ -183,7 +182,7 @@ class AnyCut:
         passes = self.mix.ranks[..., backward] + self.mix.ranks[..., inputs]  # [C, M, p]
         again_s = again_s.min(axis=-1)[..., None, None, None] * passes / weighed.largest
         with np.errstate(divide="ignore", invalid="ignore"):
-            others = np.where(light > heavy, light / (light - heavy), np.inf)  # that are recomputed for one layer more
+            others = np.where(light > heavy, light / (light - heavy), np.inf)  # recomputed to make room for one more
             dearer_s = np.where(again_s > 0, others[..., None, :] * again_s, 0.0)
         pieces = [
             Piece(weighed.ranks_s, most[..., None, :]),
@@ -196,7 +195,7 @@ class AnyCut:
         return np.maximum(found, self._least_s(as_they_are, [anywhere]))
 
     def _least_s(self, weighed: Weighed, pieces: list[Piece]) -> Floats:
-        """[n, R, C] Of the mix that weighs most, with the layers beside those of every cut where they weigh the least; infinite where there
+        """[n, R, C] Seconds of the mix that weighs most, with the layers beyond those of every cut where they weigh least; infinite if there
         is no room."""
         hold = self.ranks.hold.sum(axis=-1)[:, None, None]  # [C, 1, 1]
         left = self.num_layers - weighed.smallest * hold  # layers of average kind
@@ -219,8 +218,8 @@ class AnyCut:
     def _room(
         self, rows: Ints, kinds: list[int] | slice, of_base: list[int] | slice, most_bytes: float
     ) -> tuple[Floats, Floats]:
-        """[n, R, C, p] each, with some kinds of recompute: layers that a rank has memory for beside those of every cut, below 0 where not even
-        these fit; and bytes that one more takes. ``of_base``: the kinds of recompute of these."""
+        """[n, R, C, p] each, with some kinds of recompute: layers that a rank has memory for beyond those of every cut, below 0 if not even
+        those fit; and bytes that one more takes. ``of_base``: the kinds of recompute of the layers of every cut."""
         of, ranks = self.of, self.ranks
         states, gradients = (part[rows][:, ranks.ends] for part in of.ends_bytes)  # [n, C, p]
         layer, gradient = (part[rows][..., None, None] for part in of.layer_bytes)  # [n, 1, 1, 1]

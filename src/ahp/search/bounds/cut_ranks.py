@@ -1,4 +1,4 @@
-"""What the ranks of pipelines hold whatever the cut: every stage has a layer at least, but for the ends where they may be empty.
+"""What the ranks of pipelines hold in any cut: every stage has at least one layer, except for ends that can be empty.
 
 Dims: C = pipelines, p = pipeline ranks.
 """
@@ -18,29 +18,29 @@ from ahp.search.choices import ScheduleChoice
 
 @dataclass(frozen=True)
 class CutRanks:
-    """The ranks of some pipelines, whatever the cut, each [C, p]."""
+    """The ranks of some pipelines in any cut, [C, p] each."""
 
     hold: Floats
-    """Layers that a rank has at least."""
+    """The least number of layers of a rank."""
     held: Floats
-    """Of these, times micro-batches in flight."""
+    """These layers times micro-batches in flight."""
     fewest: Ints
     """Micro-batches in flight of the stage that has the fewest."""
     embeddings: Ints
     """Micro-batches in flight of the first stage, 0 elsewhere."""
     heads: Ints
-    """The same of the last."""
+    """Micro-batches in flight of the last stage, 0 elsewhere."""
     others: Ints
-    """The same of all but the last."""
+    """Micro-batches in flight of all stages except the last."""
     received: Ints
-    """Stages that its own receive from."""
+    """Number of stages that a rank's own stages receive from."""
     ends: Ints
-    """Which of ``LayerColumns.ends_weights`` it has."""
+    """Index of a rank's weights in ``LayerColumns.ends_weights``."""
 
 
 @lru_cache(maxsize=1 << 10)
 def cut_ranks(pipes: tuple[ScheduleChoice, ...], p: int, m: int, ends_hold: bool) -> CutRanks:
-    """``ends_hold``: whether the first and the last stage have a layer at least, as all others do."""
+    """``ends_hold``: whether the first and the last stage have at least one layer, like all others."""
     found = []
     for pipe in pipes:
         own = own_stages(pipe, p)

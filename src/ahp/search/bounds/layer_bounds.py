@@ -1,10 +1,10 @@
-"""Bounds of many blocks at once from what their layers take: a rank holds so many layers of each kind, and waits for some others.
+"""Bounds of many blocks at once from the times of their layers: a rank holds some layers of each kind, and waits for others.
 
-It comes between the work of the priced units alone, which knows no way to share states, and ``block_rows``, which looks at every row. Blocks are
-looked at together because most of them fall here, and each alone is too small to be worth its arrays.
+This level comes between the work of the priced units alone, which ignores how states are shared, and ``block_rows``, which bounds every row.
+Blocks are bounded together because most are excluded here, and each alone is too small for arrays to pay.
 
-Dims: B = blocks, N = ways to share states of all of them, one block behind the other, R = kinds of recompute, K = kinds of
-layers, C = kinds of pipelines, L = ways through these.
+Dims: B = blocks, N = ways to share states of all blocks, one block after the other, R = kinds of recompute, K = kinds of
+layers, C = kinds of pipelines, L = paths through these.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ahp.search.space import Rows
 T = TypeVar("T")
 
 Ways = Callable[[int, ScheduleChoice, str], bool]
-"""Whether an engine can recompute a part of the layers of so many pipeline ranks, with a schedule and a kind of recompute."""
+"""Whether an engine can recompute a part of the layers, from the pipeline ranks, the schedule and the kind of recompute."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,16 @@ class PricedBlock:
     m: int
     """Micro-batches."""
     after_s: float
-    """What comes once per step whatever the layers: the norm, and the gradient of tied weights."""
+    """Seconds once per step, independent of the layers: the norm, and the gradient of tied weights."""
 
     @property
     def buffer_bytes(self) -> int:
-        """Of what a rank receives from each stage."""
+        """Bytes of the buffers for what a rank receives from each stage."""
         return (self.m if self.splits.traits[0].pipeline.in_torch else 1) * self.stages.units.hidden_bytes
 
 
 class LayerBounds:
-    """Some blocks of one problem; those with the same pipelines lie side by side."""
+    """Some blocks of one problem; blocks with the same pipelines are adjacent."""
 
     def __init__(self, asked: Problem, pipelines: Pipelines, blocks: Sequence[PricedBlock]) -> None:
         self.asked, self.pipelines, self.blocks = asked, pipelines, blocks
@@ -72,10 +72,10 @@ class LayerBounds:
         self._kinds_of = cache(self._each_kind)
         self._update_of_one_s = np.concatenate([block.splits.update_of_one_s(asked.pricer) for block in blocks])
 
-    # Of all rows that fit.
+    # Bounds of all rows that fit.
 
     def of_rows_s(self, most_bytes: float) -> Floats:
-        """[B] Seconds of all rows that fit; infinite where none does."""
+        """[B] Lower bound in seconds of all rows that fit; infinite if none does."""
         found = np.full(len(self._of), np.inf)
         for first, end in self._alike():
             rows = self._rows(first, end)
@@ -83,11 +83,11 @@ class LayerBounds:
         return self._of_blocks(found)
 
     def _rows(self, first: int, end: int) -> slice:
-        """The ways to share states of blocks side by side."""
+        """The ways to share states of the blocks from ``first`` to before ``end``."""
         return slice(int(self._starts[first]), int(self._starts[end]))
 
     def _alike(self) -> Iterator[tuple[int, int]]:
-        """Blocks side by side with the same pipelines: the first, and the one behind the last."""
+        """Ranges of adjacent blocks with the same pipelines: the first block, and the one after the last."""
         first = 0
         for at in range(1, len(self.blocks) + 1):
             if at == len(self.blocks) or self._pipes(at) != self._pipes(first):
@@ -98,13 +98,13 @@ class LayerBounds:
         return self.blocks[block].p, self.blocks[block].rows.pipes
 
     def _of_blocks(self, found: Floats) -> Floats:
-        """[B] From the seconds of each way [N], the least of each block, with what comes after all layers."""
+        """[B] The least seconds of each block over its ways [N], with what comes after all layers."""
         after_s, p = np.array([block.after_s for block in self.blocks]), np.array([block.p for block in self.blocks])
         bounds_s = np.minimum.reduceat(found, self._starts[:-1]) + after_s
         return bounds_s * self.asked.pricer.stretch * least_share(self.asked.pricer.turns, p)
 
     def _pipelines_s(self, first: int, rows: slice) -> Floats:
-        """[rows, C, R] Of the way through each pipeline that takes longest, without its optimizer."""
+        """[rows, C, R] Seconds of the longest path through each pipeline, without the optimizer."""
         device_s = self._paths_s(first, rows, self._costs.part(rows), self._column("head_s"))
         if self._launched is None:
             return device_s
@@ -112,7 +112,7 @@ class LayerBounds:
         return np.maximum(device_s, self._paths_s(first, rows, self._launched.part(rows), no_head_s))
 
     def _paths_s(self, first: int, rows: slice, layer: LayerCosts, heads_s: Floats) -> Floats:
-        """[rows, C, R] ``layer``: [rows, R, K]; ``heads_s``: [B, 1]."""
+        """[rows, C, R] Seconds of the longest path with these layers and heads. ``layer``: [rows, R, K]; ``heads_s``: [B, 1]."""
         of = self._of[rows]
         head_s = np.broadcast_to(heads_s[of][..., None], layer.forward.shape)
         beside = self._beside[rows][..., None]
@@ -126,7 +126,7 @@ class LayerBounds:
         return paths_s.max(axis=1)
 
     def _least_s(self, first: int, rows: slice, most_bytes: float) -> Floats:
-        """[rows] With the optimizer, in the pipeline and with the recompute that take least of those that fit."""
+        """[rows] Seconds with the optimizer, of the fastest pipeline and recompute that fit."""
         fullest = [self._of_pipelines(self.pipelines.fullest, at) for at in range(first, int(self._of[rows][-1]) + 1)]
         of, most = self._of[rows], fullest[0].most_layers
         dense, experts = (self._kinds_of(name)[of] @ most.T for name in ("dense", "experts"))
@@ -141,7 +141,7 @@ class LayerBounds:
         return figures(one.rows.pipes, one.p, one.m)
 
     def _fits(self, rows: slice, front: FullestRanks, held: Floats, most_bytes: float) -> Mask:
-        """[rows, C, R] Whether the ranks of each pipeline may fit; ``held``: [rows, C, G, K]."""
+        """[rows, C, R] Whether the ranks of each pipeline can fit; ``held``: [rows, C, G, K]."""
         of, ways, shape = self._of[rows], self.ways.part(rows), held.shape[:3]
         layers = front.layers.reshape(-1, front.layers.shape[-1])
         parameters, experts = (self._kinds_of(name)[of] @ layers.T for name in ("parameters", "experts"))
@@ -152,8 +152,8 @@ class LayerBounds:
         return np.asarray((ways.device_bytes(allocated) <= most_bytes).reshape(*shape, -1).all(axis=2))
 
     def _updates_s(self, rows: slice | Ints, dense: Floats, experts: Floats, layers: Floats | Ints | int) -> Floats:
-        """[rows, C] The update of ranks with so many parameters in so many layers; of Muon, whose matrices a stage's ranks share, the least
-        that it takes."""
+        """[rows, C] Seconds of the update of ranks with these parameters and layers; for Muon, whose matrices a stage's ranks share, the
+        least it takes."""
         of, muon, ways = self._of[rows], self.asked.pricer.muon, self.ways.part(rows)
         weights = RankWeights(dense + experts, experts=experts)
         update_s = ways.updated(weights) * self._update_of_one_s[rows]
@@ -164,11 +164,11 @@ class LayerBounds:
         """[B, 1]"""
         return np.array([[block.splits.layouts[0].world_size // block.p] for block in self.blocks], dtype=np.int64)
 
-    # What layers take.
+    # Times and bytes of layers.
 
     @cached_property
     def _ahead(self) -> Floats:
-        """[N, 1] Of the weights that are gathered once a step, the share that is on its way from its start on in some pipeline."""
+        """[N, 1] Share of the weights gathered once per step whose gather begins with the step, in some pipeline."""
         some = [
             any(gathers_ahead(get(pipe.schedule), pipe.virtual) for pipe in block.rows.pipes) for block in self.blocks
         ]
@@ -176,7 +176,7 @@ class LayerBounds:
 
     @cached_property
     def _beside(self) -> Floats:
-        """[N, 1] Of what comes with the last backward pass, the share that is reduced beside a rank's other stages, if it may have several."""
+        """[N, 1] Share of what comes with the last backward pass that overlaps with a rank's other stages, if it can have several."""
         most = np.array([[max(pipe.virtual for pipe in block.rows.pipes)] for block in self.blocks])[self._of]
         return share_beside(most, self.ways.traits, self.blocks[0].stages.overlap)
 
@@ -194,12 +194,12 @@ class LayerBounds:
 
     @cached_property
     def _buffers(self) -> Floats:
-        """[B, 1] Bytes that a rank holds of what each stage before or behind it sends."""
+        """[B, 1] Bytes that a rank holds for what each stage before or after its own sends."""
         return np.array([[block.buffer_bytes] for block in self.blocks], dtype=float)
 
     @cached_property
     def _kept(self) -> Floats:
-        """[B, R, K] Bytes that a layer keeps of a micro-batch at least."""
+        """[B, R, K] Least bytes that a layer keeps of a micro-batch."""
         return np.array([block.stages.kept for block in self.blocks])
 
     @cached_property
@@ -213,12 +213,12 @@ class LayerBounds:
 
     @cached_property
     def _launched(self) -> LayerCosts | None:
-        """[N, R, K] The same where the device waits for the host; None where it nowhere does."""
+        """[N, R, K] ``_costs`` with the host's seconds where the device waits for it; None if it never does."""
         layers = [block.stages for block in self.blocks]
         return launched(self._costs, self.ways.traits, layers, self._of, self._shares)
 
     @cached_property
     def _shares(self) -> Floats:
-        """[K] Of all layers, those of each kind."""
+        """[K] Share of each kind among all layers."""
         graph = self.asked.graph
         return np.bincount(graph.layers, minlength=len(graph.blocks)) / graph.num_layers

@@ -1,4 +1,4 @@
-"""One level of bounds of blocks: those that come up soon after each other are bounded together, each once."""
+"""One level of bounds of blocks: blocks that come up soon after each other are bounded together, each once."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 
 TOGETHER = 128
-"""Blocks that are bounded at once: enough that arrays pay, few beside the thousands that come up in a large space."""
+"""Most blocks bounded in one call: enough that arrays pay, few compared with the thousands that come up in a large space."""
 
 SOON = 1.02
-"""Blocks whose bounds are no more than so many times another one's come up soon after it."""
+"""Blocks whose bounds are at most this many times another block's come up soon after it."""
 
 
 class Level:
-    """Seconds that every row of a block takes at least, in one search, closer than those of the level before."""
+    """Lower bounds of blocks in seconds, in one search, closer than those of the level before."""
 
     def __init__(
         self,
@@ -21,17 +21,17 @@ class Level:
         closer: Callable[[list[int]], Iterable[float]] = lambda blocks: (),
         before: Level | None = None,
     ) -> None:
-        """``known``: what was found before, added to; ``closer``: of several blocks; ``before``: None of the first level, which knows
-        all blocks that are searched."""
+        """``known``: bounds found earlier, new ones are added; ``closer``: bounds of several blocks; ``before``: None for the first level,
+        which knows all blocks that are searched."""
         self.known, self._closer, self._before = known, closer, before
         self._searched: dict[int, float] = known if before is None else before._searched
         self._waiting = [(seconds, block) for block, seconds in known.items() if block in self._searched]
-        """A heap of blocks that the next level may not have looked at."""
+        """A heap of blocks that the next level may not have bounded yet."""
         heapq.heapify(self._waiting)
 
     def __call__(self, block: int) -> float:
         if block not in self.known:
-            if self._before is None:  # it is not searched
+            if self._before is None:  # the block is not searched
                 return 0.0
             together = sorted({block, *self._before.soon(SOON * self._before(block), self.known)})
             for one, seconds in zip(together, self._closer(together), strict=True):
@@ -40,7 +40,7 @@ class Level:
         return self.known[block]
 
     def soon(self, most_s: float, but: dict[int, float]) -> Iterator[int]:
-        """Blocks whose bounds are no more than that, so many that they can be looked at together; ``but``: not these."""
+        """Blocks whose bounds are at most ``most_s``, as many as are bounded together; ``but``: blocks to leave out."""
         for _ in range(TOGETHER):
             if self._waiting and self._waiting[0][0] <= most_s:
                 block = heapq.heappop(self._waiting)[1]

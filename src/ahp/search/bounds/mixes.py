@@ -1,10 +1,10 @@
-"""Ways through a pipeline whose stages may hold any number of layers, mixed so that the cut matters least.
+"""Paths through a pipeline whose stages can hold any number of layers, mixed so that the cut matters least.
 
-The step takes at least as long as the longest way, and so at least as long as any weighted mean of the ways (a mix). Such a mean is a sum over the
-stages: of what one layer there weighs, times its layers. A cut puts its layers where they weigh the least. Weights with which all stages weigh about the same
-come from a game of the cut against the ways, whose value is the longest way of the best cut.
+The step takes at least as long as the longest path, and so at least as long as any weighted mean of the paths (a mix). A mix is a sum over the
+stages: the weight of one layer there, times the stage's layers. The best cut puts layers where they weigh least. Weights with which all stages
+weigh about the same come from a game of the cut against the paths, whose value is the longest path of the best cut.
 
-Dims: M = mixes, S = stages, p = pipeline ranks, T = what a layer takes: ``PARTS``.
+Dims: M = mixes, S = stages, p = pipeline ranks, T = the parts of a layer's time: ``PARTS``.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from ahp.schedule.registry import of_ranks
 from ahp.search.choices import ScheduleChoice
 
 PARTS = ("forward", "backward", "input_gradient", "first_forward", "last_backward", "update")
-"""A forward pass, a whole backward pass or both halves, the half that hands gradients on; and what comes once a step: with a stage's first
-forward pass, with its last backward pass, and for its optimizer."""
+"""A forward pass; a whole backward pass, or both halves; the half that passes gradients on; and once per step the extra time of a stage's
+first forward pass, of its last backward pass, and of its optimizer."""
 
 USUAL = np.array([1.0, 2.0, 1.0, 0.0, 0.0, 0.0])
-"""[T] What a layer takes where weights are chosen; any weights give a bound."""
+"""[T] The times of a layer assumed for choosing weights; any weights give a valid bound."""
 
 ROUNDS, STEP = 40, 4.0
-"""Of the game, and the size of its steps. [Empirical] Of 2,900 drawn pipelines with up to 32 ranks the mix is 2 % below the best one in the median, and 10 %
-below it or more in one of 20."""
+"""Rounds of the game, and the size of its steps. [Empirical] In 2,900 random pipelines with up to 32 ranks the mix is 2 % below the best one
+in the median, and at least 10 % below it in one of 20."""
 
 MOST_VIRTUAL = 2
-"""With more stages per rank no game is played, to save time. [Empirical] The other two mixes are 1 % below the best one in the median of 2,700 drawn pipelines,
-and far below it where there are fewer micro-batches than ranks."""
+"""With more stages per rank no game is played, to save time. [Empirical] The other two mixes are 1 % below the best one in the median of 2,700
+random pipelines, and far below it if there are fewer micro-batches than ranks."""
 
 
 @dataclass(frozen=True)
 class Mixes:
-    """Mixes of the ways through one pipeline; or through several, with a dim C before all others."""
+    """Mixes of the paths through one pipeline; or through several, with a dim C before all others."""
 
     ranks: Floats
-    """[M, p, T] What a layer of each rank weighs at least, in whichever of its stages."""
+    """[M, p, T] The least weight of a layer on each rank, over its stages."""
     base: Floats
-    """[M, T] What the layers weigh that stages have in any cut."""
+    """[M, T] The weight of the layers that stages have in any cut."""
     embedding: Floats
     """[M] Micro-batches that pass the embedding both ways."""
     head: Floats
-    """[M] The same of the head."""
+    """[M] Micro-batches that pass the head both ways."""
 
 
 @lru_cache(maxsize=1 << 10)
 def mixes(pipes: tuple[ScheduleChoice, ...], p: int, m: int, ends_hold: bool, num_layers: int, head: float) -> Mixes:
-    """Mixes of the ways through each pipeline: of all its ranks alike, of one micro-batch, and one with which all stages weigh about the same.
+    """Mixes of the paths through each pipeline: all ranks equally, one micro-batch alone, and one in which all stages weigh about the same.
 
     Args:
         pipes: schedules and stages per rank.
         p: pipeline ranks.
         m: micro-batches.
-        ends_hold: whether the first and the last stage have a layer at least, as all others do.
-        num_layers: of the model.
-        head: what the head takes, in layers.
+        ends_hold: whether the first and the last stage have at least one layer, like all others.
+        num_layers: layers of the model.
+        head: time of the head, in layers.
     """
     found = [_ways(pipe, p, m) for pipe in pipes]
     base = [least_layers(pipe, p, ends_hold) for pipe in pipes]
@@ -91,26 +91,26 @@ def own_stages(pipe: ScheduleChoice, p: int) -> Ints:
 
 
 class _Ways(NamedTuple):
-    """The ways through one pipeline, of which any stage may have any number of layers."""
+    """The paths (ways) through one pipeline, whose stages can have any number of layers."""
 
     stages: Floats
-    """[ways, S, T] What each has of a stage's layers."""
+    """[ways, S, T] How often each path has each part of the time of a stage's layers."""
     embedding: Floats
     """[ways] Micro-batches that pass the embedding both ways."""
     head: Floats
-    """[ways] The same of the head."""
+    """[ways] Micro-batches that pass the head both ways."""
 
 
 def _game(ways: _Ways, base: Floats, num_layers: int, head: float) -> Floats:
-    """[ways, S] What each takes for one layer more in a stage, with its part of what all cuts have."""
+    """[ways, S] Time of each path for one more layer in a stage, with a proportional part of the time that all cuts have."""
     passes = ways.stages @ USUAL
     fixed = passes @ base + head * USUAL[:2].sum() * ways.head
     return np.asarray(passes + fixed[:, None] / max(num_layers - base.sum(), 1.0))
 
 
 def _weights(games: Sequence[Floats]) -> list[Floats]:
-    """Of each game weights of its rows, so that the least of the weighed columns is about as large as it can be: by optimistic
-    multiplicative weights of both players (arXiv 1311.1869), of all games at once."""
+    """Weights for the rows of each game that make the least weighted column about as large as possible: by optimistic multiplicative
+    weights of both players (arXiv 1311.1869), for all games at once."""
     if not games:
         return []
     shape = len(games), max(len(game) for game in games), max(game.shape[1] for game in games)
@@ -128,7 +128,7 @@ def _weights(games: Sequence[Floats]) -> list[Floats]:
 
 
 def _softmax(scores: Floats) -> Floats:
-    """Of scores below 300, of which no power is infinite; overwrites them."""
+    """Softmax that overwrites its scores; they are below 300, so no power is infinite."""
     np.exp(scores, out=scores)
     scores /= np.add.reduce(scores, axis=-1, keepdims=True)
     return scores
@@ -136,8 +136,8 @@ def _softmax(scores: Floats) -> Floats:
 
 @lru_cache(maxsize=1 << 12)
 def _ways(pipe: ScheduleChoice, p: int, m: int) -> _Ways:
-    """``ahp.schedule.bounds`` says why each is one, and ``bounds.paths`` counts them for stages that are known. The first p have all the work of a
-    rank, the last is that of one micro-batch.
+    """The paths through one pipeline: ``ahp.schedule.bounds`` explains each, and ``bounds.paths`` counts them for known stages. The first p have
+    all the work of a rank, the last is that of one micro-batch.
     """
     once, each, of_one = _of_any_number(pipe, p)
     found = [_Ways(*(first + m * more for first, more in zip(once, each, strict=True))), of_one]
@@ -149,13 +149,13 @@ def _ways(pipe: ScheduleChoice, p: int, m: int) -> _Ways:
 
 @lru_cache(maxsize=1 << 10)
 def _of_any_number(pipe: ScheduleChoice, p: int) -> tuple[_Ways, _Ways, _Ways]:
-    """Of the ways that grow with the number of micro-batches what each has once, and with every micro-batch; and that of one micro-batch."""
+    """The paths that grow with the number of micro-batches: what each has once, and with every micro-batch; and the path of one micro-batch."""
     schedule, own, stages = of_ranks(pipe.schedule, p), own_stages(pipe, p), np.arange(p * pipe.virtual)
     mine = (own[:, :, None] == stages).any(axis=1).astype(float)  # [p, S]
     before, none, end = (stages < own[:, :1]).astype(float), np.zeros((p, len(stages))), np.zeros(p)
     first = [(before, none, none, mine, mine, mine, end, end)]
     more = [(mine, mine, none, none, none, none, mine[:, 0], mine[:, -1])]
-    if not schedule.splits_backward:  # else weight gradients may fill the time in which gradients drain
+    if not schedule.splits_backward:  # else weight gradients can fill the time in which gradients drain
         first.append((before, before, none, mine, none, mine, end, end))
         more.append(more[0])
     if schedule.all_forwards_first:
@@ -170,7 +170,7 @@ def _of_any_number(pipe: ScheduleChoice, p: int) -> tuple[_Ways, _Ways, _Ways]:
 
 
 def _after_first_gradient(pipe: ScheduleChoice, p: int, m: int, forwards: Ints) -> _Ways:
-    """The way of the first micro-batch to a rank's highest stage and back there, then all that the rank has left."""
+    """The path of the first micro-batch through all stages and back to each rank's highest one, then all that the rank has left."""
     schedule, own, stages = of_ranks(pipe.schedule, p), own_stages(pipe, p), np.arange(p * pipe.virtual)
     before, none, left = (stages < own[:, :1]).astype(float), *np.zeros((2, p, len(stages)))
     mine = (own[:, :, None] == stages).any(axis=1).astype(float)
@@ -182,11 +182,11 @@ def _after_first_gradient(pipe: ScheduleChoice, p: int, m: int, forwards: Ints) 
 
 
 def _whole(pipe: ScheduleChoice, p: int) -> float:
-    """Micro-batches whose way takes the ends both ways, their weight gradients too."""
+    """Micro-batches whose path passes embedding and head both ways, including their weight gradients."""
     return 0.0 if of_ranks(pipe.schedule, p).splits_backward else 1.0
 
 
 def _joined(some: Sequence[tuple[Floats, ...]]) -> _Ways:
-    """Each: what its ways have of the stages' layers, [ways, S] for each of ``PARTS``; embeddings and heads, [ways]."""
+    """Join paths. Each tuple has [ways, S] for each of ``PARTS``, then embeddings and heads, [ways]."""
     *parts, embeddings, heads = (np.concatenate(part) for part in zip(*some, strict=True))
     return _Ways(np.stack(parts, axis=-1), embeddings, heads)

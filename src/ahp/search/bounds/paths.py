@@ -1,7 +1,7 @@
-"""The ways through a schedule that may take longest, as counts of layers and passes; and its ranks that may hold the most.
+"""The paths through a schedule that can be the longest, as counts of layers and passes; and its ranks that can hold the most.
 
-They depend on the schedule, its ranks and micro-batches and the cut into stages alone, whatever a layer takes. Layers are counted by their kind,
-of which a model has K: of DeepSeek-V3's the three without experts have a thirtieth of the others' weights.
+They depend only on the schedule, its ranks and micro-batches, and the cut into stages, not on the time of a layer. Layers are counted by kind;
+a model has K kinds: in DeepSeek-V3, the three layers without experts have a thirtieth of the others' weights.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ahp.schedule.bounds import in_flight
 from ahp.schedule.descriptor import PipelineSchedule
 
 Layers = tuple[tuple[int, ...], ...]
-"""Of every stage, its layers of each kind."""
+"""The number of layers of each kind in every stage."""
 
 
 class Path(NamedTuple):
-    """A way through a schedule of which each step waits for the one before: layers of each kind times passes, [K] each.
+    """A path through a schedule, on which each step waits for the one before: layers of each kind times passes, [K] each.
 
-    ``ahp.schedule.bounds`` has the ways that are taken.
+    ``ahp.schedule.bounds`` has the paths that are used.
     """
 
     forward: Floats | Ints
@@ -32,17 +32,17 @@ class Path(NamedTuple):
     """Whole backward passes, or both halves."""
     input_gradient: Floats | Ints
     first_forward: Floats | Ints
-    """What comes once, with the first forward; and layers whose weights are waited for even where the engine gathers ahead."""
+    """Extra work once, with the first forward; and the layers whose weights are waited for even if the engine gathers ahead."""
     first_waited: Floats | Ints
     last_backward: Floats | Ints
-    """What comes once, with the last backward of each stage; and where others are computed beside it, of the stage that ends last."""
+    """Extra work once, with the last backward of each stage; and, if other stages hide it, of the stage that ends last."""
     last_stage: Floats | Ints
     head: Floats | Ints
-    """Micro-batches that pass the head both ways; of no kind, it counts as of the first."""
+    """Micro-batches that pass the head both ways; the head has no kind, so it counts as the first."""
 
     @classmethod
     def of(cls, num_kinds: int, head: int = 0, **parts: Floats | Ints) -> Path:
-        """With none of what is left out."""
+        """A path with zeros for the parts left out."""
         none = np.zeros(num_kinds)
         heads = np.where(np.arange(num_kinds) == 0, head, 0)
         return cls(**{**dict.fromkeys(cls._fields, none), "head": heads, **parts})
@@ -55,7 +55,7 @@ FORWARD, BACKWARD, INPUT_GRADIENT, FIRST_FORWARD, FIRST_WAITED, HEAD = map(
 
 @lru_cache(maxsize=1 << 14)
 def longest_paths(schedule: PipelineSchedule, p: int, v: int, m: int, stages: Layers) -> Floats:
-    """[L, parts of a ``Path``, K] Of those that are alike in all but one thing the longest."""
+    """[L, parts of a ``Path``, K] The paths that can be longest; of paths that differ in only one thing, the longest."""
     once, each, waited = _of_any_number(schedule, p, v, stages)
     found = once + m * each
     forwards = schedule.forwards_before_gradient(p, v, m) if p > 1 else None
@@ -68,14 +68,14 @@ def longest_paths(schedule: PipelineSchedule, p: int, v: int, m: int, stages: La
 
 @lru_cache(maxsize=1 << 12)
 def _of_any_number(schedule: PipelineSchedule, p: int, v: int, stages: Layers) -> tuple[Floats, Floats, Floats]:
-    """Of the ways that grow with the number of micro-batches: [L, parts of a ``Path``, K] what comes once, and what comes with each; and
-    [K] the layers of the first micro-batch's way whose weights are waited for."""
+    """The paths that grow with the number of micro-batches: [L, parts of a ``Path``, K] what they have once, and with each micro-batch; and
+    [K] the layers on the first micro-batch's path whose weights are waited for."""
     each, own = np.array(stages), schedule.placement.rank_stages(p, v)
     sizes, of_ranks, kinds = each.sum(axis=1), each[own].sum(axis=1), each.shape[1]
     before, head = np.cumsum(each[:p], axis=0) - each[:p], own[:, -1] == p * v - 1
     back = "input_gradient" if schedule.splits_backward else "backward"
     total, longest = each.sum(axis=0), each[int(sizes.argmax())]
-    # Gathered ahead: those of the first stage; those of a rank's later stages slow it down.
+    # If gathered ahead, only the first stage's weights are waited for; those of a rank's later stages slow it down.
     ahead = gathers_ahead(schedule, v)
     waited = each[0] + CONTENTION * each[p:].sum(axis=0) if ahead else total
     first = {"first_forward": total, "first_waited": waited}
@@ -88,7 +88,7 @@ def _of_any_number(schedule: PipelineSchedule, p: int, v: int, stages: Layers) -
         once = Path.of(kinds, forward=filling, first_forward=filling + count, first_waited=own_waited)
         all_work = Path.of(kinds, int(head[rank]), forward=count, backward=count)
         found.append((once._replace(last_backward=count, last_stage=each[last]), all_work))
-        if not schedule.splits_backward:  # else weight gradients may fill the time in which gradients drain
+        if not schedule.splits_backward:  # else weight gradients can fill the time in which gradients drain
             found.append((once._replace(backward=filling), all_work))
     if schedule.all_forwards_first:
         others = total - longest
@@ -103,8 +103,8 @@ def _of_any_number(schedule: PipelineSchedule, p: int, v: int, stages: Layers) -
 
 
 def _after_first_gradient(schedule: PipelineSchedule, p: int, v: int, m: int, stages: Layers, forwards: Ints) -> Floats:
-    """[parts of a ``Path``, K] Of the rank where it takes longest: the way of the first micro-batch to its highest stage and back there, then all
-    that the rank has left. A forward is taken for half as long as a backward pass."""
+    """[parts of a ``Path``, K] The path of the first micro-batch through all stages and back to a rank's highest stage, then all that the rank
+    has left; for the rank where this is longest. To choose it, a forward counts as half a backward pass."""
     way, sizes, of_ranks, drained, back = _of_first_gradient(schedule, p, v, stages)
     left_forward, left = ((m - forwards)[:, None] @ sizes)[:, 0], m * of_ranks + drained
     rank = int((left_forward + 2 * left + back).sum(axis=1).argmax())
@@ -120,8 +120,8 @@ def _after_first_gradient(schedule: PipelineSchedule, p: int, v: int, m: int, st
 def _of_first_gradient(
     schedule: PipelineSchedule, p: int, v: int, stages: Layers
 ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """What of it is the same for any number of micro-batches: [K] the layers on the way of one; [p, v, K] those of each rank's stages, and [p, K]
-    all of a rank's; [p, K] those that its last gradient still passes, in whole backward passes, and in their first halves."""
+    """The parts of that path that hold for any number of micro-batches: [K] the layers that one passes; [p, v, K] the layers of each rank's
+    stages, and [p, K] their sum; [p, K] each, the layers that gradients pass on other ranks, in whole backward passes and in first halves."""
     each, own = np.array(stages), schedule.placement.rank_stages(p, v)
     highest, sizes, total = own[:, -1], each[own], each.sum(axis=0)
     start = np.cumsum(each, axis=0) - each
@@ -131,19 +131,19 @@ def _of_first_gradient(
 
 
 class Fullest(NamedTuple):
-    """What some ranks hold."""
+    """The layers and micro-batches that some ranks hold."""
 
     layers: Ints
     """[G, K]"""
     held: Ints
     """[G, K] Layers times micro-batches in flight."""
     received: Ints
-    """[G] Stages that its own receive from in both passes."""
+    """[G] Number of stages that a rank's own stages receive from, in both passes."""
 
 
 @lru_cache(maxsize=1 << 14)
 def fullest_ranks(schedule: PipelineSchedule, p: int, v: int, m: int, stages: Layers) -> Fullest:
-    """Of the second rank (of a single stage the first), of the one that holds the most, and of the one with the most layers."""
+    """The second rank (the first if it is alone), the rank that holds the most, and the rank with the most layers."""
     own, each = schedule.placement.rank_stages(p, v), np.array(stages)
     layers = each[own].sum(axis=1)
     held = (in_flight(schedule.name, p, v, m)[..., None] * each[own]).sum(axis=1)
@@ -153,7 +153,7 @@ def fullest_ranks(schedule: PipelineSchedule, p: int, v: int, m: int, stages: La
 
 
 def _longest(of_ranks: Ints, head: Mask, before: Ints) -> list[int]:
-    """Ranks, but for those that another one has at least as much of everything as."""
+    """One rank for each number of layers per kind, with and without the head: the one with the most layers before it."""
     most: dict[tuple[tuple[int, ...], bool], int] = {}
     for rank, key in enumerate(zip(map(tuple, of_ranks.tolist()), head.tolist(), strict=True)):
         if key not in most or before[most[key]].sum() < before[rank].sum():

@@ -1,6 +1,6 @@
-"""What pipelines have in common whatever else a layout decides: which layers their stages hold, and on which rank they lie.
+"""What depends on the pipeline alone and not on the rest of a layout: which layers stages hold, and on which rank they lie.
 
-Dims: S = stages, U = stages that differ, p = pipeline ranks, K = kinds of layers.
+Dims: S = stages, U = distinct stages, p = pipeline ranks, K = kinds of layers.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Cut:
-    """The stages of some pipelines, those that are alike once: each [U]."""
+    """The distinct stages of some pipelines, [U] each."""
 
     stages: StageTable
     of: dict[int, Ints]
-    """By virtual stages per rank: where in them each stage of the pipeline is, [S]."""
+    """[S] Index of each stage of a pipeline among the distinct ones, keyed by virtual stages per rank."""
     passes_behind: Ints
-    """Backward passes of other stages that a rank computes after the last one of each, at most."""
+    """Most backward passes of other stages that a rank computes after the last one of each stage."""
 
 
 @dataclass(frozen=True)
 class FullestRanks:
-    """Of some pipelines the ranks whose memory is bounded."""
+    """The ranks of some pipelines whose memory is bounded."""
 
     most_layers: Ints
-    """[C, K] Layers of each kind of the rank that has the most."""
+    """[C, K] Layers of each kind on the rank that has the most layers."""
     layers: Ints
-    """[C, G, K] Of the second rank (of a single stage the first), and of the one that holds the most."""
+    """[C, G, K] Layers of the second rank (the first if it is alone), and of the rank that holds the most."""
     held: Ints
     """[C, G, K] Layers times micro-batches in flight there."""
     received: Ints
-    """[C, G] Stages that its own receive from, in both passes."""
+    """[C, G] Number of stages that a rank's own stages receive from, in both passes."""
 
 
 class Pipelines:
-    """Pipelines of one problem, their stages as even as can be or as the user has fixed them."""
+    """Pipelines of one problem, with stages as even as possible or as the user has fixed them."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -74,7 +74,7 @@ class Pipelines:
         return np.cumsum([0, *layers])
 
     def _layers_of_stages(self, p: int, v: int) -> Layers:
-        """Of every stage, its layers of each kind."""
+        """The number of layers of each kind in every stage."""
         kinds, count = np.array(self._problem.graph.layers, dtype=np.int64), max(len(self._problem.graph.blocks), 1)
         own = (kinds[start:end] for start, end in pairwise(self.edges(p, v).tolist()))
         return tuple(tuple(np.bincount(layers, minlength=count).tolist()) for layers in own)
@@ -100,7 +100,7 @@ class Pipelines:
         return Cut(StageTable.of(kinds, len(self._problem.graph.blocks), rows), of, behind)
 
     def _paths(self, pipes: tuple[ScheduleChoice, ...], p: int, m: int) -> Floats:
-        """[L, C, parts of a ``Path``, K] The ways through each pipeline that may take longest; those that have fewer repeat their last."""
+        """[L, C, parts of a ``Path``, K] The paths through each pipeline that can be longest; pipelines with fewer repeat their last."""
         each = [
             longest_paths(of_ranks(pipe.schedule, p), p, pipe.virtual, m, self._layers(p, pipe.virtual))
             for pipe in pipes
@@ -117,7 +117,7 @@ class Pipelines:
         return FullestRanks(layers[:, 2], layers[:, :2], held[:, :2], received[:, :2])
 
     def _links(self, placement: Placement, axis: PipelineAxis, v: int) -> tuple[tuple[Pair, ...], Ints]:
-        """Pairs of ranks that stand for all neighbouring stages, and which of them each stage sends to the next as, [S - 1]."""
+        """Pairs of ranks that represent all links between neighboring stages, and [S - 1] the pair of each stage and the next."""
         holders = placement.stage_ranks(axis.places, v)
         per_node = self._problem.pricer.nodes.devices_per_node
         found: dict[Group | None, tuple[int, Pair]] = {}

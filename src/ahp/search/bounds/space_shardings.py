@@ -1,4 +1,4 @@
-"""The ways to share states among the replicas of a space's blocks; blocks that differ in what does not matter to them share them."""
+"""The ways to share states among the replicas of a space's blocks; blocks whose differences do not matter have the same object."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from ahp.search.space import Space
 
 
 class SpaceShardings:
-    """Of one problem."""
+    """The ways to share states in one space."""
 
     def __init__(self, problem: Problem, space: Space) -> None:
         self._problem, self._space = problem, space
         self._of_mesh: dict[int, Shardings] = {}
         self._of_states: dict[tuple[int, ...], Shardings] = {}
-        """By the degrees of a replica."""
+        """Keyed by the degrees of a replica."""
         self._firsts: dict[int, Traits] = {}
-        """By mesh."""
+        """Keyed by mesh."""
         self._traits: dict[tuple[object, ...], Traits] = {}
         self._same_traits: dict[Traits, Traits] = {}
 
     def of(self, block: int) -> Shardings:
-        """Of a block; blocks that differ in the micro-batch alone share them."""
+        """The ways to share states of a block; blocks that differ only in the micro-batch have the same object."""
         mesh = int(self._space.blocks.mesh[block])
         if mesh not in self._of_mesh:
             self._of_mesh[mesh] = self._made(block, self._space.rows(block).splits)
         return self._of_mesh[mesh]
 
     def states(self, block: int) -> Shardings:
-        """The ways to share states of a block and of all that differ from it in where ranks lie."""
+        """The ways to share states of a block and of all blocks that differ from it only in where ranks lie."""
         degrees = self._space.mesh(block).degrees
         if degrees not in self._of_states:
             self._of_states[degrees] = self._made(block, self._space.states(block))
@@ -46,7 +46,7 @@ class SpaceShardings:
         return Shardings(layouts, traits, asked.pricer.nodes, asked.pricer.network)
 
     def _traits_of(self, block: int, way: ShardingChoice, layout: Callable[[], Parallelism]) -> Traits:
-        """Neither the order of ranks nor the micro-batch changes how an engine behaves."""
+        """The engine's traits for one way; neither the order of ranks nor the micro-batch changes them."""
         asked, alike = self._problem, (*self._space.mesh(block).degrees[:5], *way[:3])
         if alike not in self._traits:
             found = asked.traits(layout())
@@ -54,7 +54,7 @@ class SpaceShardings:
         return self._traits[alike]
 
     def first_traits(self, block: int) -> Traits:
-        """How the engine behaves under the first way: a block's layers depend on that, on its groups and the micro-batch."""
+        """The engine's traits for a block's first way: the block's layers depend on these, its groups and the micro-batch."""
         mesh = int(self._space.blocks.mesh[block])
         if mesh not in self._firsts:
             space, rows = self._space, self._space.rows(block)
