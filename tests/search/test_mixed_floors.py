@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment, linprog
 
-from ahp.forecast.assembly import received_bytes
 from ahp.forecast.cell_columns import BETWEEN
+from ahp.forecast.received import received_bytes
 from ahp.forecast.stage_room import Positions, StageRoom
 from ahp.graph.kept import analyze
 from ahp.job import Job
@@ -215,7 +215,7 @@ def test_ranks_with_several_stages_keep_and_receive_no_less(p: int) -> None:
         if not get(name).runs(p, v, np.array([m]), in_torch=False)[0]:
             continue
         counts = in_flight(name, p, v, m)
-        received = received_bytes(get(name).placement.rank_stages(p, v), p, 1, m, torch_pipeline=True)
+        received = received_bytes(get(name).placement.rank_stages(p, v), p, 1, m, "all")
         heavy = np.zeros((p, v), dtype=np.int64)
         heavy[np.arange(p), counts.argmin(axis=1)] = 5
         for cut in (np.ones((p, v)), 1 + heavy, rng.integers(1, 4, (p, v))):

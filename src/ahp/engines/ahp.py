@@ -156,7 +156,7 @@ def _traits(
             ways=ways,
             sums_bytes=4,  # runtime/sequence/ring.py
         ),
-        pipeline=PipelineTraits(in_torch=True),
+        pipeline=PipelineTraits(receives="waiting"),  # runtime/pipeline/torch_compat.py, receive_in_turn
         recompute=RecomputeTraits(
             stops_at_last_read=stops_at_last_read,
             selective="beside_products",

@@ -99,7 +99,7 @@ class TorchtitanEngine(Engine):
                 copies=True,  # torch 2.13 distributed/_functional_collectives.py: all_gather_single, reduce_scatter_single
             ),
             pipeline=PipelineTraits(
-                in_torch=True,
+                receives="all",
                 torch_orders=True,
                 ends="count_as_layers",  # generate_llm_fqn_per_model_part, input and output weight 1
             ),

@@ -16,6 +16,7 @@ Fusion = Literal["eager", "modules", "fused"]
 Gathers = Literal["never", "per_step", "per_micro_batch"]
 Selective = Literal["core", "beside_products", "every_second_product"]
 SendsAgain = Literal["nothing", "gathers", "all"]
+Receives = Literal["one", "waiting", "all"]
 FewKeys = Literal["refused", "whole", "gathered"]
 
 ALL_ELEMENTS = 1_000_000_000
@@ -177,8 +178,9 @@ class PipelineTraits(NamedTuple):
 
     sends_split_by_tensor: bool = False
     """Whether a pipeline message is cut over the tensor-parallel ranks, sent in parts and gathered (Megatron's scatter-gather)."""
-    in_torch: bool = False
-    """Whether torch's pipeline runtime runs the stages: it allocates what a stage receives for every micro-batch."""
+    receives: Receives = "one"
+    """The messages that a stage has memory for. one: an output and a gradient. waiting: those that were asked for and that no pass has read
+    yet. all: those of every micro-batch, allocated before the first step (torch 2.13, pipelining/stage.py, recv infos)."""
     torch_orders: bool = False
     """Whether torch's own classes set the order of actions, so that their rules for the number of micro-batches hold."""
     ends: Ends = "hold_layers"

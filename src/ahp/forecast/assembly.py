@@ -167,15 +167,6 @@ def own_stages(span: Makespan) -> Ints:
     return get(span.name).placement.rank_stages(span.p, span.v)
 
 
-def received_bytes(own: Ints, p: int, hidden_bytes: int, micro_batches: int, *, torch_pipeline: bool) -> Ints:
-    """[W] What ranks with the stages ``own`` [W, V] receive from other stages: one tensor of each, or with torch's runtime one for
-    every micro-batch (torch 2.13, pipelining/stage.py, recv infos)."""
-    if p == 1:
-        return np.zeros(len(own), dtype=np.int64)
-    received = ((own > 0) * 1 + (own < p * own.shape[1] - 1)).sum(axis=1)
-    return received * (micro_batches if torch_pipeline else 1) * hidden_bytes
-
-
 def step_parts(span: Makespan, stages: tuple[StageCost, ...], tied_s: float) -> dict[str, float]:
     """Where the time of the rank that ends last goes, in seconds; without the optimizer. Parts of 0 are left out."""
     rank = max(range(span.p), key=lambda r: (span.end_s(r), span.busy_s[r]))

@@ -361,7 +361,7 @@ class _Segments:
         self._of_head = (segment_forward_s(head), head.times.weight_gradient.device_s)
         self._needs = cache(lambda kind: needs_of_kinds(units, kind))
         received = ((2 - ends.first - ends.last) * units.hidden_bytes).astype(float)
-        every = data.traits.pipeline.in_torch
+        every = data.traits.pipeline.receives == "all"
         self._received = [received * every, received * (not every)]
         self.again = cache(self._with)
 

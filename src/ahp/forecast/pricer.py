@@ -25,7 +25,6 @@ from ahp.forecast.assembly import (
     passes_behind,
     pipeline_span,
     ranks_of_stages,
-    received_bytes,
     recompute_of,
     slowest_share,
     stage_times,
@@ -45,6 +44,7 @@ from ahp.forecast.mesh import PipelineAxis, pipeline_axis
 from ahp.forecast.muon import Between, Muon, places_of
 from ahp.forecast.place_memory import PlaceMemory
 from ahp.forecast.priced import Begun, KeptPrices, Priced, fastest_of
+from ahp.forecast.received import received_bytes
 from ahp.forecast.reduced import Reductions, reduces_beside
 from ahp.forecast.rules import illegal
 from ahp.forecast.segment import Recompute
@@ -440,8 +440,10 @@ class Pricer:
         ]
 
     def _received_bytes(self, parallelism: Parallelism, traits: Traits, span: Makespan, own: Ints) -> Ints:
-        hidden_bytes = self.units(parallelism).hidden_bytes
-        return received_bytes(own, span.p, hidden_bytes, span.m, torch_pipeline=traits.pipeline.in_torch)
+        receives = traits.pipeline.receives
+        if receives == "waiting" and is_cpu(self.nodes.device):
+            receives = "all"  # CPU workers ask for all messages before they compute (runtime/pipeline/schedules.py)
+        return received_bytes(own, span.p, self.units(parallelism).hidden_bytes, span.m, receives, span.order)
 
     def _forecast(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ahp.schedule.actions import Action, Kind, Schedule
@@ -53,6 +54,24 @@ def with_messages(schedule: Schedule, *, receives_first: bool = False) -> tuple[
     if receives_first:
         steps = [sorted(own, key=lambda step: not _is_receive(step)) for own in steps]
     return tuple(map(tuple, steps))
+
+
+def waiting(schedule: Schedule) -> tuple[int, ...]:
+    """The most messages that each rank has asked for at once and that no action has read yet, with messages in the order above."""
+    return tuple(map(_most_waiting, with_messages(schedule)))
+
+
+def _most_waiting(steps: Sequence[Step]) -> int:
+    most = 0
+    waits: set[tuple[bool, int, int]] = set()
+    """Whether it is an output, the stage that reads it, and the micro-batch."""
+    for step in steps:
+        if isinstance(step, Action):
+            waits.discard((step.kind is Kind.FORWARD, step.stage, step.micro_batch))
+        elif _is_receive(step):
+            waits.add((step.kind == "RECV_F", step.stage, step.micro_batch))
+            most = max(most, len(waits))
+    return most
 
 
 def _is_receive(step: Step) -> bool:

@@ -18,6 +18,7 @@ from ahp.runtime.pipeline.torch_compat import (
     give_peers,
     greet_others_alone,
     pipeline_of_steps,
+    receive_in_turn,
     reduce_beside,
     reduce_units_at_once,
 )
@@ -202,6 +203,7 @@ class Pipeline:
         made = PipelineStage(
             stage, index, self.num_stages, mesh.device, group=mesh.whole.get_group("pp"), **settings
         )  # the group is this rank alone if stages differ in width
+        receive_in_turn(made)
         if len(self.stages) > 1:
             greet_others_alone(made)
             reduce_beside(made, self.waits)

@@ -107,6 +107,53 @@ def greet_others_alone(stage: Any) -> None:
     stage._get_init_p2p_neighbors_ops = lambda: [one for one in greetings() if one.group_peer != stage.group_rank]
 
 
+def receive_in_turn(stage: Any) -> None:
+    """Let torch's PipelineStage have memory for a message from when it is asked for until the pass that reads it has run.
+
+    torch makes room for the messages of all micro-batches before the first step, and keeps it (2.13, ``_setup_forward_recv_info``).
+    """
+    device, meta = stage.device, torch.device("meta")
+
+    def move(messages: Sequence[Any], to: torch.device) -> None:
+        for message in messages:
+            held = getattr(message, "buffer", None)  # the first stage's inputs have none
+            if held is not None and (held.device == meta) != (to == meta):
+                message.buffer = torch.empty_like(held, device=to).requires_grad_(held.requires_grad)
+
+    def prepared(prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def without_memory(*args: Any, **settings: Any) -> Any:
+            stage.device = meta
+            try:
+                return prepare(*args, **settings)
+            finally:
+                stage.device = device
+
+        return without_memory
+
+    def receiving(operations: Callable[[int], Any], messages: dict[int, Sequence[Any]]) -> Callable[[int], Any]:
+        def found(micro_batch: int) -> Any:
+            move(messages.get(micro_batch, ()), device)
+            return operations(micro_batch)
+
+        return found
+
+    def reading(run: Callable[..., Any], messages: dict[int, Sequence[Any]]) -> Callable[..., Any]:
+        def done(micro_batch: int, *args: Any, **settings: Any) -> Any:
+            result = run(micro_batch, *args, **settings)
+            move(messages.get(micro_batch, ()), meta)
+            return result
+
+        return done
+
+    stage._prepare_forward_infra = prepared(stage._prepare_forward_infra)
+    stage._prepare_backward_infra = prepared(stage._prepare_backward_infra)
+    outputs, gradients = stage.args_recv_info, stage.grad_recv_info
+    stage.get_fwd_recv_ops = receiving(stage.get_fwd_recv_ops, outputs)
+    stage.get_bwd_recv_ops = receiving(stage.get_bwd_recv_ops, gradients)
+    stage.forward_one_chunk = reading(stage.forward_one_chunk, outputs)
+    stage.backward_one_chunk = reading(stage.backward_one_chunk, gradients)
+
+
 def reduce_units_at_once(stage: nn.Module) -> None:
     """Let a stage's units reduce at the same time; to be called before its first forward. Their buffers take the memory of the gradients.
 

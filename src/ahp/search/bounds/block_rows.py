@@ -11,12 +11,12 @@ from functools import cache, cached_property
 import numpy as np
 
 from ahp.arrays import Floats, Ints, Mask
-from ahp.forecast.assembly import received_bytes
 from ahp.forecast.candidates.layer_columns import BESIDE, LayerColumns
 from ahp.forecast.candidates.shardings import Shardings
 from ahp.forecast.gathered import gathered_columns_s, gathers_ahead, share_ahead
 from ahp.forecast.memory import Peak, pooled_bytes
 from ahp.forecast.mesh import pipeline_axis
+from ahp.forecast.received import received_bytes
 from ahp.forecast.reduced import share_beside
 from ahp.forecast.stage import StageCosts
 from ahp.forecast.stage_memory import StageWeights
@@ -219,8 +219,7 @@ class BlockRows:
         weights = self._weights.of_ranks(at)
         states, gradients = self.splits.columns.states(weights, self.m)
         units = self.splits.columns.units(weights, self.m)
-        every = self.splits.traits[0].pipeline.in_torch
-        received = received_bytes(own, self.p, self.units.hidden_bytes, self.m, torch_pipeline=every)
+        received = received_bytes(own, self.p, self.units.hidden_bytes, self.m, self.splits.traits[0].pipeline.receives)
         return Beside(
             ranks,
             states,

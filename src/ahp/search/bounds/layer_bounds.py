@@ -54,7 +54,7 @@ class PricedBlock:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers for what a rank receives from each stage."""
-        return (self.m if self.splits.traits[0].pipeline.in_torch else 1) * self.stages.units.hidden_bytes
+        return (self.m if self.splits.traits[0].pipeline.receives == "all" else 1) * self.stages.units.hidden_bytes
 
 
 class LayerBounds:
