@@ -1,4 +1,4 @@
-"""Where the bytes of a rank go, and how likely they are to fit."""
+"""Bytes of activations of each segment on a rank: kept from forward to backward, and at the peaks of both passes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ahp.graph.operators import Operator, Segment
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Bytes under a policy that keeps the results of some operators, needed or not, and runs all others again."""
+    """Bytes under a policy that keeps the results of some operators, needed or not, and recomputes all others."""
 
     kept: int
-    """The results, without what enters the segment."""
+    """The kept results, without the segment's input."""
     made_again: int
-    """Of what the backward pass needs, what is not among them."""
+    """What the backward pass needs besides the kept results."""
 
 
 NOTHING = Policy(0, 0)
-"""Of what is not in a block, and so never recomputed."""
+"""The policy of a segment that is not a block, and so is never recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +37,32 @@ class SegmentMemory:
     saved: int
     """Kept from forward to backward."""
     saved_in_core: int
-    """Of it, what unfused attention keeps between its two products."""
+    """The part of ``saved`` that unfused attention keeps between its two products."""
     saved_in_chains: int
-    """Of it, what element-wise operators keep."""
+    """The part of ``saved`` that element-wise operators keep."""
     beside_products: Policy
-    """Where the results of products with a weight and of fused attention are kept."""
+    """The policy that keeps the results of weight products and of fused attention."""
     every_second_product: Policy
-    """Where those of the first, third, ... product with a weight are, and those of fused attention."""
+    """The policy that keeps the results of the first, third, ... weight product, and of fused attention."""
     masks: int
-    """Of what it is given beside the hidden states, masks: every layer reads the same, and a second run needs them."""
+    """Masks that the segment gets besides the hidden states: every layer reads the same masks, and recompute needs them."""
     forward_extra: int
     """At the peak of its forward pass, beyond what it keeps."""
     backward_extra: int
     """At the peak of its backward pass, beyond what it kept."""
     freed: int = 0
-    """Of what the forward pass makes and frees, the largest tensor that is smaller than the largest one: a gap, where all that is allocated
-    next is larger."""
+    """The largest tensor that the forward pass makes and frees, among those smaller than its largest result: a gap, where all that is
+    allocated next is larger."""
 
 
 class ActivationLiveness:
-    """A run through a segment's operators, tensor by tensor: made when its operator runs, freed after its last use.
+    """A run through a segment's operators: each tensor is made when its operator runs, and freed after its last use.
 
-    Gradients of parameters are left out (they are counted with the parameters), gradients of what enters are in. ``in_8_bits``:
-    how what weight products read is kept for their weight gradients, where they compute in 8 bits.
+    Gradients of parameters are left out (they are counted with the parameters), those of the segment's input are in. ``in_8_bits``:
+    how inputs of weight products are kept for the weight gradients, where these compute in 8 bits.
 
-    A rank holds the same share of every output of a kind (C kinds: contracted or divided products, weight gradients, the
-    rest), so that bytes are counted by kind once for all divisions.
+    A rank holds the same share of every output of one kind (C kinds: contracted or divided products, weight gradients, the
+    rest), so that bytes are counted once per kind, for all divisions.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ActivationLiveness:
             )
             for keeps in _policies(segment, one_graph=kernels.one_graph, attention_again=attention_again)
         ]
-        """Of each policy, [C] bytes that it keeps, and that are made again."""
+        """([C] bytes kept, [C] bytes made again) of each policy."""
         forward = [(op, kind) for op, kind in zip(segment.operators, of, strict=True) if op.phase == "forward"]
         self._results = np.array(
             [(_result_bytes(op, kernels), op.index not in saved, kind) for op, kind in forward]
@@ -110,7 +110,7 @@ class ActivationLiveness:
         self._live = self._run(kernels, owner, saved, np.eye(len(kinds))[of] if of else np.zeros((0, 1)))
 
     def _run(self, kernels: Kernels, owner: dict[int, int], saved: dict[int, float], kind: Floats) -> dict[str, Floats]:
-        """By pass [operators, C]: bytes while each operator runs; ``kind``: 1 at that of each operator."""
+        """[operators, C] Bytes while each operator runs, keyed by pass; ``kind``: [operators, C], 1 at the kind of each operator."""
         operators = self._segment.operators
         last_use = {(owner[i], op.phase): op.index for op in operators for i in (*op.depends_on, op.index)}
         frees: dict[int, list[int]] = {}
@@ -132,7 +132,7 @@ class ActivationLiveness:
         return {phase: np.array(rows).reshape(len(rows), kind.shape[1]) for phase, rows in found.items()}
 
     def on(self, division: Division, *, keeps_gathered: bool = False) -> SegmentMemory:
-        """What a rank holds. ``keeps_gathered``: what sequence parallelism gathers for column products is kept whole."""
+        """Memory of one rank. ``keeps_gathered``: what sequence parallelism gathers for column products is kept whole."""
         shares = np.array([division.output_share(op) for op in self._one_of], dtype=float)
         shares = shares if len(shares) else np.zeros(len(self._saved))
         output = self._segment.output.bytes * division.hidden_share if self._segment.output else 0
@@ -164,7 +164,7 @@ class ActivationLiveness:
 
 
 def _result_bytes(op: Operator, kernels: Kernels) -> float:
-    """What a kernel writes; 0 of what none does."""
+    """Bytes that the operator's kernel writes; 0 for an operator without one."""
     made = kernels.moved_bytes.get(op.index) and (op.flops > 0 or op.index in kernels.launched)
     return float(sum(spec.bytes for spec in op.outputs)) if made else 0.0
 
@@ -180,14 +180,14 @@ def _given_masks(segment: Segment) -> int:
 
 
 def _policies(segment: Segment, *, one_graph: bool, attention_again: bool) -> list[frozenset[int]]:
-    """Whose results are kept beside products, and with every second product."""
+    """The operators whose results are kept by ``beside_products`` and by ``every_second_product``."""
     results = kept_results(segment)
     policies = [results, results - second_products(segment, attention_too=attention_again)]
     return [asked_for(segment, kept) for kept in policies] if one_graph else policies
 
 
 def _kind(op: Operator, split: TensorSplit) -> tuple[bool, ...]:
-    """All that ``Division.output_share`` asks of an operator."""
+    """All facts of an operator that ``Division.output_share`` depends on."""
     in_parts = op.index in split.contracted, op.index in split.divided
     in_parts += op.index in split.masks, op.index in split.keys, op.index in split.rows
     return *in_parts, is_weight_gradient(op), op.flops == 0
@@ -199,7 +199,7 @@ def _is_gradient(op: Operator, last_use: dict[tuple[int, str], int]) -> bool:
 
 
 def _share_kept(segment: Segment, owner: dict[int, int], index: int, how: Kept) -> float:
-    """What is left of a kept 16-bit tensor when weight gradients read it in 8 bits: half, or half more for other readers; nothing of what is
+    """The share of a kept 16-bit tensor when weight gradients read it in 8 bits: 0.5, or 1.5 where there are other readers; 0 where it is
     made again."""
     readers = [
         op for op in segment.phase("backward") if any(owner[i] == index for i in op.depends_on) and op.bytes_written

@@ -1,8 +1,8 @@
-"""Adapters of low rank under tensor parallelism: each follows the layer that it is beside.
+"""Low-rank adapters under tensor parallelism: each follows the layer that it adapts.
 
-Beside a column product the first matrix is whole and the second is split by columns, as the layer is; beside a row product the first is
-split by rows, so that what ranks sum is of the width of the rank, and the second is whole. ``ahp.search.slicing`` finds the same, tensor by
-tensor.
+Next to a column product the adapter's first matrix is whole and the second is split by columns, like the layer. Next to a row product the
+first matrix is split by rows, so that ranks sum tensors only as wide as the adapter's rank, and the second is whole. ``ahp.search.slicing``
+finds the same, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def products_in_parts(
     products: set[int],
     columns_and_rows: Callable[[list[Operator], set[int]], tuple[set[int], set[int]]],
 ) -> set[int]:
-    """Of the weight products of a segment those that ranks may share: of adapters, one of the two that each has.
+    """The weight products of a segment that ranks can divide: of each adapter, one of its two.
 
-    ``columns_and_rows``: which of the products, in the forward operators of the model without adapters, are split how.
+    ``columns_and_rows``: which products of the model without adapters are split by columns and by rows, given its forward operators.
     """
     layers = {path for op in forward if (path := adapted_layer(op.module)) is not None}
     if not layers:
@@ -41,7 +41,7 @@ def products_in_parts(
 
 
 def _without(forward: list[Operator], layers: set[str], of_adapters: set[int]) -> list[Operator]:
-    """The forward operators as they were before the layers got adapters: what is added to a layer's own result is not."""
+    """The forward operators as they were before the layers got adapters, without what adapters add to a layer's own result."""
     gone, found = set(of_adapters), []
     for op in forward:
         if op.index in gone:

@@ -1,4 +1,4 @@
-"""How stages become a step: what forecasts of plain and of mixed clusters have in common."""
+"""How stages become a step: what forecasts of plain and of mixed clusters share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NORMAL_90 = 1.645
 
 
 def flop_convention(job: Job) -> str:
-    """What counts as a step's model FLOPs."""
+    """Words for what counts as a step's model FLOPs."""
     whole = "the traced forward FLOPs (matrix products and attention, all S x S scores of causal attention), recompute not counted"
     return f"3 x {whole}" if job.lora is None else f"2 x {whole}: frozen weights have no gradient"
 
@@ -41,8 +41,8 @@ def flop_convention(job: Job) -> str:
 
 
 def passes_behind(parallelism: Parallelism, stage: int) -> int:
-    """Backward passes that a rank computes after the last one of a stage, but for the last of the stage that comes next: they hide
-    what it still sends, and that last one hides its own."""
+    """Backward passes that a rank computes between the last one of ``stage`` and the last one of its next stage: they hide what
+    ``stage`` still sends; the next stage's last pass hides that stage's own."""
     if given_order(parallelism) is not None:
         return 0
     return _schedule(parallelism).passes_behind(stage, parallelism.pipeline_parallel_degree)
@@ -51,8 +51,8 @@ def passes_behind(parallelism: Parallelism, stage: int) -> int:
 def stage_times(
     parallelism: Parallelism, stages: Sequence[StageCost], send: Sequence[float], back: Sequence[float] | None = None
 ) -> list[StageTimes]:
-    """What the schedule needs of each stage; ``send[s]``: seconds from stage ``s`` to the next, ``back[s]`` of the gradient from there, None =
-    as long."""
+    """The times of each stage that the schedule needs. ``send[s]``: seconds to send from stage ``s`` to the next; ``back[s]``: to send
+    the gradient back from there, None = as long."""
     back = send if back is None else back
     count, last = len(stages), 6 if splits_backward(parallelism) else 5
     return [
@@ -82,14 +82,14 @@ def pipeline_span(
 
 
 def unrun(parallelism: Parallelism, micro_batches: int) -> Makespan:
-    """The same schedule without its times, for what memory asks of it."""
+    """The schedule without times, for memory: what ranks keep does not depend on them."""
     p, v, order = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank, given_order(parallelism)
     name = _schedule(parallelism).name if order is None else order.name
     return Makespan(name, p, v, micro_batches, (), 0.0, (0.0,) * p, (0.0,) * p, order)
 
 
 def message_bytes(parallelism: Parallelism, traits: Traits, units: Units) -> float:
-    """What one rank sends to the next stage for one micro-batch."""
+    """Bytes that one rank sends to the next stage for one micro-batch."""
     whole = not parallelism.enable_sequence_parallel and traits.pipeline.sends_split_by_tensor
     return units.hidden_bytes / (parallelism.tensor_parallel_degree if whole else 1)
 
@@ -100,7 +100,7 @@ def step_flops(job: Job, parallelism: Parallelism, units: Units) -> float:
 
 
 def step_error(nodes: NodeGroup) -> float:
-    """Standard error of the log of the step time on such nodes: larger where published steps say nothing of the device."""
+    """Standard error of the log of the step time on such nodes: larger where no published steps cover the device."""
     device = nodes.device
     if nodes.calibration is not None:
         return margins.value("step_error_cpu_calibrated" if is_cpu(device) else "step_error_calibrated")
@@ -110,27 +110,27 @@ def step_error(nodes: NodeGroup) -> float:
         return margins.value("step_error_measured")
     published = device.name in margins.margins()["step_error_published"].devices
     limit, rated = device.power_limit_w, device.rated_power_w
-    limited = limit is not None and rated is not None and limit < rated  # priced by a law that two pairs of parts gave
+    limited = limit is not None and rated is not None and limit < rated  # a law from two pairs of devices
     return margins.value("step_error_published" if published and not limited else "step_error_catalogue")
 
 
 def band_s(step_s: float, error: float, *, centred: bool = False) -> tuple[float, float]:
-    """Seconds between which nine of ten steps lie that are forecast to take ``step_s``, with a standard error of the log.
+    """Lower and upper bound in seconds on nine of ten steps that are forecast to take ``step_s``; ``error``: standard error of the log.
 
-    ``centred``: by runs on the same nodes, so that as much lies above the forecast as below.
+    ``centred``: calibrated by runs on the same nodes, so that the band reaches as far above the forecast as below, on a log scale.
     """
     width, above = 2 * NORMAL_90 * error, 0.5 if centred else margins.value("band_above")
     return step_s * math.exp(-(1.0 - above) * width), step_s * math.exp(above * width)
 
 
 def slowest_share(num_ranks: int) -> float:
-    """By how much of the mean step the slowest of ``num_ranks`` is behind: the expected maximum of so many normal draws
+    """Share of the mean step by which the slowest of ``num_ranks`` lags behind: the expected maximum of that many normal draws
     (Blom's approximation, within 1 %: Statistical estimates and transformed beta-variables, 1958)."""
     return steps.value("rank_spread") * NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
 
 
 def num_groups(parallelism: Parallelism, folded_experts: bool = False) -> int:
-    """Process groups whose communicators a rank holds: those of the mesh that have more than one rank, and all ranks.
+    """How many process groups' communicators a rank holds: those of the mesh with more than one rank, and that of all ranks.
     ``folded_experts``: see ``ExpertTraits``."""
     p = parallelism
     degrees = [
@@ -138,7 +138,7 @@ def num_groups(parallelism: Parallelism, folded_experts: bool = False) -> int:
         p.context_parallel_degree, p.tensor_parallel_degree, p.pipeline_parallel_degree, p.world_size,
     ]  # fmt: skip
     if p.expert_parallel_degree > 1:
-        # Who holds the same experts is another group than who holds the same dense weights.
+        # The ranks that hold the same experts are another group than those that hold the same dense weights.
         shards = expert_shards(p, folded_experts)
         alike = num_expert_ranks(p, folded_experts) // p.expert_parallel_degree // shards
         degrees += [p.expert_parallel_degree, shards, alike if alike != p.weight_replicas else 1]
@@ -146,9 +146,9 @@ def num_groups(parallelism: Parallelism, folded_experts: bool = False) -> int:
 
 
 def recompute_of(activation_checkpoint: str, traits: Traits, units: Units) -> Recompute:
-    """What ``activation_checkpoint`` of a layout means on an engine, for a model with these blocks.
+    """The kind of recompute that ``activation_checkpoint`` means on an engine, for a model with these blocks.
 
-    Where attention is fused it has no core to recompute: norms and activation functions are next (Megatron's
+    Fused attention has no core to recompute: norms and activation functions are recomputed instead (Megatron's
     ``--recompute-modules``).
     """
     if activation_checkpoint == "full":
@@ -168,7 +168,7 @@ def own_stages(span: Makespan) -> Ints:
 
 
 def step_parts(span: Makespan, stages: tuple[StageCost, ...], tied_s: float) -> dict[str, float]:
-    """Where the time of the rank that ends last goes, in seconds; without the optimizer. Parts of 0 are left out."""
+    """Seconds of the rank that ends last, by part; without the optimizer. Parts of 0 are left out."""
     rank = max(range(span.p), key=lambda r: (span.end_s(r), span.busy_s[r]))
     slowed_s = span.slowed_s[rank] if span.slowed_s else 0.0
     parts: dict[str, float] = {}
@@ -178,7 +178,7 @@ def step_parts(span: Makespan, stages: tuple[StageCost, ...], tied_s: float) -> 
             for part, seconds in times.items():
                 parts[part] = parts.get(part, 0.0) + count * seconds
     if span.splits_backward:
-        # The halves may wait for the host where the whole would not, and for tensor-parallel ranks.
+        # The two halves can wait for the host and for tensor-parallel ranks where the whole backward would not.
         own = [stages[s] for s in own_stages(span)[rank]]
         shown_s = span.m * sum(c.input_gradient["tensor_parallel"] - c.backward["tensor_parallel"] for c in own)
         more_s = span.busy_s[rank] - slowed_s - sum(parts.values())
@@ -191,5 +191,5 @@ def step_parts(span: Makespan, stages: tuple[StageCost, ...], tied_s: float) -> 
     tail_s = span.reducing_s[rank] if span.reducing_s else 0.0
     parts["gradient_reduce"] += tail_s
     parts["bubble"] = span.idle_s[rank] - waited_s - tail_s
-    # What is left of sums that cancel is rounding, not time.
+    # The rest of sums that cancel is rounding, not time.
     return {part: seconds for part, seconds in parts.items() if seconds > 1e-12 * span.makespan_s}

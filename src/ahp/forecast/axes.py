@@ -20,7 +20,7 @@ class Axes(NamedTuple):
     context: Group = ALONE
     expert: Group = ALONE
     beside_opposite: bool = True
-    """Whether what is sent to experts on other nodes may travel beside the opposite pass of another micro-batch, if the engine lets it."""
+    """Whether sends to experts on other nodes can overlap with the opposite pass of another micro-batch, if the engine supports it."""
 
 
 def axes_of(parallelism: Parallelism, devices_per_node: int, folded_experts: bool = False) -> Axes:
@@ -35,8 +35,8 @@ def axes_of(parallelism: Parallelism, devices_per_node: int, folded_experts: boo
 
 
 def has_opposite_pass(parallelism: Parallelism) -> bool:
-    """Whether the opposite pass of another micro-batch can run beside a pass: a rank has it in its order where it holds several stages or
-    all, and it is whole where nothing is run again.
+    """Whether a pass can overlap with the opposite pass of another micro-batch: the rank's order has one where the rank holds several
+    stages or all of them, and it is whole where recompute is not full.
 
     These are Megatron-Core's own rules for ``overlap_moe_expert_parallel_comm`` (as Megatron-Bridge 067f987d, training/comm_overlap.py,
     has them).

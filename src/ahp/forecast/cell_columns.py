@@ -1,8 +1,8 @@
-"""What the cells of each group of a mixed cluster take and hold, for many layouts at once and before any stage is priced.
+"""Lower bounds on the time and memory of the cells of each group of a mixed cluster, for many layouts at once, before any stage is priced.
 
 Dims: N = layouts, G = groups, P = places of a stage (first, between, last, whole), K = kinds of layers. Layers are counted by their
-work: one that is like all others counts 1, else by the share of the time that it has, and all together are as many as they are. Seconds
-are the device's own for one micro-batch, without what gathers weights, or the host's where it takes longer to launch that. No stage takes or
+work: each counts 1 where all are of one kind, else in proportion to its time, so that all together still sum to their number. Seconds
+are the device's for one micro-batch, without gathering weights, or the host's where it takes longer to launch that. No stage takes or
 holds less.
 """
 
@@ -50,43 +50,43 @@ from ahp.forecast.units import Units
 from ahp.plan import Parallelism
 
 ENDS = ((True, False), (False, False), (False, True), (True, True))
-"""Whether a stage is the first and whether it is the last, by its place: first, between, last, whole."""
+"""(is the first stage, is the last stage) for each place: first, between, last, whole."""
 
 FIRST, BETWEEN, LAST, WHOLE = range(4)
 
 
 ROUNDED = 3.0
-"""Bytes by which parts that are rounded one by one may differ from their sum."""
+"""Bytes by which parts that are rounded one by one can differ from their sum."""
 
 COUNTED = (1, 2, 8, 64)
-"""Micro-batches of a replica for which copies of gradients are known."""
+"""Numbers of micro-batches of a replica for which copies of gradients are counted."""
 
 
 class Work(NamedTuple):
     """Seconds of a micro-batch, [N, G] each."""
 
     layer_s: Floats
-    """Both passes of a layer, with as little recomputed as there may be."""
+    """Both passes of a layer, with as little recompute as the layout allows."""
     head_s: Floats
     """Both passes of the head."""
     forward_share: Floats
-    """The largest share that forward passes have of that, of a layer or of the head."""
+    """The largest share of the forward pass in both passes, of a layer or of the head."""
     weight_share: Floats
-    """The largest share that weight gradients have."""
+    """The largest share of weight gradients in both passes."""
     again_s_per_byte: Floats
-    """Of recompute, for each byte that it saves, at least; 0 where there is nothing to choose."""
+    """Least seconds of recompute for each byte that it saves; 0 where there is nothing to choose."""
 
 
 class Launched(NamedTuple):
-    """The same of a layer where the host takes longer for a pass, [N, G] each: then it hides what the device copies, makes again, and computes
-    beside layers."""
+    """The same of a layer where the host takes longer for a pass, [N, G] each: then it hides the device's copies, its recompute, and its
+    work besides layers."""
 
     layer_s: Floats
     forward_share: Floats
     weight_share: Floats
 
     def where_longer(self, work: Work, copied_s: Floats, num_layers: int) -> tuple[Work, Floats]:
-        """What takes longer of both, and the seconds of copies [C, N, G, P] beside it."""
+        """The longer of device and host, and the seconds of copies [C, N, G, P] that come on top: 0 where the host takes longer."""
         longer = self.layer_s > work.layer_s + copied_s[0].min(axis=-1) + work.head_s / max(num_layers, 1)
         host = Work(self.layer_s, np.zeros(1), self.forward_share, self.weight_share, np.zeros(1))
         found = Work(*(np.where(longer, *both) for both in zip(host, work, strict=True)))
@@ -97,17 +97,17 @@ class Held(NamedTuple):
     """Bytes of activations, [N, G] each, or [N, G, P]."""
 
     kept: Floats
-    """Of each layer and micro-batch in flight, with as little recomputed as there may be."""
+    """Of each layer and micro-batch in flight, with as little recompute as the layout allows."""
     dropped: Floats
-    """Of these, what recompute saves, at most."""
+    """The most of ``kept`` that recompute saves."""
     outside: Floats
-    """[P] Of each micro-batch in flight, beside its layers."""
+    """[P] Of each micro-batch in flight, besides its layers."""
     received: Floats
-    """[P] Of each micro-batch, in flight or not."""
+    """[P] Received for each micro-batch, in flight or not."""
     once: Floats
-    """[P] Of a micro-batch, however many there are."""
+    """[P] Received for one micro-batch, however many there are."""
     in_layers: Floats
-    """[P] At the peak of the layers' backward passes beyond what is kept, where there is a choice with none recomputed; below 0 where the
+    """[P] At the peak of the layers' backward passes beyond what is kept, without recompute where there is a choice; below 0 where the
     head has freed more."""
     in_again: Floats
     """[P] The same where a layer is recomputed."""
@@ -119,53 +119,53 @@ class States(NamedTuple):
     """Bytes of states, the same on all groups."""
 
     layer: Floats
-    """[N, P] Of each layer, and of that its gradients."""
+    """[N, P] Of each layer; ``layer_gradients``: the part of it that is gradients."""
     layer_gradients: Floats
     beside: Floats
-    """[N, P] The same beside the layers."""
+    """[N, P] The same besides the layers."""
     gradients_beside: Floats
     in_layers: Floats
-    """[N, P] Weights and gradients of whole units at the peak of the layers, and of the head."""
+    """[N, P] Weights and gradients of whole units at the peak of the layers; ``at_head``: at the peak of the head."""
     at_head: Floats
     grown: Floats
-    """[N, P] Of the gradients of each layer, what the allocator keeps beside the activations in whose place they grow; and beside the layers."""
+    """[N, P] Gradients of each layer that the allocator keeps besides the activations they replace; ``grown_beside``: besides the layers."""
     grown_beside: Floats
 
 
 @dataclass(frozen=True)
 class CellColumns:
-    """Of N layouts."""
+    """The bounds for N layouts."""
 
     num_layers: int
     alike: bool
-    """Whether all layers are of one kind, so that stages have whole numbers of them."""
+    """Whether all layers are of one kind, so that stages have whole numbers of layers."""
     work: Work
     held: Held
     one: States
-    """With one micro-batch in all, and with several."""
+    """States with one micro-batch in all; ``several``: with more than one."""
     several: States
     room: Floats
-    """[N, G, P] Bytes in tensors that a device has."""
+    """[N, G, P] Bytes that a device has for tensors."""
     copied_s: Floats
-    """[C, N, G, P] Seconds in which a layer's gradients are copied and its weights cast, for each micro-batch of ``COUNTED`` in all, at
-    least; of more they take longer."""
+    """[C, N, G, P] Least seconds per micro-batch to copy a layer's gradients and cast its weights, for each of the C numbers in
+    ``COUNTED``; with more micro-batches each takes longer."""
     share: Floats
     """[N, K] The work of a layer of each kind."""
     same: Ints
-    """[2, N] The same number where all columns of pipelines are; and those of the whole model on a cell."""
+    """[2, N] Equal numbers for layouts whose columns are equal: those of pipeline stages, and those of the whole model on a cell."""
 
     @classmethod
     def of(cls, pricer: MixedPricer, layouts: Sequence[Parallelism], *, may_choose: Sequence[bool]) -> CellColumns:
-        """``layouts``: degrees of pipelines, without placements; ``may_choose``: of each whether stages may recompute fewer than all of
-        their layers. Everything is counted once for all that have it alike."""
+        """``layouts``: degrees of pipelines, without placements; ``may_choose``: for each, whether stages can recompute fewer than all of
+        their layers. What layouts share is computed once."""
         return _Maker(pricer).columns(list(zip(layouts, may_choose, strict=True)))
 
     def copied_of(self, micro_batches: int) -> Floats:
-        """[N, G, P] Of ``copied_s`` what so many micro-batches or more take."""
+        """[N, G, P] The row of ``copied_s`` that bounds ``micro_batches`` or more."""
         return self.copied_s[np.searchsorted(COUNTED, micro_batches, side="right") - 1]
 
     def _numbers(self, places: slice) -> Ints:
-        """[N] The same number where all columns of some places are the same."""
+        """[N] Equal numbers for layouts whose columns at ``places`` are equal."""
         by_place = *self.held[2:], *self.one, *self.several, self.room, *self.copied_s
         each = *self.work, *self.held[:2], self.share, *(of[..., places] for of in by_place)
         rows = np.concatenate([np.reshape(of, (len(self.share), -1)) for of in each], axis=1)
@@ -178,19 +178,19 @@ Layout = tuple[Parallelism, bool]
 
 
 class _Maker:
-    """What layouts have in common: how layers are computed does not depend on how their states are shared, and states neither on the
+    """Computes what layouts share: the work of layers does not depend on how states are sharded, and states depend neither on the
     micro-batch nor on recompute."""
 
     def __init__(self, pricer: MixedPricer) -> None:
         self._pricer, self._groups = pricer, pricer.groups
         first = next(iter(pricer.groups.values()))
         self._ends = first.table([(0, 0, *ends) for ends in ENDS])
-        """Stages without layers."""
+        """Stages without layers, one for each place."""
         self._counts = np.bincount(np.array(first.graph.layers, dtype=np.int64), minlength=len(first.graph.blocks))
         """[K] Layers of each kind."""
         self._segments: dict[tuple[object, ...], list[_Segments]] = {}
         self._speeds = np.array([group.unit_pricer.rates.bytes_per_s for group in pricer.groups.values()])
-        """[G] Bytes a second that a device moves."""
+        """[G] Bytes per second that a device moves."""
 
     def columns(self, layouts: Sequence[Layout]) -> CellColumns:
         layers, of_layers = _distinct(layouts, _by_layers, self._layers)
@@ -201,7 +201,7 @@ class _Maker:
         by_stream = min(float(memory.Outside.of(device, 0).by_stream) for device in devices)
         sharing = [_Sharing.of(*self._sharing(some), self._ends, by_stream) for some in (piped, alone)]
         room, copied, one, several = (
-            # Who has the whole model is in no pipeline.
+            # A cell that holds the whole model is in no pipeline.
             np.concatenate([of_piped[..., :WHOLE], of_whole[..., WHOLE:]], axis=-1)
             for of_piped, of_whole in (
                 [self._rooms(some) for some in (piped, alone)],
@@ -256,7 +256,7 @@ class _Maker:
         return get(self._pricer.choice.name).traits(self._pricer.job, parallelism, self._pricer.choice)
 
     def _sharing(self, layouts: Sequence[Parallelism]) -> tuple[TraitColumns, Shards, list[Units]]:
-        """Of each how the engine behaves, the ranks that divide its states, and its units on any group."""
+        """For each layout, the engine's traits, the ranks that divide its states, and its units on any group."""
         groups, units = self._pricer.cluster.groups, []
         for layout in layouts:
             units.append(self._groups[that_have(groups, cell_widths(layout)[0])[0]].units(layout))
@@ -273,17 +273,17 @@ class _Maker:
 
 @dataclass(frozen=True)
 class _Sharing:
-    """How n layouts share states. K = kinds of layers."""
+    """How n layouts shard states. K = kinds of layers."""
 
     traits: TraitColumns
     shards: Shards
     blocks: Floats
-    """[3, n, K] Of each kind of layer: parameters, those of experts, and one of each shape."""
+    """[3, n, K] Parameters of each kind of layer: all, those of experts, and one weight of each shape."""
     outside: Floats
-    """[n, P] Parameters of stages without layers, and of them the head's."""
+    """[n, P] Parameters of stages without layers; ``head``: the head's part of them."""
     head: Floats
     by_stream: float
-    """0 where some device's allocator keeps nothing for a stream alone (``memory.Outside``)."""
+    """0 where the allocator of some device keeps no memory for one stream alone (``memory.Outside``)."""
 
     @classmethod
     def of(
@@ -300,14 +300,14 @@ class _Sharing:
         )  # fmt: skip
 
     def copied(self) -> Floats:
-        """[C, n, K, P] Bytes moved to copy a layer's gradients and to cast its weights, for each micro-batch."""
+        """[C, n, K, P] Bytes moved per micro-batch to copy a layer's gradients and to cast its weights."""
         traits, shards = self.traits, self.shards.dense
         casts = (traits.gather.in_each_forward + traits.gather.in_each_backward) * cast_bytes(traits, shards)
         moved = np.stack([gradient_copy_bytes(traits, shards, m) + casts for m in COUNTED])
         return (self.blocks[0] * moved)[..., None] * np.ones(len(ENDS))
 
     def states(self, micro_batches: int) -> Floats:
-        """[8, n, K, P] In the order of ``States``: bytes of a layer of each kind, and beside it in a stage of its own."""
+        """[8, n, K, P] In the order of ``States``: bytes of a layer of each kind, and besides it in a stage of that one layer."""
         found, none, traits = [], np.zeros(self.outside.shape), self.traits
         for parameters, experts, shapes in np.moveaxis(self.blocks, 2, 0)[..., None]:
             dense = parameters - experts
@@ -324,12 +324,12 @@ class _Sharing:
         return np.moveaxis(np.array([[none + of for of in each] for each in found]), 0, 2)
 
     def _kept(self, pooled_bytes: Figures) -> Figures:
-        """The bytes in tensors for which there is no room, at least, where the allocator keeps so many for other streams."""
+        """Least bytes of tensors that lose their room where the allocator keeps ``pooled_bytes`` for other streams."""
         return np.maximum(memory.in_tensors(pooled_bytes * self.by_stream) - ROUNDED, 0.0)
 
 
 def _by_work(kinds: Floats, share: Floats) -> States:
-    """From those of each kind of layer, [8, N, K, P]."""
+    """States for a unit of work, from those of a layer of each kind, [8, N, K, P]."""
     of, each = States(*kinds), share[..., None]
     layer, grown = ((figures / each).min(axis=1) for figures in (of.layer, of.grown))
     gradients, of_ends = (of.layer_gradients / each).max(axis=1), of.gradients_beside.max(axis=1)
@@ -338,7 +338,7 @@ def _by_work(kinds: Floats, share: Floats) -> States:
 
 
 class _Again(NamedTuple):
-    """What a kind of recompute does to a layer of each kind, [K] each."""
+    """The effect of a kind of recompute on a layer of each kind, [K] each."""
 
     seconds: Floats
     dropped: Floats
@@ -347,7 +347,7 @@ class _Again(NamedTuple):
 
 
 class _Segments:
-    """What the segments of a model take on one group."""
+    """Seconds and bytes of a model's segments on one group."""
 
     def __init__(self, units: Units, data: DataParallel, ends: StageTable, counts: Ints) -> None:
         """``counts``: [K] layers of each kind."""
@@ -375,7 +375,7 @@ class _Segments:
         )
 
     def _launched(self, share: Floats) -> Launched:
-        """With nothing made again; of all kinds of layers each pass as the host or the device takes it, whichever is longer for all layers together."""
+        """Without recompute; each pass counts the host's or the device's seconds, whichever are longer over all layers together."""
         data = self._data
         own_s = 0.0 if data.host_is_device else data.traits.host.operators_per_unit / 2 * data.operator_s
         found = [(*launches(unit), unit.stalled_launches) for unit in self._units.blocks]
@@ -423,11 +423,11 @@ class _Segments:
 
 _OF_SINGLE = np.cumsum([len(Work._fields), len(Launched._fields)])
 _SINGLE = int(_OF_SINGLE[-1]) + 2
-"""Figures of a row that do not depend on the place."""
+"""How many figures of a row do not depend on the place."""
 
 
 def _by_layers(layout: Layout) -> tuple[object, ...]:
-    """What layers know of a layout: experts are shared by ranks that share states."""
+    """The fields of a layout that the work of layers depends on; sharding counts only with experts, which ranks that shard states share."""
     p, may_choose = layout
     shard = p.data_parallel_shard_degree if p.expert_parallel_degree > 1 else 1
     return (
@@ -447,7 +447,7 @@ def _by_states(layout: Layout) -> Hashable:
 def _distinct(
     of: Sequence[Layout], key: Callable[[Layout], Hashable], row: Callable[[Layout], Row]
 ) -> tuple[list[Row], Ints]:
-    """A row for each key, and which of them is each layout's."""
+    """A row for each key, and the number of each layout's row."""
     rows: list[Row] = []
     seen: dict[Hashable, int] = {}
     found = []
@@ -461,15 +461,15 @@ def _distinct(
 
 
 def that_have(groups: Sequence[NodeGroup], width: int) -> list[str]:
-    """The name of each group that has cells of so many devices, and for each other, which cannot say what these take, that of the
-    first that has: it counts for nothing there."""
+    """The name of each group that has cells of ``width`` devices; for each other group, which cannot price such cells, the name of the
+    first that has them, whose figures do not count there."""
     has = [cells_of(group, width) > 0 for group in groups]
     first = groups[has.index(True)]
     return [(group if there else first).name for group, there in zip(groups, has, strict=True)]
 
 
 def room_bytes(pricer: Pricer, num_groups: Ints) -> Floats:
-    """Bytes in tensors that a device of a group has beside the communicators of so many process groups."""
+    """Bytes that a device of a group has for tensors, besides the communicators of ``num_groups`` process groups."""
     device = pricer.nodes.device
     most = memory.most_that_fits(device.memory_bytes)
     return np.asarray(memory.most_allocated(most, memory.Outside.of(device, num_groups)), dtype=float)

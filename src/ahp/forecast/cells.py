@@ -1,4 +1,4 @@
-"""What the stages of one layout take on each group of a mixed cluster, at or below the forecast: lines in the number of layers."""
+"""Times of one layout's stages on each group of a mixed cluster, at or below the forecast and linear in the number of layers."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class StageLine:
     layers: Floats
     """[2, L] Of each layer."""
     beside: Floats
-    """[2, P] What a stage takes beside its layers, by place."""
+    """[2, P] Of a stage besides its layers, by place."""
     once: float = 0.0
-    """What a cell that has the whole model takes once per step, for all micro-batches."""
+    """Seconds once per step, for all micro-batches, of a cell that has the whole model."""
 
     def whole_s(self, place: int) -> float:
         """Both passes of a stage with all layers."""
@@ -47,27 +47,27 @@ class StageLine:
 
 
 class GroupCells:
-    """The cells of one group for layouts that are alike in everything but pipeline, replicas and schedule."""
+    """The cells of one group for layouts that differ only in pipeline, replicas and schedule."""
 
     def __init__(self, pricer: MixedPricer, group: str, layout: Parallelism) -> None:
-        """``layout``: any of them; its pipeline degree is 1, or above as theirs."""
+        """``layout``: any of these layouts; its pipeline degree is 1 if theirs are, else above 1."""
         self._pricer, self._layout = pricer.groups[group], layout
         self._network = pricer.network.times(self._pricer.network)
         self._num_devices = pricer.cluster.num_devices
         self._traits = get(self._pricer.choice.name).traits(self._pricer.job, layout, self._pricer.choice)
         self._units = self._pricer.units(layout)
         self._recompute: Recompute = recompute_of(layout.activation_checkpoint, self._traits, self._units)
-        # Replicas that sum gradients and their micro-batches are not known yet: neither takes time.
+        # The replicas that sum gradients and their micro-batches are not known yet, so neither takes time here.
         found = self._pricer.data_parallel(layout, self._traits)
         experts = found.experts[0], ALONE
         self._data: DataParallel = replace(found, replicate=ALONE, experts=experts, micro_batches=1)
 
     @cached_property
     def line(self) -> StageLine:
-        """From the stages that the forecast prices: of one layer and of two, of which the second adds the least of all.
+        """The line through the forecast's prices of a stage with one layer and with two: the second layer adds the least.
 
-        A stage's parts are sums over its layers, or the host's time where that is longer: each layer more adds as much as
-        the one before, or more. Where layers differ, each is its units alone.
+        A stage's parts are sums over its layers, or the host's time where that is longer, so each further layer adds as
+        much as the one before, or more. Where layers differ, each counts its unit alone.
         """
         num_layers = len(self._units.layers)
         if self._layout.pipeline_parallel_degree == 1:
@@ -80,7 +80,7 @@ class GroupCells:
         return StageLine(np.repeat(each[:, None], num_layers, axis=1), beside)
 
     def _whole(self) -> StageLine:
-        """Of the whole model, with what comes once per step."""
+        """The line of the whole model, with what comes once per step."""
         num_layers = len(self._units.layers)
         costs = self._priced([(num_layers, WHOLE)])
         [both] = self._passes_s(costs)
@@ -88,7 +88,7 @@ class GroupCells:
         updated = float(weights.total[0] - weights.experts[0]) / shard_ranks(self._layout)
         once = float(costs["first_forward"][0] + costs["last_backward"][0])
         once += self._pricer.update_s(updated, self._traits) + self._pricer.offload_s(updated, self._traits)
-        if self._pricer.muon is not None:  # over how many replicas its matrices are dealt out is not known yet
+        if self._pricer.muon is not None:  # how many replicas its matrices are dealt out to is not known yet
             once += num_layers * self._pricer.muon.least_s() / self._num_devices
         beside = np.zeros((2, len(ENDS)))
         beside[:, WHOLE] = both
@@ -96,8 +96,8 @@ class GroupCells:
 
     @cached_property
     def last_s(self) -> Floats:
-        """[L + 1] Seconds that a first stage with so many layers takes after its last micro-batch, at least; of the whole model 0 but for
-        all layers."""
+        """[L + 1] Least seconds that a first stage of 0 to L layers takes after its last micro-batch; with a pipeline degree of 1, all are 0
+        except for the stage of all layers."""
         num_layers = len(self._units.layers)
         alone = self._layout.pipeline_parallel_degree == 1
         costs = self._priced([(num_layers, WHOLE)] if alone else [(n, FIRST) for n in range(num_layers + 1)])
@@ -105,14 +105,14 @@ class GroupCells:
         return np.concatenate([np.zeros(num_layers), found]) if alone else found
 
     def _of_units(self) -> StageLine:
-        """Without what gathers weights beside the layers, and without the host."""
+        """The line of units alone, without gathering weights and without the host."""
         kinds = np.array([_passes(unit, self._recompute, self._data) for unit in self._units.blocks]).T
         embedding, head = (np.array(_passes(u, "none", self._data)) for u in (self._units.embedding, self._units.head))
         beside = np.stack([embedding, 0 * head, head, embedding + head], axis=1)
         return StageLine(kinds[:, list(self._units.layers)], beside)
 
     def _priced(self, stages: Sequence[tuple[int, int]]) -> dict[str, Floats]:
-        """[S] What stages of so many layers take at a place, by part."""
+        """[S] Seconds of stages, given as (layers, place) each, keyed by the fields of ``StageCost``."""
         num_layers = len(self._units.layers)
         table = self._pricer.table([(0, min(n, num_layers), *ENDS[place]) for n, place in stages])
         bytes_per_s = self._pricer.unit_pricer.rates.bytes_per_s
@@ -126,8 +126,8 @@ class GroupCells:
 
     @cached_property
     def again_s(self) -> float:
-        """Seconds of both passes that a stage takes longer, at most, where one layer more is recomputed: on the device, or on the host
-        where that is waited for."""
+        """The most seconds that recomputing one more layer adds to both passes of a stage: on the device, or on the host where the
+        device waits for the host."""
         return max((self._again_s(unit) for unit in self._units.blocks), default=0.0)
 
     def _again_s(self, unit: Unit) -> float:

@@ -1,4 +1,4 @@
-"""What the end of a model costs where its loss is computed chunk by chunk: the cost of one chunk, so many times.
+"""The cost of a model's end where the loss is computed chunk by chunk: the cost of one chunk times the number of chunks.
 
 A chunk's gradient is made with its logits, so the whole work lies in the forward pass. Until the backward pass the rank
 keeps the gradient of the hidden states and, in fp32, the gradients of the weights that the chunks add up.
@@ -14,13 +14,13 @@ from ahp.forecast.efficiency import Rates
 from ahp.forecast.unit import Unit
 
 SUM_BYTES = 4
-"""Of the fp32 in which gradients of chunks are added up (runtime/compute/chunked_loss.py)."""
+"""Bytes of an element in fp32, in which gradients of chunks are added up (runtime/compute/chunked_loss.py)."""
 
 
 def chunked_head(
     one: Unit, num_chunks: int, *, weights: int, weight_bytes: int, hidden_bytes: int, rates: Rates
 ) -> Unit:
-    """The end of the model on a micro-batch from what ``one`` chunk costs.
+    """The end of the model on a micro-batch, from the cost of ``one`` chunk.
 
     ``weights``: elements whose gradients are added up, a weight tied to the embedding among them; ``weight_bytes``: of one
     of them in the type that computes. ``hidden_bytes``: of the micro-batch's hidden states.
@@ -58,7 +58,7 @@ def chunked_head(
             beside_products=NOTHING,
             every_second_product=NOTHING,
             masks=0,
-            # While one chunk is computed: what it keeps and makes, and its own gradients of the weights.
+            # While one chunk is computed: what it keeps and makes, and its own weight gradients.
             forward_extra=held.saved + max(held.forward_extra, held.backward_extra) + weights * weight_bytes,
             backward_extra=cast,
         ),

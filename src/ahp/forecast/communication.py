@@ -1,4 +1,4 @@
-"""What a collective costs: where its ranks lie, and how long it takes over the links between them.
+"""How long a collective takes over the links between its ranks.
 
 GPUs communicate by NCCL, whose tuner is in nccl.py. CPU workers communicate by gloo: measured tables where ``ahp probe``
 wrote some, and latency and bandwidth of a ring or a tree for what it did not measure.
@@ -20,20 +20,20 @@ from ahp.forecast.nccl import Nccl
 from ahp.forecast.tables import interpolate
 
 INTRA_NODE_EFFICIENCY = constants.value("gloo_intra_node_share")
-"""Of a CPU worker's link: bus bandwidth of a ring over what the link carries."""
+"""Bus bandwidth of a ring over the bandwidth of a CPU worker's link."""
 
 INTER_NODE_EFFICIENCY = constants.value("gloo_inter_node_share")
-"""The same over the network cards of a node."""
+"""Bus bandwidth of a ring over the bandwidth of a node's network cards."""
 
 BASE_S = constants.value("gloo_start_s")
-"""Start of any collective between CPU workers."""
+"""Seconds to start any collective between CPU workers."""
 
 TREE_BANDWIDTH = constants.value("gloo_tree_share")
 """A tree's algorithm bandwidth over the ring's bus bandwidth."""
 
 
 class Times(Protocol):
-    """What prices collectives."""
+    """Prices collectives."""
 
     def time_s(self, kind: CollectiveKind, num_bytes: float, group: Group, /) -> float: ...
 
@@ -59,7 +59,7 @@ class Network:
         return self._model_s(kind, num_bytes, group)
 
     def _measured_s(self, kind: CollectiveKind, num_bytes: float, group: Group) -> float | None:
-        """From the table of the nearest measured number of ranks, scaled to this one by the model's ratio."""
+        """Seconds from the table of the nearest measured number of ranks, scaled to this number by the model's ratio."""
         tables = self._tables.get(kind)
         if not tables:
             return None
@@ -78,7 +78,7 @@ class Gloo:
         self.nodes = nodes
 
     def time_s(self, kind: CollectiveKind, num_bytes: float, group: Group) -> float:
-        """Seconds of one collective, as ``Network.time_s``."""
+        """Seconds of one collective, like ``Network.time_s``."""
         n, bandwidth = group.size, self._bus_bandwidth(group)
         ring = (n - 1) / n * num_bytes / bandwidth
         hop_s = self._hops_s(group)
@@ -89,7 +89,7 @@ class Gloo:
         return min(BASE_S + 2 * hop_s + 2 * ring, self._tree_s(num_bytes, group, bandwidth))
 
     def _tree_s(self, num_bytes: float, group: Group, bandwidth: float) -> float:
-        """All-reduce up and down a tree: a chain within each node, a binary tree over the nodes."""
+        """Seconds of an all-reduce up and down a tree: a chain within each node, a binary tree over the nodes."""
         hops_s = (group.local - 1) * self.nodes.intra_node.latency_s
         if group.nodes > 1:
             hops_s += math.log2(group.nodes) * self._inter.latency_s
@@ -125,7 +125,7 @@ class Gloo:
 
 
 def _tables(nodes: NodeGroup) -> dict[str, dict[int, list[tuple[float, float]]]]:
-    """Measured (bytes, seconds) by kind and number of ranks, sorted by size; repeated sizes averaged."""
+    """Measured (bytes, seconds), keyed by kind and number of ranks, sorted by size; repeated sizes are averaged."""
     found: dict[str, dict[int, dict[float, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for sample in nodes.measured.collectives if nodes.measured else ():
         found[sample.kind][sample.workers][float(sample.bytes)].append(sample.seconds)

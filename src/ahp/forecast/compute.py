@@ -28,16 +28,16 @@ BACKWARD_LAUNCHES = constants.value("backward_launches")
 
 
 CAST_BYTES = 4
-"""Of a 16-bit element that is cast to 8 bits once by a fused kernel: read, and written in both orders."""
+"""Bytes moved per 16-bit element that a fused kernel casts to 8 bits: it reads the element, and writes it in both memory orders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a pass over a segment asks of the device, and of the host that launches it."""
+    """Work of a pass over a segment, for the device and for the host that launches it."""
 
     device_s: float = 0.0
     launches: float = 0.0
-    """Operators that the host launches, views at their part of that. Where the host is the device (a CPU) they are in ``device_s``."""
+    """Operators that the host launches; a view counts ``VIEW_LAUNCHES``. On a CPU, where host and device are one, they are in ``device_s``."""
 
     def __add__(self, other: Work) -> Work:
         return Work(self.device_s + other.device_s, self.launches + other.launches)
@@ -49,25 +49,25 @@ class SegmentTimes:
 
     forward: Work
     read: Work
-    """Of it, what comes no later than the last result that the backward pass reads: the residual sum at the end does, and so does
-    the product before it."""
+    """The part of ``forward`` up to the last result that the backward pass reads: the residual sum at the end and the product before it
+    come later."""
     input_gradient: Work
     """The backward pass without the products that make weight gradients."""
     weight_gradient: Work
     core_attention: Work
-    """Of the forward pass: scores, softmax, dropout and their product with the values, where attention is not fused."""
+    """The forward pass's scores, softmax, dropout and their product with the values, where attention is not fused."""
     element_wise: Work
-    """Of ``read``: everything but weight products and attention."""
+    """The part of ``read`` that is neither weight products nor attention."""
     products: Work
-    """Of the forward pass: weight products. Those of the backward pass that make the gradients of inputs take as long."""
+    """The forward pass's weight products. The backward products that make the gradients of inputs take as long."""
     second_products: Work
-    """Of them, every second one; and fused attention, where it is run again with these."""
+    """Every second one of ``products``, and fused attention where recompute repeats it with these."""
     attention: Work
-    """Of the forward pass: fused attention."""
+    """The forward pass's fused attention."""
     attention_backward: Work
 
     def launching(self, forward: float, backward: float) -> SegmentTimes:
-        """The same with so many operators more that the host launches."""
+        """The same times with further operators for the host to launch, in the forward and in the backward pass."""
         more = Work(launches=forward)
         return replace(
             self,
@@ -77,7 +77,7 @@ class SegmentTimes:
         )
 
     def in_a_graph(self) -> SegmentTimes:
-        """The same where nothing is launched one by one."""
+        """The same times where one graph launches everything."""
         return SegmentTimes(**{field.name: Work(getattr(self, field.name).device_s) for field in fields(self)})
 
     @property
@@ -90,10 +90,10 @@ class SegmentTimes:
 
 
 def is_causal(graph: ModelGraph) -> bool:
-    """Whether attention's kernel leaves out what lies ahead: a model whose loss shifts the labels predicts the next token.
+    """Whether attention's kernel skips later tokens: a model whose loss shifts the labels predicts the next token.
 
-    torch counts the FLOPs of fused attention over all S x S scores; a causal kernel does half of them, one that reads a
-    mask all.
+    torch counts the FLOPs of fused attention over all S x S scores; a causal kernel does half of them, a kernel that reads
+    a mask does all.
     """
     return not graph.document_mask and any(
         op.name == "aten.constant_pad_nd" and op.module == "loss" for op in graph.head.operators
@@ -101,18 +101,18 @@ def is_causal(graph: ModelGraph) -> bool:
 
 
 class Launched:
-    """The kernels of a segment in their order, with what of them no division changes."""
+    """The kernels of a segment in their order, with the figures that no division changes."""
 
     def __init__(
         self, segment: Segment, kernels: Kernels, *, attention_again: bool = False, fused_permutation: bool = False
     ) -> None:
-        """``attention_again``: what runs every second product again runs fused attention again too. ``fused_permutation``: see
+        """``attention_again``: recompute of every second product repeats fused attention too. ``fused_permutation``: see
         ``ExpertTraits``."""
         self._kernels, self._experts = kernels, ExpertOperators.of(segment, kernels)
         core, last = core_attention(segment), last_read(segment)
         second = second_products(segment, attention_too=attention_again)
         self._runs: list[tuple[Operator, _Moves | None, tuple[str, ...]]] = []
-        """Operators that take time, what of them moves if that is all they do, and which sums they belong to."""
+        """(operator that takes time, what it moves if it does nothing else, the sums it belongs to)."""
         self._launches: dict[str, float] = defaultdict(float)
         for op in segment.operators:
             sums = _sums_with(op, op.index in core, op.index in second, op.index <= last)
@@ -124,7 +124,7 @@ class Launched:
             for name in sums:
                 self._launches[name] += launches
             if mirrored:
-                sums = (*sums, "input_gradient")  # the way back moves as much, in two kernels, which are not counted
+                sums = (*sums, "input_gradient")  # backward moves as much, in two kernels that are not counted
             moved = kernels.moved_bytes.get(op.index, 0.0)
             if moved or op.flops:
                 self._runs.append((op, None if op.flops else _Moves.of(op, kernels), sums))
@@ -182,7 +182,7 @@ class Launched:
         fp8: Fp8Recipe | None = None,
         kernel: AttentionKernel | None = None,
     ) -> float:
-        """Of what ``times`` has in both passes, all but the products: that costs little to know."""
+        """Seconds of both passes in ``times`` without the products: cheap to compute."""
         seconds = 0.0
         fused = self._experts.between if fp8 is not None and fp8.fused_experts else frozenset()
         for at, (op, moves, _) in enumerate(self._runs):
@@ -195,7 +195,7 @@ class Launched:
         return seconds
 
     def _moving_s(self, share: float, rates: Rates) -> list[float]:
-        """Of each operator, where it only moves data and a rank does this share of it: many divisions leave the same share."""
+        """Seconds of each operator that only moves data, on a rank that does ``share`` of it; kept, since many divisions have one share."""
         if (share, rates) not in self._moved_s:
             found = [0.0 if moves is None else moves.seconds(share, rates) for _, moves, _ in self._runs]
             self._moved_s[share, rates] = found
@@ -230,7 +230,7 @@ class _Moves:
     dtype: str
     kind: ElementWiseKind
     unvectorized: int
-    """Elements that a GPU computes the address of one by one."""
+    """Elements whose addresses a GPU computes one by one."""
     launched: bool
 
     @classmethod
@@ -241,7 +241,7 @@ class _Moves:
         return cls(moved, exponentials, _dtype(op), kind_of(op.name), unvectorized, launched)
 
     def seconds(self, share: float, rates: Rates) -> float:
-        """Of a rank that does this share of it."""
+        """Seconds on a rank that does ``share`` of the operator."""
         busy_s = rates.element_wise_s(
             self.moved_bytes * share,
             self.exponentials * share,
@@ -253,7 +253,7 @@ class _Moves:
 
 
 def _host_s(rates: Rates) -> float:
-    """What a launch takes where nothing hides it: on a CPU."""
+    """Seconds of a launch where nothing hides it: on a CPU."""
     return rates.device.kernel_launch_s if rates.gpu is None else 0.0
 
 
@@ -269,9 +269,9 @@ def operator_s(
     accumulates: bool = False,
     reads_chain: bool = False,
 ) -> float:
-    """Device seconds of one operator; on a CPU with what its launch takes, which nothing hides there.
+    """Device seconds of one operator; on a CPU with its launch, which nothing hides there.
 
-    ``reads_chain``: it is a product of experts that reads what lies between two of them.
+    ``reads_chain``: the operator is a product of experts that reads the result of the operators between two such products.
     """
     moved = kernels.moved_bytes.get(op.index, 0.0)
     if moved == 0 and op.flops == 0:
@@ -315,7 +315,7 @@ def _fp32_sums(op: Operator, rates: Rates) -> float:
 
 
 def _cast_bytes(op: Operator, shape: tuple[float, float, float, float], fp8: Fp8Recipe) -> float:
-    """What is moved to cast the operands of a product of (batch, m, n, k)."""
+    """Bytes moved to cast the operands of a product of (batch, m, n, k)."""
     batch, m, n, k = shape
     if is_weight_gradient(op):
         first, second = fp8.weight_gradient_cast_bytes

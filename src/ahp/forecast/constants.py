@@ -1,4 +1,4 @@
-"""Constants of CPU workers, of hosts and of what runs side by side, with their provenance; they lie in constants.yaml."""
+"""Constants of CPU workers, of hosts and of overlap, with their provenance; they lie in constants.yaml."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ahp.shipped import Constant
 
 
 def constants() -> Mapping[str, Constant]:
-    """All of constants.yaml by name."""
+    """All of constants.yaml, keyed by name."""
     return shipped.constants("ahp.forecast", "constants.yaml")
 
 
 def value(name: str) -> float:
-    """What ships for one constant, in the unit that constants.yaml gives. An unknown name is a programmer's error."""
+    """The shipped value of one constant, in the unit that constants.yaml gives. An unknown name is a programmer's error."""
     return constants()[name].value

@@ -1,4 +1,4 @@
-"""What context-parallel ranks wait for in attention: the keys and values of each other's tokens."""
+"""How long context-parallel ranks wait in attention for the keys and values of each other's tokens."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class SharedTokens(NamedTuple):
     """Seconds of one unit's attention."""
 
     forward_s: float = 0.0
-    """That the rank waits in the forward pass for what the others have."""
+    """Seconds that the rank waits in the forward pass for tokens of the others."""
     backward_s: float = 0.0
     hidden_forward_s: float = 0.0
-    """Of its computation, those that what goes round a ring hides behind."""
+    """Seconds of its computation that hide a ring's messages."""
     hidden_backward_s: float = 0.0
 
 
@@ -37,11 +37,11 @@ def shared_tokens_s(
     rates: Rates,
     network: Network,
 ) -> SharedTokens:
-    """What attention needs of the other ranks of ``group``.
+    """Seconds that attention waits for the other ranks of ``group``.
 
-    Keys and values are gathered or go round; in the backward pass again, and their gradients with them (``sums_bytes`` an element, 0 = as
-    they are). Around a ring they go while attention computes on those that are there, so that all but the last part of the
-    computation can hide them. By all-to-all, queries, keys, values and results are exchanged, and so are their gradients.
+    Keys and values are gathered or go round a ring; in the backward pass again, with their gradients (``sums_bytes`` per element, 0 = the
+    type of the keys). On a ring they travel while attention computes on those already there, so that all except for the last part of
+    the computation can hide them. By all-to-all, queries, keys, values and results are exchanged, and so are their gradients.
     """
     if group.size == 1:
         return SharedTokens()
@@ -72,8 +72,8 @@ def shared_tokens_s(
 
 
 def _exchange_s(spec: TensorSpec, share: float, group: Group, rates: Rates, network: Network) -> float:
-    """An all-to-all of [batch, heads, sequence, width], put in order before it and after it. Of fewer heads than ranks, each
-    goes as often as it takes."""
+    """Seconds of an all-to-all of [batch, heads, sequence, width], reordered before and after it. With fewer heads than ranks,
+    each head is sent to several ranks."""
     heads = max(1, round(spec.shape[1] * share))
     times = group.size // math.gcd(heads, group.size)
     sent = spec.bytes * share * times / group.size

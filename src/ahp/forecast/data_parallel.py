@@ -22,7 +22,7 @@ class CommUnit(NamedTuple):
     dense: int
     experts: int = 0
     tensors: tuple[int, ...] = ()
-    """Of each weight that it consists of, in the order of the forward pass; none = one."""
+    """Elements of each weight in it, in the order of the forward pass; empty = one weight."""
     in_block: bool = False
 
     @property
@@ -31,11 +31,11 @@ class CommUnit(NamedTuple):
 
     @classmethod
     def of(cls, unit: Unit) -> CommUnit:
-        """Of a block."""
+        """The unit of a block."""
         return cls(unit.parameters - unit.experts, unit.experts, unit.tensors, in_block=True)
 
     def pieces(self, bucket: int) -> int:
-        """Collectives that it is sent in, where each takes whole weights until they are as many elements as ``bucket``; 0 = one."""
+        """How many collectives send the unit, where each takes whole weights until they have ``bucket`` elements; 0 = one collective."""
         return _pieces(self.tensors, bucket) if bucket else 1
 
 
@@ -55,7 +55,7 @@ class StageParameters(NamedTuple):
     dense: int
     experts: int
     first: bool
-    """Whether it is the pipeline's first."""
+    """Whether the stage is the pipeline's first."""
 
     @property
     def total(self) -> int:
@@ -73,7 +73,7 @@ class DataParallel:
     overlap: float
     """Share of a collective that can hide behind computation on this device: 0 on a CPU."""
     experts: tuple[Group, Group] = (ALONE, ALONE)
-    """The same two groups for the weights of experts, which an expert-parallel group has once."""
+    """``shard`` and ``replicate`` for the weights of experts, which an expert-parallel group has once."""
     operator_s: float = 0.0
     """Host time of one operator."""
     host_is_device: bool = False
@@ -95,7 +95,7 @@ class DataParallel:
 
     @property
     def launch_s(self) -> float:
-        """Seconds in which the host launches an operator of the model while the device goes on; 0 where the two are one."""
+        """Seconds in which the host launches an operator of the model while the device goes on; 0 on a CPU, where the two are one."""
         return 0.0 if self.host_is_device else self.traits.host.launches_per_operator * self.operator_s
 
     @property
@@ -105,7 +105,7 @@ class DataParallel:
 
     @property
     def _gradient_bytes(self) -> float:
-        """Bytes that are sent of gradients for each weight element, trained or not."""
+        """Bytes of gradients sent per weight element, trained or not."""
         return self.traits.reduce.element_bytes * self.traits.states.trained_share
 
     @property
@@ -115,13 +115,13 @@ class DataParallel:
 
     @cached_property
     def copied_bytes(self) -> tuple[float, float, float]:
-        """Bytes moved per weight element: cast to compute and gradients copied for each micro-batch, and copied after the last."""
+        """Bytes moved per weight element: per micro-batch to cast weights and to copy gradients, and to copy gradients after the last."""
         traits, shards = self.traits, self.shard.size
         each = cast_bytes(traits, shards), gradient_copy_bytes(traits, shards, self.micro_batches)
         return float(each[0]), float(each[1]), float(last_copy_bytes(traits, self.micro_batches))
 
     def gather_s(self, weights: CommUnit, network: Times, stage: StageParameters | None = None) -> float:
-        """Seconds of gathering one unit. ``stage``: what its stage holds; None = whatever it may hold, the least that it takes."""
+        """Seconds to gather one unit. ``stage``: the parameters of its stage; None = not known, which gives the least seconds."""
         seconds, bucket = 0.0, self.traits.gather.bucket_elements
         each_bytes = (weights.in_block and self.traits.gather.block_bytes) or self.weight_bytes
         for count, shard, _, held in self._parts(weights, stage):
@@ -130,7 +130,7 @@ class DataParallel:
         return seconds
 
     def reduce_s(self, weights: CommUnit, network: Times, stage: StageParameters | None = None) -> float:
-        """The same of its gradients, over the shard group; where nothing is sharded, over the replicas."""
+        """Seconds to reduce a unit's gradients over the shard group; where nothing is sharded, over the replicas."""
         seconds, traits, bucket = 0.0, self.traits, self.reduce_bucket(stage)
         scatters = self.shard.size > 1 and not traits.reduce.to_all
         for count, shard, replicate, held in self._parts(weights, stage):
@@ -143,7 +143,7 @@ class DataParallel:
         return seconds
 
     def replicas_s(self, weights: CommUnit, network: Times) -> float:
-        """The second step of a hybrid: the shard is summed over the replicas, once per step."""
+        """Seconds of the second step of hybrid sharding: the shard is summed over the replicas, once per step."""
         if self.shard.size == 1:
             return 0.0
         return sum(
@@ -152,7 +152,7 @@ class DataParallel:
         )
 
     def reduce_bucket(self, stage: StageParameters | None) -> int:
-        """Elements of gradients that one collective sums; 0 = those of one unit. ``stage``: None = any, the most."""
+        """Elements of gradients that one collective sums; 0 = those of one unit. ``stage``: None = the most of any stage."""
         other = self.traits.reduce.buckets_on_first_stage_alone and (stage is None or not stage.first)
         return max(ALL_ELEMENTS, self.traits.reduce.bucket_elements) if other else self.traits.reduce.bucket_elements
 
@@ -173,7 +173,7 @@ class DataParallel:
         return pieces * network.time_s(kind, count * each_bytes / pieces, group)
 
     def _parts(self, weights: CommUnit, stage: StageParameters | None) -> list[tuple[int, Group, Group, int | None]]:
-        """What is held by how many ranks alike: (elements, shard group, replicas, elements of the stage)."""
+        """The unit's dense weights, and those of experts: (elements, shard group, replicas, such elements of the stage)."""
         parts = [(weights.dense, self.shard, self.replicate, stage.dense if stage else None)]
         if weights.experts:
             parts.append((weights.experts, *self.experts, stage.experts if stage else None))

@@ -1,7 +1,7 @@
-"""What segments take when degrees divide them, on one kind of device, whatever groups they communicate in.
+"""Time and memory of segments that the degrees divide, on one kind of device, whatever groups they communicate in.
 
-Clusters of the same devices, and engines with the same kernels, share it: a search prices kernels once, and so do its questions about fewer
-devices.
+Clusters of the same devices, and engines with the same kernels, share these prices: a search prices kernels once, also for its questions
+about fewer devices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ahp.graph.operators import ModelGraph, Operator, Segment
 
 @dataclass(frozen=True)
 class _Run:
-    """What of a segment no division changes."""
+    """The part of a segment's price that no division changes."""
 
     segment: Segment
     split: TensorSplit
@@ -50,7 +50,7 @@ class _Run:
 
     @cached_property
     def num_unread(self) -> int:
-        """Sums over tensor ranks that come after the last result that the backward pass reads."""
+        """How many sums over tensor ranks come after the last result that the backward pass reads."""
         last = last_read(self.segment)
         return sum(index > last for index in self.split.row)
 
@@ -61,7 +61,7 @@ class _Run:
 
 
 class Held(NamedTuple):
-    """Weights that a rank holds, in elements: ``Unit`` says which."""
+    """Weights that a rank holds, in elements; ``Unit`` explains the fields."""
 
     tensors: tuple[int, ...]
     parameters: int
@@ -71,7 +71,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Divided:
-    """What of a segment its degrees decide, wherever the groups lie on nodes and however context ranks see tokens."""
+    """The part of a segment's price that the degrees decide, wherever groups lie and however context ranks see each other's tokens."""
 
     division: Division
     times: SegmentTimes
@@ -82,7 +82,7 @@ class Divided:
     grouped: Operator | None
     """The first product with stacked weights of experts."""
     num_unread: int
-    """Of the sums over tensor ranks, those at the end that nothing in the backward pass reads."""
+    """How many of the last sums over tensor ranks nothing in the backward pass reads."""
 
 
 class SegmentPricer:
@@ -98,19 +98,19 @@ class SegmentPricer:
         self._divided: dict[tuple[object, ...], Divided] = {}
         numbers: dict[KernelOptions, int] = {}
         self._number = cache(lambda how: numbers.setdefault(how._replace(context="ring"), len(numbers)))
-        """Of kernels, the same however context ranks see tokens."""
+        """The number of some kernels, the same however context ranks see each other's tokens."""
 
     @classmethod
     def of(cls, graph: ModelGraph, nodes: NodeGroup) -> SegmentPricer:
-        """The same one for the same graph object and equal devices."""
+        """The shared pricer for this graph object and equal devices."""
         measured = nodes.measured.model_dump_json() if nodes.measured else None
-        # How many compute on a node matters to what was measured on nodes alone.
+        # The number of workers on a node matters only to measurements.
         return _segment_pricer(
             Same(graph), nodes.device.model_dump_json(), measured, nodes.devices_per_node if measured else 1
         )
 
     def at(self, micro_batch_size: int) -> ModelGraph:
-        """The model's graph for a micro-batch of so many sequences."""
+        """The model's graph for a micro-batch of ``micro_batch_size`` sequences."""
         if micro_batch_size not in self._graphs:
             self._graphs[micro_batch_size] = self._graph.at(micro_batch_size)
         return self._graphs[micro_batch_size]
@@ -118,7 +118,7 @@ class SegmentPricer:
     def _beside_products_s(
         self, micro_batch_size: int, tensor: int, sequence_parallel: bool, context: int, how: KernelOptions
     ) -> tuple[float, ...]:
-        """Of each kind of block, device seconds of both passes but for products: a part of what its unit has, soon known."""
+        """Device seconds of both passes without products, for each kind of block: a part of its unit's time that is quick to find."""
         graph, found = self.at(micro_batch_size), []
         for number, block in enumerate(graph.blocks):
             run = self._run(graph, block, "block", number, how, tensor)
@@ -191,7 +191,7 @@ def _segment_pricer(graph: Same, device: str, measured: str | None, workers: int
 
 
 def _with_casts(memory: SegmentMemory, segment: Segment, division: Division, fp8: Fp8Recipe | None) -> SegmentMemory:
-    """And what the casts of the largest operand of a product in 8 bits need beside it."""
+    """``memory`` plus what the casts of the largest operand of a product in 8 bits need besides it."""
     if fp8 is None or not fp8.temporary_bytes:
         return memory
     shapes = [division.product(op) for op in segment.operators if is_weight_product(op) and op.name not in GROUPED]

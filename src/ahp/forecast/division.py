@@ -28,17 +28,17 @@ class Division:
 
     @property
     def gathered_bytes(self) -> float:
-        """Of the activations that column products read whole, what a sequence-parallel rank has from the others."""
+        """Bytes that a sequence-parallel rank gets from the others, of the activations that column products read whole."""
         if not self.sequence_parallel:
             return 0.0
         whole = sum(spec.bytes for spec in self.split.backward_reduce if len(spec.shape) > 1)
-        # What whole keys are made of is whole before the norm too, whose weights then need no sum over the ranks.
+        # The source of whole keys is whole before the norm too, so that the norm's weights need no sum over the ranks.
         whole += sum(spec.bytes for spec in self.split.summed_whole)
         return whole * (1 - 1 / self.tensor) / self.context
 
     @property
     def row_share(self) -> float:
-        """The part of the tokens of experts that the rank has, or of each of them."""
+        """The part of the experts' tokens that the rank has, or its part of each token."""
         return 1.0 / self.tensor / self.context
 
     def share(self, op: Operator) -> float:
@@ -83,7 +83,7 @@ class Division:
             return batch, m, n / degree, k
         if batch % degree == 0 and batch > 1:
             return batch / degree, m, n, k
-        # A weight gradient: its larger side is the one that is split, as far as the time is concerned.
+        # A weight gradient: for its time the larger side counts as the split one.
         return (batch, m / degree, n, k) if m > n else (batch, m, n / degree, k)
 
 
@@ -100,7 +100,7 @@ def product_shape(op: Operator) -> tuple[float, float, float, float]:
 
 
 def attention_heads(segment: Segment) -> int:
-    """Query heads of its fused attention; 0 where it has none."""
+    """Query heads of the segment's fused attention; 0 where it has none."""
     for op in segment.phase("forward"):
         if "attention" in op.name and len(op.inputs[0].shape) == 4:
             return op.inputs[0].shape[1]
@@ -108,7 +108,7 @@ def attention_heads(segment: Segment) -> int:
 
 
 def num_experts(op: Operator) -> int:
-    """Of a grouped product: the first dim of its stacked weights, or of their gradient."""
+    """Experts of a grouped product: the first dim of its stacked weights, or of their gradient."""
     return next(s.shape[0] for s in (*op.outputs, *op.inputs) if len(s.shape) == 3)
 
 
@@ -124,7 +124,7 @@ def product_bytes(shape: tuple[float, float, float, float], dtype: str) -> float
 
 
 def is_weight_gradient(op: Operator) -> bool:
-    """A product of the backward pass that makes the gradient of a weight: it reads none, and is no attention."""
+    """A product of the backward pass that makes the gradient of a weight: it reads no weight, and is not attention."""
     return (
         op.phase == "backward"
         and op.flops > 0

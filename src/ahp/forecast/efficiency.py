@@ -1,6 +1,6 @@
-"""How long an operator takes on a worker: from measured tables, else from what is known of its kind of device.
+"""How long an operator takes on a worker: from measured tables, else from a model of its kind of device.
 
-Measured: what probe wrote (tables.py). Not measured: on a GPU gpu.py, on processor cores the shares below.
+Measured tables: written by probe (tables.py). Without them: gpu.py on a GPU, the shares below on CPU cores.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CPU_PRODUCT = constants.value("cpu_product")
 """Share of its peak that a large product reaches on a worker that nobody measured."""
 
 HALF_DEPTH = constants.value("cpu_half_depth")
-"""Depth K at which such a product reaches half of that."""
+"""Depth K at which a product reaches half of ``CPU_PRODUCT`` on such a worker."""
 
 STREAMING = constants.value("cpu_streaming")
 """Share of the memory bandwidth that a streaming kernel reaches on such a worker."""
@@ -49,7 +49,7 @@ def kind_of(name: str) -> ElementWiseKind:
 
 
 class Rates:
-    """Seconds of operators on one worker while ``workers`` of them compute on its node, without their launch."""
+    """Seconds of operators, without their launch, on one worker while ``workers`` workers compute on its node."""
 
     def __init__(self, device: Device, measured: Measurements | None, workers: int) -> None:
         self.device = device
@@ -70,7 +70,7 @@ class Rates:
         return peaks.get(precision) or peaks.get("fp32") or max(peaks.values())
 
     def fastest(self, precision: str, *, attention: bool) -> float:
-        """FLOP/s that no product passes, or no fused ``attention``; infinite where none is known."""
+        """FLOP/s that no product, or no fused ``attention``, exceeds; infinite where no such limit is known."""
         samples = self._samples.get(precision)
         if attention and (self._attention_measured or self.gpu is None):
             return float("inf")
@@ -79,7 +79,7 @@ class Rates:
         return self.gpu.reach(precision).sustained if self.gpu is not None else self.peak(precision) * CPU_PRODUCT
 
     def output_s(self, written: float) -> float:
-        """What a product that was not measured does not hide of its output, at least."""
+        """Least seconds of writing its output that an unmeasured product does not hide."""
         return 0.0 if self.gpu is None or self._samples else self.gpu.output_s(written)
 
     def matmul_s(
@@ -95,8 +95,8 @@ class Rates:
     ) -> float:
         """Seconds of ``batch`` products (m, k) x (k, n).
 
-        ``output_bytes``: of one output element, None = as the operands; ``accumulate``: it is read and added to. Both
-        count where the product was not measured.
+        ``output_bytes``: of one output element, None = as the operands; ``accumulate``: the output is read and added to. Both
+        count only where the product was not measured.
         """
         flops = 2.0 * batch * m * n * k
         if (samples := self._samples.get(precision)) is not None:
@@ -117,7 +117,7 @@ class Rates:
         accumulate: bool = False,
         kernel: GroupedKernel = "each",
     ) -> float:
-        """Seconds of a product (m, k) x (k, n) for each of ``groups`` experts; ``kernel``: by which, where it was not measured."""
+        """Seconds of a product (m, k) x (k, n) for each of ``groups`` experts; ``kernel``: counts only where products were not measured."""
         if self.gpu is None or precision in self._samples:
             return self.matmul_s(groups, m, n, k, precision, output_bytes=output_bytes, accumulate=accumulate)
         return self.gpu.grouped_s(
@@ -137,8 +137,8 @@ class Rates:
 
         ``exponentials``: elements of which it takes an exponential; on a GPU these hide behind memory. Tensors that fit in
         a cache move faster than memory streams: as fast as ``add`` was measured at their size, where it was. ``kind``: how
-        a GPU that was not measured moves them (``kind_of``). ``unvectorized``: elements that a GPU computes the address of
-        one by one (``Kernels.unvectorized``).
+        a GPU that was not measured moves them (``kind_of``). ``unvectorized``: elements whose addresses a GPU computes one by
+        one (``Kernels.unvectorized``).
         """
         if unvectorized and self.gpu is not None:
             by_memory_s = self.element_wise_s(moved_bytes, exponentials, dtype, kind=kind)
@@ -165,8 +165,8 @@ class Rates:
     ) -> float:
         """Seconds of fused attention that really does ``flops`` over all its heads.
 
-        ``kernel``: None = what torch takes on the device; ``value_dim``: None = ``head_dim``. These and ``causal`` count
-        on a GPU where attention was not measured.
+        ``kernel``: None = the one torch takes on the device; ``value_dim``: None = ``head_dim``. These and ``causal`` count
+        only on a GPU where attention was not measured.
         """
         rate = self._attention.rate(sequence, head_dim, precision, backward=backward)
         if rate is not None:
@@ -188,7 +188,7 @@ class Rates:
 
 
 def _products(measured: Measurements | None, workers: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """By precision: log (m, n, k) of the products measured with the nearest number of workers, and their FLOP/s."""
+    """log (m, n, k) of the products measured with the nearest number of workers, and their FLOP/s, keyed by precision."""
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     samples = measured.matmul if measured else ()
     for dtype in {s.dtype for s in samples}:

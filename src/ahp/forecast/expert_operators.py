@@ -1,4 +1,4 @@
-"""What of a traced segment works on the tokens of experts: between their products, and to put tokens in order and back."""
+"""Operators of a traced segment that work on the experts' tokens: between the experts' products, and to order tokens before and after."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ahp.graph.operators import Operator, Segment
 
 
 class ExpertOperators(NamedTuple):
-    """Indexes of operators of the modules that hold stacked experts, but for their products."""
+    """Indexes of operators in the modules that hold stacked experts."""
 
     between: frozenset[int] = frozenset()
-    """Of either phase what runs between the first and the last of these: activations."""
+    """Operators between the first and the last expert product of a phase: activation functions."""
     permuting: frozenset[int] = frozenset()
-    """What runs before or after: copies for each expert of a token, their order, and the sum."""
+    """Operators before the first or after the last product: copies of a token for each of its experts, their order, and the sum."""
     after_chains: frozenset[int] = frozenset()
-    """Products that read what lies between: of either phase all but the first; those of weight gradients cast nothing and are left out."""
+    """Products that read the results of ``between``: all except for the first of each phase; weight gradients cast nothing and are left out."""
 
     stashed_bytes: float = 0.0
-    """What of these waits for the backward pass, on one device alone, products' operands in 8 bits. Where experts run in buffers of a fixed size, it is
-    copied into pages, and back (Megatron-LM pull request 4247, paged stashing)."""
+    """Bytes of these modules that wait for the backward pass, on a single device, with products' operands in 8 bits. Where experts run in buffers
+    of a fixed size, they are copied into pages, and back (Megatron-LM pull request 4247, paged stashing)."""
 
     @classmethod
     def of(cls, segment: Segment, kernels: Kernels) -> ExpertOperators:

@@ -1,4 +1,4 @@
-"""A schedule made for a layout's own stages: their seconds, what they keep, and the memory that each rank has left."""
+"""A schedule made for a layout's own stages: for their seconds, the bytes they keep, and the memory that each rank has left."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from ahp.schedule.synthesis.search import actions_tried
 from ahp.words import WORTH_TELLING, percent
 
 LESS_MEMORY = (1.0, 0.95, 0.9)
-"""Parts of what ranks have left that are tried, until the layout fits: what a rank keeps beside activations may grow with them."""
+"""Shares of the ranks' free memory that are tried until the layout fits: what a rank keeps besides activations can grow with them."""
 
 
 @dataclass(frozen=True)
 class FoundOrder:
-    """A layout with a schedule that was found for it, priced, beside the layout that it was found for."""
+    """A layout with a schedule that was found for it, priced, next to the layout that it was found for."""
 
     priced: Priced
     before: Priced
     found: Synthesized
     bound: LowerBound
-    """What no schedule of the layout is faster than, with backwards whole or in two parts."""
+    """The time that no schedule of the layout beats, with backwards whole or in two parts."""
 
     @property
     def gain(self) -> float:
-        """Part of the step under the pattern that the layout had that it saves."""
+        """The share of the step that the schedule saves over the layout's earlier pattern."""
         return 1.0 - self.priced.forecast.step_time_s / self.before.forecast.step_time_s
 
     @property
     def gap(self) -> float:
-        """Part of the schedule's time by which another order of the same stages could be faster, at most."""
+        """The largest share of the schedule's time that another order of the same stages could save."""
         return max(0.0, 1.0 - self.bound.seconds / self.found.makespan_s)
 
     def words(self) -> str:
-        """One line for people: what it gains, and how near it is to the best there can be."""
+        """One line for people: the gain, and how near the schedule is to the best possible."""
         before = self.before.parallelism.pipeline_parallel_schedule
         faster = f"more than {percent(self.gap)} faster" if self.gap >= WORTH_TELLING else "faster"
         return (
@@ -60,14 +60,14 @@ class FoundOrder:
 
 @dataclass(frozen=True)
 class ToOrder:
-    """A layout with a pipeline, and what an order of its actions has to go by."""
+    """A layout with a pipeline, and the facts that an order of its actions depends on."""
 
     pricer: Pricer | MixedPricer
     before: Priced
 
     @classmethod
     def of(cls, pricer: Pricer | MixedPricer, parallelism: Parallelism) -> ToOrder | None:
-        """None where there is nothing to order, or the engine runs no order of ours. Raises what ``price`` raises."""
+        """None where there is nothing to order, or the engine cannot run a given order. Raises what ``price`` raises."""
         before = pricer.price(parallelism)
         if before.parallelism.pipeline_parallel_degree == 1:
             return None
@@ -75,30 +75,30 @@ class ToOrder:
 
     @cached_property
     def as_order(self) -> Priced:
-        """The layout with its pattern's order as its own."""
+        """The layout with its pattern's order given action by action."""
         return self.pricer.price(self._with_orders([one.span.schedule for one in self._pipelines(self.before)]))
 
     @cached_property
     def ways(self) -> dict[bool, Priced]:
-        """The same with backwards in two parts, and whole: stages may take another time then. Only what its engine can run."""
+        """The same with backwards in two parts (True) and whole (False), in which stages can take different times. Only ways the engine can run."""
         found, own = {}, [one.span.schedule for one in self._pipelines(self.before)]
         for split, change in ((True, apart), (False, whole)):
             try:
                 found[split] = self.pricer.price(self._with_orders([change(one) for one in own]))
-            except AhpError:  # compiled blocks in fp8 have whole backwards alone
+            except AhpError:  # compiled blocks in fp8 have only whole backwards
                 continue
         return found
 
     @cached_property
     def _activation_bytes(self) -> Floats:
-        """[R, p] What each rank of each replica has for those of its own layers."""
+        """[R, p] Bytes that each rank of each replica has for activations of its own layers."""
         return self.pricer.activation_bytes(self.before)
 
     def _rooms(self, priced: Priced, *, most: bool = False) -> list[tuple[float, ...]]:
-        """Bytes that each rank has for activations, of each pipeline, where its stages keep what ``priced`` says.
+        """Bytes that each rank of each pipeline has for activations, if its stages keep as much as in ``priced``.
 
-        Of replicas under one order the least: one that recomputes more keeps less of the same micro-batches. ``most``: no order keeps more
-        and fits; else every order that keeps no more does.
+        Replicas under one order count with the least: a replica that recomputes more keeps less of the same micro-batches. ``most``: no
+        order that keeps more fits; otherwise every order that keeps no more fits.
         """
         rooms = self._activation_bytes
         if self._own_orders or not priced.replicas:
@@ -111,7 +111,7 @@ class ToOrder:
 
     @cached_property
     def bound(self) -> LowerBound:
-        """What no schedule of its stages is faster than in that memory, with backwards whole or in two parts."""
+        """The time that no schedule of its stages beats in that memory, with backwards whole or in two parts."""
         try:
             found = [[lower_bound(one) for one in self._problems(split, most=True)] for split in self.ways]
         except BadInput:  # not one micro-batch fits
@@ -126,8 +126,8 @@ class ToOrder:
 
     @cached_property
     def floor_s(self) -> float:
-        """Seconds of a step that no order gets below in the memory that is left, without a wait for weights, and for gradients only where
-        a rank has nothing else to do."""
+        """Seconds of a step that no order gets below in the memory that is left: weights are never waited for, and gradients only where a
+        rank has nothing else to do."""
         before, least_s = self.before, 0.0
         for one, rooms in zip(self._pipelines(before), self._rooms(before, most=True), strict=True):
             times = tuple(map(_beside, one.span.times))
@@ -138,7 +138,7 @@ class ToOrder:
         return before.forecast.step_time_s - max(0.0, before.span.makespan_s - least_s) * self.pricer.stretch
 
     def found(self, *, seed: int = 0, effort: float = 1.0) -> FoundOrder | None:
-        """The best schedule that is found; None where none is faster and fits."""
+        """The best schedule found; None where no schedule is faster and fits."""
         best: FoundOrder | None = None
         for split in self.ways:
             least_s = max(lower_bound(one).seconds for one in self._problems(split, limited=False))
@@ -167,16 +167,16 @@ class ToOrder:
 
     @property
     def _own_orders(self) -> bool:
-        """Whether replicas need an order each, since they have unlike numbers of micro-batches."""
+        """Whether replicas need an order each, because their numbers of micro-batches differ."""
         return len({replica.span.m for replica in self.before.replicas}) > 1
 
     def _pipelines(self, priced: Priced) -> list[Priced | Replica]:
-        """Of each replica what an order goes by; one for all, the slowest, where all have as many micro-batches."""
+        """The pipelines to order: every replica, or only the slowest where all have equally many micro-batches."""
         return list(priced.replicas) if self._own_orders else [priced]
 
     def _problems(self, split: bool, part: float = 1.0, *, limited: bool = True, most: bool = False) -> list[Problem]:
-        """What an order of each pipeline has to go by. ``limited``: within ``part`` of what its ranks have for activations, ``most`` as
-        ``_rooms`` has it.
+        """The problem that an order of each pipeline solves. ``limited``: within ``part`` of the bytes that its ranks have for
+        activations; ``most``: see ``_rooms``.
 
         Raises BadInput where not one micro-batch fits.
         """

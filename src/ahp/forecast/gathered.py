@@ -1,8 +1,8 @@
-"""Weights that are gathered beside the computation, while the pipeline fills.
+"""Weight gathers that overlap with computation, while the pipeline fills.
 
-torch's pipeline runtime asks for the weights of a rank's stages as the step begins, the stage that comes first first, and a stage waits
-for all of its own before its first forward (torch 2.13, pipelining/schedules.py: ``_add_unshard_reshard``, ``_assert_unsharded``): for
-an order that is given, and for the patterns that may have several stages on a rank. Gradients: ``reduced``.
+torch's pipeline runtime starts to gather the weights of all stages of a rank as the step begins, in the order of the stages, and a stage
+waits for all its weights before its first forward (torch 2.13, pipelining/schedules.py: ``_add_unshard_reshard``, ``_assert_unsharded``):
+for a given order, and for patterns that can have several stages on a rank. ``reduced`` does the same for gradients.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from ahp.schedule.registry import of_ranks
 from ahp.schedule.simulate import StageTimes
 
 MOST_STAGES = 3
-"""Stages of a rank whose weights torch's runtime keeps at once (``max_active_stages``): of more it frees some and gathers them again."""
+"""How many stages' weights torch's runtime keeps on a rank (``max_active_stages``): with more stages it frees and gathers some again."""
 
 
 @dataclass(frozen=True)
 class Gathers:
-    """What is gathered beside the computation of one replica; empty where nothing is."""
+    """The gathers of one replica that overlap with computation; empty where none do."""
 
     each_s: tuple[float, ...] = ()
-    """Of each stage, one collective after the other."""
+    """Seconds of each stage's gathers, one collective after the other."""
     stage_rank: tuple[int, ...] = ()
 
     def stages(self, costs: Sequence[StageCost]) -> tuple[StageCost, ...]:
-        """The stages without what they waited for weights, but for what gathers slow their rank down: not that of the stage which it
-        begins with."""
+        """The stages without their waits for weights, but with the seconds by which their gathers slow their rank down: 0 for the stage
+        that the rank begins with."""
         if not self.each_s:
             return tuple(costs)
         found, begun, made = [], set[int](), dict[tuple[int, float], StageCost]()  # most stages are one object
@@ -54,8 +54,8 @@ class Gathers:
         return tuple(found)
 
     def times(self, times: list[StageTimes], costs: Sequence[StageCost]) -> list[StageTimes]:
-        """The times with when the weights of each stage are there: a rank gathers those of its stages one after the other. Where its
-        device waits for the host in a forward, the host goes on meanwhile, so that it may begin earlier by so much."""
+        """The times with the moment when each stage's weights are there: a rank gathers for one stage after the other. The host launches
+        ahead during the wait, so that the first forward saves its own wait for the host and can begin earlier by that much."""
         if not self.each_s:
             return times
         there, found = dict.fromkeys(self.stage_rank, 0.0), []
@@ -66,7 +66,7 @@ class Gathers:
 
 
 def gathers_beside(parallelism: Parallelism, data: DataParallel) -> bool:
-    """Whether stages gather their weights once a step, beside the computation from its start on."""
+    """Whether stages gather their weights once per step, overlapped with computation from the step's start on."""
     gather, v = data.traits.gather, parallelism.virtual_stages_per_rank
     if gather.forward != "per_step" or data.overlap * gather.overlap != 1.0 or not gather.beside_stages:
         return False
@@ -77,22 +77,22 @@ def gathers_beside(parallelism: Parallelism, data: DataParallel) -> bool:
 
 
 def gathers_ahead(schedule: PipelineSchedule, virtual: int) -> bool:
-    """Whether torch's runtime gathers all weights of so many stages of a rank as the step begins."""
+    """Whether torch's runtime gathers all weights of a rank's ``virtual`` stages as the step begins."""
     return schedule.gathers_ahead and virtual <= MOST_STAGES
 
 
 def share_ahead(traits: TraitColumns, overlap: float) -> Floats:
-    """[N, 1] Of weights that are gathered once a step, the share that is on its way from its start on where the schedule lets it: 1 or 0.
+    """[N, 1] Share of the weights gathered once per step whose gathers begin with the step where the schedule lets them: 1 or 0.
 
-    ``overlap``: 1 where collectives can run beside computation, else 0.
+    ``overlap``: 1 where collectives can overlap with computation, else 0.
     """
     return traits.gather.beside_stages * (traits.gather.overlap == 1.0) * (overlap == 1.0)
 
 
 def gathered_columns_s(each_s: Floats, own: Ints, host_s: Floats) -> tuple[Floats, Floats]:
-    """[N, S] each, of many layouts: when the weights of each stage are there, and what gathers slow its rank down by.
+    """[N, S] each, for many layouts: when the weights of each stage are there, and the seconds by which its gathers slow its rank down.
 
-    ``each_s``, ``host_s``: [N, S] of each stage what it gathers, and what its forward waits for the host; ``own``: [p, v] the stages of each rank.
+    ``each_s``, ``host_s``: [N, S] seconds of each stage's gathers, and of its forward's wait for the host; ``own``: [p, v] each rank's stages.
     """
     there, slowed = np.zeros(each_s.shape), np.zeros(each_s.shape)
     of_ranks_s = each_s[:, own]
@@ -102,7 +102,7 @@ def gathered_columns_s(each_s: Floats, own: Ints, host_s: Floats) -> tuple[Float
 
 
 def gathers_s(units: Units, table: StageTable, data: DataParallel, network: Times) -> list[float]:
-    """Seconds in which each stage's weights are gathered, one collective after the other."""
+    """Seconds to gather each stage's weights, one collective after the other."""
     found = UnitTimes.of(
         StageUnits.of(units, data.traits, table), lambda unit, stage: data.gather_s(unit, network, stage)
     )

@@ -1,8 +1,8 @@
 """How long one kernel takes on a GPU that nobody measured, from the catalogue's figures alone.
 
 A product is tiles of its output, spread in waves over the SMs; each tile also pays for loading its operands and for its
-first and last steps, and a small output is split along K. Above stand three roofs: the tensor units at the clock that
-the device holds (its burst clock for a moment, its sustained one for minutes, by the power it may draw), and memory.
+first and last steps, and a small output is split along K. Three roofs limit that: the tensor units at the clock that the
+device holds (its burst clock for a moment, its sustained clock for minutes, by the power it can draw), and memory.
 Fused attention and element-wise kernels follow the same pattern with their own constants. kernels.yaml holds every
 constant with its source; benchmarks/kernels.py compares them with measured rows and derives them again.
 
@@ -21,15 +21,15 @@ from ahp.cluster.model import Device
 from ahp.shipped import shipped
 
 AttentionKernel = Literal["flash1", "flash2", "torch_flash2", "cudnn", "cudnn_9_19", "masked", "recent"]
-"""FlashAttention-2, of its own library or torch's copy of it, or the vendor's own (cuDNN; FlashAttention-3 on Hopper is 4-17 % faster).
-masked: what torch takes that reads a mask; recent: what it takes with cuDNN 9.19 or later."""
+"""FlashAttention-2 from its own library or torch's copy, or the vendor's kernel (cuDNN; FlashAttention-3 on Hopper is 4-17 % faster).
+masked: the kernel that torch takes to read a mask; recent: the one that it takes with cuDNN 9.19 or later."""
 
 EFFICIENT: AttentionKernel = "flash1"
-"""torch's efficient kernel is of the speed of FlashAttention's first generation (arXiv 2307.08691)."""
+"""torch's efficient kernel is as fast as FlashAttention's first generation (arXiv 2307.08691)."""
 
 GroupedKernel = Literal["each", "torch", "fused"]
-"""Products of experts: launched one by one, several at once (Transformer Engine); torch's one kernel for all (torch._grouped_mm), as fast as single products
-of Ampere's kind are; one persistent kernel with what lies between two products."""
+"""Products of experts. each: launched one by one, several at once (Transformer Engine); torch: one kernel for all (torch._grouped_mm), as fast as
+single products of Ampere's kind; fused: one persistent kernel with the operators between two products."""
 
 ElementWiseKind = Literal[
     "stream", "norm", "gather", "cross_entropy", "optimizer", "log_softmax", "log_softmax_backward"
@@ -51,7 +51,7 @@ def constants() -> dict[str, Any]:
 
 
 def takes_cudnn(generation: str | None) -> bool:
-    """Whether torch's fused attention is cuDNN's on a generation, for the heads that this can."""
+    """Whether torch takes cuDNN's fused attention on a generation, for heads that cuDNN can compute."""
     return generation in constants()["attention"]["takes"]["cudnn"]["generations"]
 
 
@@ -66,7 +66,7 @@ class Reach:
 class Gpu:
     """Kernel times of one device.
 
-    ``data``: the constants, for judging others than those of kernels.yaml.
+    ``data``: constants to judge in place of those in kernels.yaml.
     """
 
     def __init__(self, device: Device, data: Mapping[str, Any] | None = None) -> None:
@@ -82,7 +82,7 @@ class Gpu:
         self.bytes_per_s = self._data["element_wise"]["share"][kind] * device.memory_bandwidth_bytes_per_s
 
     def torch_kernel(self, precision: str, head_dim: float, *, masked: bool = False) -> AttentionKernel:
-        """What torch's scaled_dot_product_attention takes: the first that can. ``masked``: every query has a mask of its own."""
+        """The kernel of torch's scaled_dot_product_attention: the first that can run. ``masked``: every query has a mask of its own."""
         cudnn, flash2 = (self._data["attention"]["takes"][name] for name in ("cudnn", "flash2"))
         if precision == "fp32":
             return EFFICIENT
@@ -106,7 +106,7 @@ class Gpu:
         output_bytes: float | None = None,
         accumulate: bool = False,
     ) -> float:
-        """``batch`` products (m, k) x (k, n). Operands count once: a wave of tiles shares them through the cache.
+        """Seconds of ``batch`` products (m, k) x (k, n). Operands count once: a wave of tiles shares them through the cache.
 
         ``output_bytes``: of one output element; None = as torch, that of the operands (16 bits for fp8).
         ``accumulate``: the output is read and added to, as Megatron's fused weight gradient does.
@@ -116,7 +116,7 @@ class Gpu:
 
     @property
     def fp32_sums(self) -> float:
-        """Time of a product in 8 bits with sums in fp32, as backward passes have it, over that of one without."""
+        """Time of an 8-bit product with sums in fp32, as in backward passes, over that of one without."""
         return self._data["eight_bits"]["fp32_sums"].get(self.generation, 1.0)
 
     def grouped_s(
@@ -131,7 +131,7 @@ class Gpu:
         accumulate: bool = False,
         kernel: GroupedKernel = "each",
     ) -> float:
-        """A product (m, k) x (k, n) for each of ``groups`` experts."""
+        """Seconds of a product (m, k) x (k, n) for each of ``groups`` experts."""
         if kernel == "fused":
             return self.product_s(groups, m, n, k, precision, output_bytes=output_bytes, accumulate=accumulate)
         seconds = self._product_s(groups, m, n, k, precision, output_bytes, accumulate, False)
@@ -149,7 +149,7 @@ class Gpu:
         causal: bool = True,
         value_dim: float | None = None,
     ) -> float:
-        """Fused attention that really does ``flops`` (a causal mask leaves half), over all heads and sequences at once.
+        """Seconds of fused attention that really does ``flops`` (half with a causal mask), over all heads and sequences at once.
 
         A head whose values are narrower than its queries is computed as wide as the queries.
         """
@@ -172,14 +172,14 @@ class Gpu:
         return max(work_s + phase["tail"] * longest_s, block_s, flops / self.reach(precision).sustained)
 
     def _attention_rate(self, kernel: str, head_dim: float, precision: str, *, backward: bool) -> float:
-        """FLOP/s of many long blocks: what the products take at the burst rate, and beside them the softmax.
+        """FLOP/s of many long blocks: the time of the products at the burst rate, plus that of the softmax.
 
-        An exponential takes its time whatever the tensor units can do: each SM has as many units for it on every part.
+        An exponential takes the same time whatever the tensor units can do: each SM has separate units for it.
         """
         data = self._data["attention"]
         like = data["like"][kernel].get(self.generation, self.generation)
         peak = self._peak(precision)
-        if like != self.generation:  # a kernel for an older generation makes no more of a newer SM than of its own
+        if like != self.generation:  # a kernel for an older generation is no faster on a newer SM than on its own
             peak = min(peak, data["flops_per_sm"][like] * self._sms)
         power = self._power()
         product_s = 1.0 / (data["product_share"][kernel][like][backward] * peak * self._shares(precision)[0] * power)
@@ -190,7 +190,7 @@ class Gpu:
 
     @property
     def _exponentials_per_s(self) -> float:
-        """Of the whole device, from its fp32 peak, which has the clock and the SMs in it."""
+        """Exponentials/s of the whole device, from its fp32 peak, which is proportional to clock and SMs."""
         return self._exponentials_per_fma * self._peak("fp32") / 2.0
 
     @property
@@ -200,16 +200,16 @@ class Gpu:
 
     @property
     def _sm_clocks_per_s(self) -> float:
-        """SMs times their clock: of its multiply-adds a clock an SM does 64 where 16 exponentials are a quarter, else 128."""
+        """SMs times their clock: an SM does 64 multiply-adds per clock where its 16 exponentials are a quarter of them, else 128."""
         of_generation = self._data["attention"]["exponentials_per_fma"][self.generation]
         return self._peak("fp32") / 2.0 * min(of_generation, self._exponentials_per_fma) / 16
 
     def unvectorized_s(self, elements: float) -> float:
-        """An element-wise kernel that computes an address for each of its ``elements``, whatever memory takes."""
+        """Seconds of an element-wise kernel that computes an address for each of its ``elements``, without the time of memory."""
         return elements / (self._data["unvectorized"]["elements"] * self._sm_clocks_per_s)
 
     def element_wise_s(self, moved_bytes: float, *, kind: ElementWiseKind = "stream") -> float:
-        """A kernel bound by memory; what fits in the level-2 cache moves faster."""
+        """Seconds of a kernel bound by memory; what fits in the level-2 cache moves faster."""
         if moved_bytes <= 0:
             return 0.0
         data = self._data["element_wise"]
@@ -241,14 +241,14 @@ class Gpu:
         return max(tiles_s, memory_s, held_s)
 
     def output_s(self, written: float) -> float:
-        """What a persistent kernel does not hide of so many bytes of output, where power limits it."""
+        """Seconds of writing ``written`` bytes of output that a persistent kernel does not hide, where power limits it."""
         share = self._data["products"]["persistent_output_share"].get(self.generation, 0.0)
         return share * written / self.device.memory_bandwidth_bytes_per_s
 
     def _tiles_s(
         self, batch: float, m: float, n: float, k: float, sm_flops_per_s: float, written: float, persistent: bool
     ) -> float:
-        """The fastest tile and split of K, each whole waves over the SMs, and the output that nothing hides.
+        """Seconds with the fastest tile and split of K, in whole waves over the SMs, plus the output that nothing hides.
 
         Persistent kernels begin a tile while the one before is written out: they start once, and hide their output.
         """
@@ -269,7 +269,7 @@ class Gpu:
         return best + share * written / bandwidth
 
     def _tile_costs(self) -> tuple[tuple[int, int, float], ...]:
-        """(rows, columns, FLOPs for each step of K, as many as the time for operands is worth)."""
+        """(rows, columns, FLOPs per step of K, with the time to load operands counted as FLOPs)."""
         products = self._data["products"]
         share, tiles = products["operand_share"], products["tiles"]
         if self.generation in products["persistent"]:
@@ -283,7 +283,7 @@ class Gpu:
         return Reach(rate * shares[0], rate * shares[-1])
 
     def _shares(self, precision: str) -> list[float]:
-        """Of the peak, for a moment and for minutes; one where they do not differ."""
+        """Shares of the peak: for a moment and for minutes; a single one where they do not differ."""
         key = "half" if precision in ("bf16", "fp16") else precision
         return self._entry.get(key) or self._entry["half"]
 
@@ -292,7 +292,7 @@ class Gpu:
         return peaks.get(precision) or peaks.get("fp32") or max(peaks.values())
 
     def _power(self) -> float:
-        """What a limit below the part's rated power leaves of its clock."""
+        """The share of its clock that a limit below the device's rated power leaves."""
         limit, rated = self.device.power_limit_w, self.device.rated_power_w
         if limit is None or rated is None or limit >= rated:
             return 1.0

@@ -11,7 +11,7 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks of one collective: how many, how many of them on a node, on how many nodes."""
+    """The ranks of one collective: how many in all, how many on one node, on how many nodes."""
 
     size: int
     local: int

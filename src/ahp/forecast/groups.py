@@ -1,4 +1,4 @@
-"""Which ranks share the weights of a layout: sharded, replicated, and of experts held by fewer."""
+"""Which ranks share the weights of a layout: sharded, replicated, and those of experts, which fewer ranks hold."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ OF_A_REPLICA: tuple[Axis, ...] = ("dp_shard", "cp")
 
 
 def shard_ranks(parallelism: Parallelism) -> int:
-    """Ranks over which ZeRO divides: those of the context axis hold the same weights and count as well."""
+    """How many ranks ZeRO divides states over: those of the context axis hold the same weights and count as well."""
     return parallelism.weight_shards
 
 
 def data_ranks(parallelism: Parallelism) -> tuple[Run, ...]:
-    """The ranks that hold the same weights but for sharding: those of a replica first, then the replicas."""
+    """The ranks that hold the same weights, apart from sharding: those of a replica first, then the replicas."""
     return _joined(runs(parallelism, OF_A_REPLICA), runs(parallelism, ("dp_replicate",)))
 
 
@@ -33,27 +33,27 @@ def _joined(within: tuple[Run, ...], between: tuple[Run, ...]) -> tuple[Run, ...
 
 
 def data_groups(parallelism: Parallelism, devices_per_node: int) -> tuple[Group, Group]:
-    """The ranks over which weights are sharded, and those that replicate them; context ranks belong to either."""
+    """The ranks over which weights are sharded, and those that replicate them; context ranks can belong to either."""
     shards, replicas = first_of(data_ranks(parallelism), shard_ranks(parallelism))
     world = parallelism.world_size
     return group_of(shards, devices_per_node, world), group_of(replicas, devices_per_node, world)
 
 
 def expert_ranks(parallelism: Parallelism, folded: bool) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-    """Ranks that share the experts, and those that hold the same ones: neighbours of the data and context axes share them; of the tensor axis
-    too where experts are ``folded`` (``ExpertTraits``)."""
+    """The ranks that share the experts, and those that hold the same experts. Neighbors on the data and context axes share experts, and on
+    the tensor axis too where experts are ``folded`` (``ExpertTraits``)."""
     ranks = _stage_ranks(parallelism) if folded else data_ranks(parallelism)
     return first_of(ranks, parallelism.expert_parallel_degree)
 
 
 def num_expert_ranks(parallelism: Parallelism, folded: bool) -> int:
-    """Ranks of a stage among which experts can be shared."""
+    """How many ranks of a stage can share experts."""
     tensor = parallelism.tensor_parallel_degree if folded else 1
     return parallelism.data_parallel_degree * parallelism.context_parallel_degree * tensor
 
 
 def expert_shards(parallelism: Parallelism, folded: bool) -> int:
-    """Ranks over which ZeRO divides the states of experts, of those that hold the same ones."""
+    """How many of the ranks that hold the same experts ZeRO divides the states of experts over."""
     if parallelism.weight_shards == 1:
         return 1
     tensor = parallelism.tensor_parallel_degree if folded else 1
@@ -68,7 +68,7 @@ def expert_ranks_of(
 
 
 def expert_groups(parallelism: Parallelism, devices_per_node: int, folded: bool = False) -> tuple[Group, Group]:
-    """``data_groups`` of the weights of experts: the ranks of an expert-parallel group hold different ones."""
+    """``data_groups`` of the weights of experts: the ranks of an expert-parallel group hold different experts."""
     if parallelism.expert_parallel_degree == 1 and not folded:
         return data_groups(parallelism, devices_per_node)
     _, alike = expert_ranks(parallelism, folded)
@@ -78,8 +78,8 @@ def expert_groups(parallelism: Parallelism, devices_per_node: int, folded: bool 
 
 
 def replica_members(parallelism: Parallelism, folded: bool) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of the ranks of one cell (``ahp.cluster.cells``) that hold the same weights: how many, and how far apart; for dense
-    weights and for those of experts."""
+    """(how many, how far apart) of the ranks of one cell (``ahp.cluster.cells``) that hold the same weights: for dense
+    weights, and for those of experts."""
     tensor, inner = parallelism.tensor_parallel_degree, shard_ranks(parallelism)
     within = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
     dividing = 1 if folded else tensor

@@ -1,4 +1,4 @@
-"""Which kernels an engine has on some devices: what of its traits a unit's price depends on."""
+"""The kernels that an engine has on some devices: the part of its traits that a unit's price depends on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class KernelOptions(NamedTuple):
     """The kernels of an engine."""
 
     fusion: Fusion
-    """Of blocks."""
+    """The fusion of blocks."""
     fusion_at_the_ends: Fusion
     fused_loss: bool
     attention: AttentionKernel | None
@@ -30,7 +30,7 @@ class KernelOptions(NamedTuple):
     context_sums_bytes: int
     loss_chunk_tokens: int | None
     weight_bytes: int
-    """Of one weight element in the type that computes."""
+    """Bytes of one weight element in the type that computes."""
     experts_gather_tokens: bool
     tokens_once_to_a_node: bool
     expert_overlap_between_nodes: float
@@ -39,24 +39,24 @@ class KernelOptions(NamedTuple):
     few_keys: FewKeys
     fused_permutation: bool
     grouped: GroupedKernel
-    """For products of experts."""
+    """The kernel for products of experts."""
     one_graph: bool
     """The host launches one CUDA graph for a step."""
     expert_overlap_on_a_node: float
     expert_operators: tuple[float, float]
     fp8: Fp8Recipe | None
-    """Of the products of blocks; None = they are not in 8 bits."""
+    """The recipe for products of blocks; None = they are not in 8 bits."""
 
     def expert_overlap(self, nodes: int) -> float:
-        """Share of the all-to-alls between expert ranks on so many nodes that the opposite pass of another micro-batch can hide."""
+        """Share of the all-to-alls between expert ranks on ``nodes`` nodes that the opposite pass of another micro-batch can hide."""
         return self.expert_overlap_on_a_node if nodes == 1 else self.expert_overlap_between_nodes
 
     @classmethod
     def of(
         cls, traits: Traits, way: ContextWay, generation: str | None, *, in_fp8: bool, has_experts: bool
     ) -> KernelOptions:
-        """Those of an engine; ``generation``: of the GPU (kernels.yaml), None on a CPU; ``in_fp8``: the job's precision;
-        ``has_experts``: the model."""
+        """The kernels of an engine. ``generation``: of the GPU (kernels.yaml), None on a CPU; ``in_fp8``: whether the job's
+        precision is fp8; ``has_experts``: whether the model has experts."""
         on_cpu = generation is None
         flash2 = generation in traits.kernels.flash2_on
         in_mxfp8 = in_fp8 and generation == "blackwell"
@@ -66,7 +66,7 @@ class KernelOptions(NamedTuple):
             fp8 = replace(fp8, attention=True, fused_experts=True)
 
         def on_device(fusion: Fusion) -> Fusion:
-            """On a CPU torch has no fused kernels but those of its compiler."""
+            """On a CPU torch has no fused kernels except for those of its compiler."""
             return "traced" if on_cpu and fusion != "fused" else fusion
 
         return cls(

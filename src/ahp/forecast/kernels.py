@@ -1,8 +1,8 @@
-"""What a device really runs for a traced segment: which operators become a kernel, what it moves, what is kept.
+"""The kernels that a device really runs for a traced segment: which operators become one, the bytes it moves, what is kept.
 
-The graph is traced as eager PyTorch runs on a CPU. On a GPU dropout is one kernel with a mask of one byte an element. An
-engine with fused kernels runs a chain of element-wise operators between two products as one kernel: what passes
-between them stays in registers, and what autograd would keep of them is made again from what enters the chain.
+The graph is traced as eager PyTorch runs on a CPU. On a GPU dropout is one kernel with a mask of one byte per element. An
+engine with fused kernels runs a chain of element-wise operators between two products as one kernel: values inside the
+chain stay in registers, and what autograd would keep of them is recomputed from the chain's input.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ahp.graph.operators import Operator, Segment
 Fusion = Literal["traced", "eager", "modules", "fused"]
 
 MASKS = ("bernoulli", "dropout")
-"""Operators that make random masks, by a part of their name: these cannot be made again."""
+"""Parts of the names of operators that make random masks, which cannot be recomputed."""
 
 CAST = "aten._to_copy"
 
 REDUCED = 4
-"""Elements that go into one of a result that torch's compiler does not make again, at least (torch 2.13,
+"""With more input elements than this for each element of a result, torch's compiler does not recompute it (torch 2.13,
 functorch/partitioners.py, ban_recompute_reductions)."""
 
 LOSS = "loss"
@@ -34,29 +34,29 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class Kernels:
-    """By operator, after fusion."""
+    """The kernels of a segment after fusion, keyed by operator."""
 
     moved_bytes: dict[int, float]
     """Bytes read and written; operators that are no kernel of their own are absent."""
     launched: frozenset[int]
     """Operators that the host launches a kernel for."""
     saved_bytes: dict[int, float]
-    """Kept from forward to backward of a forward operator's output; zeros are left out."""
+    """Bytes of a forward operator's output that are kept until backward; zeros are left out."""
     saved_input_bytes: float
-    """The segment's own input, kept where a chain that starts with it is made again and nothing else keeps it."""
+    """Bytes of the segment's own input, kept where a chain that starts with it is recomputed and nothing else keeps it."""
     unvectorized: frozenset[int] = frozenset()
-    """Operators that are torch's own kernel on a GPU, and one that computes an address for each element."""
+    """Operators that run as torch's own GPU kernel that computes an address for each element."""
     grouped: GroupedKernel = "torch"
     """Which kernel computes products of experts."""
     one_graph: bool = False
-    """Whether who made the kernels saw both passes: of results that a policy keeps, those that nothing reads are left out."""
+    """Whether the compiler saw both passes: it drops those of a policy's kept results that nothing reads."""
 
 
 def kernels(segment: Segment, fusion: Fusion, *, fused_loss: bool = False, grouped: GroupedKernel = "torch") -> Kernels:
     """The kernels of one segment.
 
     ``traced``: one for each operator, as on a CPU. ``eager``: as PyTorch on a GPU. ``modules``: the element-wise operators of
-    one module are one kernel (norms, activation functions). ``fused``: those of a chain, whatever their modules.
+    one module are one kernel (norms, activation functions). ``fused``: those of a chain are one kernel, whatever their modules.
     ``fused_loss``: cross-entropy is one kernel under ``modules`` too.
     """
     saved = {op.index: float(op.saved_bytes) for op in segment.operators if op.saved_bytes}
@@ -87,17 +87,17 @@ def kernels(segment: Segment, fusion: Fusion, *, fused_loss: bool = False, group
 
 
 def _weighted_before_the_last_product(segment: Segment, saved: dict[int, float]) -> dict[int, float]:
-    """What is kept where a router's weights scale what experts' last products read, not what they make.
+    """What is kept where a router's weights scale the input of the experts' last product, not its output.
 
-    The sum is the same, and the chain before it can be made again from what it keeps anyway, so that nothing of one hidden
-    state for each expert of a token waits for its backward (Megatron-Core d98e8a6, transformer/moe/experts.py).
+    The sum is the same, and the chain before that product can be recomputed from what is kept anyway, so that no hidden state
+    per expert of a token waits for its backward (Megatron-Core d98e8a6, transformer/moe/experts.py).
     """
     products = [op.index for op in segment.phase("forward") if op.name in GROUPED]
     return {i: count for i, count in saved.items() if i not in products[-1:]}
 
 
 def owners(segment: Segment) -> dict[int, int]:
-    """By operator: the one that made the memory its output lies in; itself, unless it is a view."""
+    """The operator that made the memory of each operator's output: itself, unless it is a view."""
     owner: dict[int, int] = {}
     for op in segment.operators:
         sources = [i for i in op.depends_on if i in owner]
@@ -115,11 +115,11 @@ def _unvectorized(ops: Iterable[Operator]) -> frozenset[int]:
 
 
 def _is_unvectorized(op: Operator) -> bool:
-    """Whether what an element-wise operator writes is wider than something it reads as much of, or repeats something that it
-    reads. A type made narrower has a kernel of its own, and masks are read as they are."""
+    """Whether an element-wise operator's output has a wider type than an input with as many elements, or broadcasts an input.
+    Casts to a narrower type have a kernel of their own, and masks are read as they are."""
     made = op.outputs[0]
     if "slice_backward" in op.name or "pad" in op.name:
-        return False  # zeros, and a copy into them; joined parts (cat) are copied with an address each
+        return False  # zeros, and a copy into them; cat does compute an address for each element
     return any(
         spec.bytes < made.bytes if spec.numel == made.numel else 1 < spec.numel < made.numel
         for spec in op.inputs
@@ -137,7 +137,7 @@ def _element_bytes(op: Operator) -> int:
 
 
 def _masks(segment: Segment) -> dict[int, int]:
-    """Random draws, by index -> the operator whose output is kept as the mask (itself, or the scaling after it)."""
+    """Index of each random draw -> the operator whose output is kept as the mask (the draw, or the scaling after it)."""
     found: dict[int, int] = {}
     for op in segment.operators:
         if op.phase != "forward" or "bernoulli" not in op.name:
@@ -148,7 +148,7 @@ def _masks(segment: Segment) -> dict[int, int]:
 
 
 def _eager_bytes(segment: Segment, masks: dict[int, int]) -> dict[int, float]:
-    """As traced, but a dropout is one kernel: it reads its input, writes its output and a mask of bytes."""
+    """Bytes moved as traced, except that a dropout is one kernel: it reads its input, writes its output and a mask of bytes."""
     made, scaled = set(masks), set(masks.values())
     moved: dict[int, float] = {}
     for op in segment.operators:
@@ -181,14 +181,14 @@ class _Chains:
         return list(dict.fromkeys(self.owner[i] for i in op.depends_on))
 
     def _levels(self) -> dict[int, int]:
-        """Products on the longest way to each operator: a chain does not reach over one that depends on it."""
+        """Number of products on the longest path to each operator: a chain does not reach across a product that depends on it."""
         level: dict[int, int] = {}
         for op in self.ops:
             level[op.index] = max((level[i] + (self.ops[i].flops > 0) for i in op.depends_on), default=0)
         return level
 
     def _output(self) -> int | None:
-        """The operator that makes what the segment hands on."""
+        """The operator that makes the segment's output."""
         forward = [op.index for op in self.ops if op.phase == "forward" and _runs(op)]
         return self.owner[forward[-1]] if forward else None
 
@@ -200,7 +200,7 @@ class _Chains:
         return not all(self._together(op, self.ops[r]) for r in readers)
 
     def _together(self, op: Operator, reader: Operator) -> bool:
-        """Whether one kernel can hold both."""
+        """Whether one kernel can hold both operators."""
         if not _is_chain(reader) or self.level[reader.index] != self.level[op.index]:
             return False
         return self._fusible(op, reader)
@@ -211,7 +211,7 @@ class _Chains:
         return self.across_modules or other.module == op.module
 
     def _roots(self, index: int) -> tuple[set[int], bool]:
-        """What the chain that makes a forward output starts from: operators in memory, and whether the segment's input."""
+        """Where the chain that makes a forward output starts: operators with outputs in memory, and whether the segment's input too."""
         found: set[int] = set()
         takes_input = False
         waiting, seen = [index], set()
@@ -235,8 +235,8 @@ class _Chains:
         return len(op.inputs) - len(op.parameters) > max(made, len(op.depends_on))
 
     def kept(self, saved: dict[int, float]) -> tuple[dict[int, float], float]:
-        """What is kept when chains are made again in the backward pass, and the bytes of the segment's input kept for it."""
-        # What enters is what the block before gives, and so in its account where somebody keeps that.
+        """Bytes kept when chains are recomputed in the backward pass, by operator, and those of the segment's input kept for that."""
+        # The input is the output of the block before, which counts it if outputs are kept.
         given = self.output in saved
         kept = {i: b for i, b in saved.items() if i == self.output or i in self.masks or not self._again(self.ops[i])}
         input_bytes = 0.0
@@ -256,8 +256,8 @@ class _Chains:
         return kept, input_bytes
 
     def _again(self, op: Operator) -> bool:
-        """Whether a kept output could be made again: an element-wise one that only element-wise operators read backward,
-        or a cast, whoever reads it (a router's product in fp32 reads the hidden states in bf16)."""
+        """Whether a kept output can be recomputed: an element-wise one that only element-wise operators read backward, or
+        a cast, whatever reads it (a router's product in fp32 reads the hidden states in bf16)."""
         if op.name == CAST and self.across_modules:
             return True
         backward = [self.ops[r] for r in self.readers[op.index] if self.ops[r].phase == "backward"]
@@ -266,7 +266,7 @@ class _Chains:
         return all(self._fusible(op, reader) for reader in backward) and not self._is_reduced(op)
 
     def _is_reduced(self, op: Operator) -> bool:
-        """Whether it holds one number for each row of what its chain starts with: cheaper to keep than to reduce again."""
+        """Whether an output is reduced from what its chain starts with, to one number per row: cheaper to keep than to reduce again."""
         if not self.across_modules:
             return False
         roots, takes_input = self._roots(op.index)

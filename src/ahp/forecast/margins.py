@@ -1,4 +1,4 @@
-"""What the forecast cannot derive and takes from measured runs instead: allocator, communicators, errors; in margins.yaml."""
+"""Constants that the forecast cannot derive and takes from measured runs: allocator, communicators, errors; in margins.yaml."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Margin:
     meaning: str
     derivation: str
     devices: tuple[str, ...] = ()
-    """Of the catalogue, where the constant holds for some alone."""
+    """Devices of the catalogue that the constant holds for; empty = all."""
 
     def __post_init__(self) -> None:
         assert self.value > 0, self
@@ -26,10 +26,10 @@ class Margin:
 
 @cache
 def margins() -> Mapping[str, Margin]:
-    """All of margins.yaml by name, read once."""
+    """All of margins.yaml, keyed by name, read once."""
     return {name: Margin(**entry) for name, entry in shipped("ahp.forecast", "margins.yaml").items()}
 
 
 def value(name: str) -> float:
-    """What ships for one constant, in the unit that margins.yaml gives. An unknown name is a programmer's error."""
+    """The shipped value of one constant, in the unit that margins.yaml gives. An unknown name is a programmer's error."""
     return margins()[name].value

@@ -1,4 +1,4 @@
-"""What ranks need of a device's memory, and how likely it is to fit; over columns of ranks."""
+"""Device memory that ranks need, and how likely it is to fit; for columns of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Outside(NamedTuple):
     communicators: Figures
     context: Figures
     by_stream: Figures = 1.0
-    """1 where the allocator keeps what a stream has freed for this stream alone, as on GPUs; 0 on processors, which have no streams."""
+    """1 where the allocator keeps what a stream has freed for this stream alone, as on GPUs; 0 on CPUs, which have no streams."""
 
     @property
     def total(self) -> Figures:
@@ -30,7 +30,7 @@ class Outside(NamedTuple):
 
     @classmethod
     def of(cls, device: Device, num_groups: Figures) -> Outside:
-        """With the communicators of so many process groups."""
+        """For a rank with the communicators of ``num_groups`` process groups."""
         by_stream = 0.0 if is_cpu(device) else 1.0
         each = by_stream * margins.value("communicator_bytes")
         return cls(np.rint(num_groups * each), device.reserved_memory_bytes, by_stream)
@@ -51,7 +51,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class RanksMemory:
-    """The same of many ranks, [W] each."""
+    """``RankMemory`` of many ranks, [W] each."""
 
     parts: dict[str, Floats]
     allocated: Floats
@@ -62,7 +62,7 @@ class RanksMemory:
         return self.reserved + self.parts["communicators"] + self.parts["context"]
 
     def of(self, rank: int) -> RankMemory:
-        """One of them."""
+        """The memory of one rank."""
         parts = {part: int(count[rank]) for part, count in self.parts.items()}
         return RankMemory(parts, int(self.allocated[rank]), int(self.reserved[rank]))
 
@@ -70,7 +70,7 @@ class RanksMemory:
 def ranks_memory(
     parts: Mapping[str, Figures], outside: Outside, pooled: Figures = 0.0, gap: Figures = 0.0
 ) -> RanksMemory:
-    """Add what the allocator keeps of these parts beyond them, and what lies outside of it; see ``slack_bytes``."""
+    """Add what the allocator keeps beyond these parts (``slack_bytes``), and what lies outside of the allocator."""
     allocated = np.atleast_1d(sum(parts.values()))
     slack = slack_bytes(allocated, pooled * outside.by_stream, gap * outside.by_stream)
     whole = {
@@ -81,7 +81,7 @@ def ranks_memory(
 
 
 class Peak(NamedTuple):
-    """What lies beside states and activations when a rank's memory is the fullest."""
+    """Bytes besides states and activations when a rank's memory is the fullest."""
 
     temporaries: Figures
     gathered: Figures
@@ -89,7 +89,7 @@ class Peak(NamedTuple):
 
     @classmethod
     def of(cls, units: UnitBytes, in_layers: Figures, at_head: Figures) -> Peak:
-        """While layers run backward, or while the loss is computed; ``in_layers``, ``at_head``: temporaries then."""
+        """The larger of two peaks: while layers run backward, or while the loss is computed. ``in_layers``, ``at_head``: their temporaries."""
         is_head = np.greater_equal(at_head + units.at_head, in_layers + units.gathered + units.reduced)
         return cls(
             np.maximum(np.where(is_head, at_head, in_layers), 0.0),
@@ -112,8 +112,8 @@ def while_training(
     micro_batches: int,
     visiting: Figures = 0.0,
 ) -> dict[str, Figures]:
-    """All that ranks allocate, part by part. When the activations are gone, the last unit is reduced, and ``visiting`` comes for the
-    update."""
+    """Bytes that ranks allocate, part by part. When the activations are gone, the last unit is reduced, and ``visiting`` states come for
+    the update."""
     gradients = states["gradients"]
     kept_gradients, kept_activations = gradients, activations
     if micro_batches == 1:
@@ -122,7 +122,7 @@ def while_training(
         kept_gradients = np.where(at_start, 0.0, gradients)
         kept_activations = np.where(at_start, activations, 0.0)
     gone = kept_activations + kept_gradients - gradients + peak.total
-    has_flat = np.any(states.get("flat_copies", 0.0))  # one engine alone has any
+    has_flat = np.any(states.get("flat_copies", 0.0))  # only one engine has any
     return {
         **{part: count for part, count in states.items() if part != "flat_copies" or has_flat},
         "optimizer_states": states["optimizer_states"] + np.maximum(0.0, visiting - gone),
@@ -136,35 +136,35 @@ def while_training(
 
 
 def pooled_bytes(units: UnitBytes, activations: Figures) -> Figures:
-    """What the allocator keeps for other streams. Of activations and the gradients that take their place the larger is counted elsewhere,
-    but each has memory of its own."""
+    """Bytes that the allocator keeps for other streams. ``while_training`` counts the larger of activations and the gradients that take
+    their place, but each has memory of its own."""
     return units.pooled + np.minimum(activations, units.grown)
 
 
 def slack_bytes(allocated: Figures, pooled: Figures = 0.0, gap: Figures = 0.0) -> Figures:
-    """What the allocator reserves beyond what is allocated. ``pooled``: what it keeps for other streams; ``gap``: free memory between
-    tensors into which nothing at the peak fits, where that is more than usual."""
+    """Bytes that the allocator reserves beyond what is allocated. ``pooled``: bytes kept for other streams; ``gap``: free memory between
+    tensors that nothing at the peak fits into, which counts where it is more than usual."""
     return np.maximum(np.rint(allocated * (margins.value("reserved_over_allocated") - 1)), gap) + pooled
 
 
 def device_bytes(allocated: Figures, outside: Outside, pooled: Figures = 0.0, gap: Figures = 0.0) -> Figures:
-    """What a device must have for so many bytes in tensors."""
+    """Bytes that a device must have for ``allocated`` bytes in tensors."""
     whole = np.floor(allocated)
     return whole + slack_bytes(whole, pooled * outside.by_stream, gap * outside.by_stream) + outside.total
 
 
 def most_allocated(device_bytes: Figures, outside: Outside) -> Figures:
-    """Bytes in tensors for which so many bytes of a device are enough, at most: ``device_bytes`` the other way round."""
+    """The most bytes in tensors for which ``device_bytes`` of a device are enough: the inverse of the function ``device_bytes``."""
     return (device_bytes + 1.0 - outside.total) / margins.value("reserved_over_allocated") + 1.0
 
 
 def in_tensors(kept_bytes: Figures) -> Figures:
-    """The bytes in tensors for which there is no room on a device where the allocator keeps so many for other streams."""
+    """Bytes in tensors that lose their room on a device where the allocator keeps ``kept_bytes`` for other streams."""
     return kept_bytes / margins.value("reserved_over_allocated")
 
 
 FIT_PROBABILITY = 0.95
-"""What ``Forecast.fits`` asks for."""
+"""The probability that ``Forecast.fits`` asks for."""
 
 
 def fit_probability(total_bytes: float, capacity_bytes: float) -> float:
@@ -181,8 +181,8 @@ def most_that_fits(capacity_bytes: float) -> float:
 
 
 def activation_room(ranks: RanksMemory, capacity_bytes: float, micro_batches: int) -> Floats:
-    """[W] What each rank may keep of its micro-batches and still fit, with all else that it has. The gradients take the place of a single one
-    (``while_training``): it may keep as much as they do."""
+    """[W] Bytes of activations that each rank can keep and still fit, with all else that it has. The gradients take the place of a single
+    micro-batch's activations (``while_training``), so these can be as large as the gradients."""
     outside = Outside(ranks.parts["communicators"], ranks.parts["context"])
     pooled = ranks.parts["allocator_slack"] - slack_bytes(ranks.allocated)
     most = most_allocated(most_that_fits(capacity_bytes) - pooled, outside)
@@ -191,5 +191,5 @@ def activation_room(ranks: RanksMemory, capacity_bytes: float, micro_batches: in
 
 
 def _need_error() -> float:
-    """Standard error of the log of a rank's need: of what its tensors take, and of what the allocator adds to them."""
+    """Standard error of the log of a rank's need: from what its tensors take, and from what the allocator adds to them."""
     return math.hypot(margins.value("allocated_error"), margins.value("reserved_error"))

@@ -22,7 +22,7 @@ class Run(NamedTuple):
 
 
 def runs(parallelism: Parallelism, axes: Collection[Axis]) -> tuple[Run, ...]:
-    """The ranks that differ along some mesh axes alone, as runs of runs, the innermost first; axes side by side are one run."""
+    """The ranks that differ only along some mesh axes, as runs of runs, the innermost first; adjacent axes are one run."""
     return numbered_runs(parallelism.axes, parallelism.degree, axes)
 
 
@@ -42,9 +42,9 @@ def numbered_runs(order: Sequence[Axis], degree_of: Callable[[Axis], int], axes:
 
 
 def first_of(ranks: tuple[Run, ...], count: int) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-    """The ``count`` innermost of ranks that are runs of runs, and what has these as its members.
+    """The ``count`` innermost ranks of runs of runs, and the runs whose members are groups of these.
 
-    Where a run has a part of them alone, as many of its ranks belong to them as divide both.
+    Where only a part of a run belongs to them, its size is the greatest common divisor of the run's size and what is left of ``count``.
     """
     first: list[Run] = []
     rest: list[Run] = []
@@ -58,10 +58,10 @@ def first_of(ranks: tuple[Run, ...], count: int) -> tuple[tuple[Run, ...], tuple
 
 
 def group_of(ranks: tuple[Run, ...], devices_per_node: int, world: int) -> Group:
-    """Runs of runs as the group of a collective; of the groups that ``world`` ranks form so, one that reaches furthest.
+    """Runs of runs as the group of a collective: of all such groups among ``world`` ranks, one that reaches furthest.
 
-    Where a run does not fill nodes evenly, some of its groups lie on more nodes than the first: three neighbours on nodes of
-    eight, the third group of them on two.
+    Where a run does not fill nodes evenly, some groups lie on more nodes than the first: of groups of three neighbors on
+    nodes of eight, the third lies on two nodes.
     """
     size = math.prod(run.size for run in ranks)
     local = math.prod(min(run.size, max(1, devices_per_node // run.stride)) for run in ranks)
@@ -73,7 +73,7 @@ def group_of(ranks: tuple[Run, ...], devices_per_node: int, world: int) -> Group
 
 
 def _fills_nodes(run: Run, devices_per_node: int) -> bool:
-    """Whether all its groups lie on nodes alike: within one, on whole ones, or each rank on its own."""
+    """Whether all groups of a run lie on nodes in the same way: within one node, on whole nodes, or each rank on its own node."""
     whole = run.size * run.stride
     within, beyond = devices_per_node % whole == 0, devices_per_node % run.stride == 0 and whole % devices_per_node == 0
     return within or beyond or run.stride % devices_per_node == 0
@@ -81,10 +81,10 @@ def _fills_nodes(run: Run, devices_per_node: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def _furthest(ranks: tuple[Run, ...], devices_per_node: int, world: int) -> Group:
-    """The group on the most nodes, of these the one with the fewest ranks on its fullest node."""
+    """The group on the most nodes; among these, the one with the fewest ranks on its fullest node."""
     members, starts, whole = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), 1
     for run in sorted((run for run in ranks if run.size > 1), key=lambda run: run.stride):
-        # Between the runs lie the ranks of other groups; where a node begins is all that matters of them.
+        # The ranks of other groups lie between the runs; they matter only for where a node begins.
         starts = _sums(starts, run.stride // whole, whole, devices_per_node)
         members = (members[:, None] + run.stride * np.arange(run.size)).ravel()
         whole = run.size * run.stride
@@ -95,7 +95,7 @@ def _furthest(ranks: tuple[Run, ...], devices_per_node: int, world: int) -> Grou
 
 
 def _sums(starts: NDArray[np.int64], count: int, stride: int, devices_per_node: int) -> NDArray[np.int64]:
-    """Places on a node of what lies 0 .. ``count`` - 1 strides behind ``starts``."""
+    """Positions on a node of the ranks 0 .. ``count`` - 1 strides behind ``starts``."""
     steps = stride * np.arange(min(count, devices_per_node))
     # np.unique would import numpy.ma, 25 to 33 ms of the first plan in a process.
     return np.array(sorted(set(((starts[:, None] + steps) % devices_per_node).ravel().tolist())))
@@ -111,19 +111,19 @@ class PipelineAxis(NamedTuple):
 
     places: int
     stride: int
-    """Ranks from one place to the next; so many side by side have the same place."""
+    """Ranks from one place to the next; this many adjacent ranks have the same place."""
     world: int
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """The ranks of one place, from the first of them on."""
+        """The ranks of one place, counted from the first of them."""
         periods = range(0, self.world, self.places * self.stride)
         return tuple(start + offset for start in periods for offset in range(self.stride))
 
     def pair(self, first: int, second: int, devices_per_node: int) -> Group:
-        """Two ranks of places ``first`` and ``second`` that send to each other: of all such pairs one that is furthest apart."""
+        """Two ranks of places ``first`` and ``second`` that send to each other: one of the pairs that are furthest apart."""
         period = self.places * self.stride
-        # Where a period begins within a node comes again after so many of them.
+        # After this many periods, they begin at the same positions within nodes again.
         different = min(self.world // period, devices_per_node // math.gcd(devices_per_node, period))
         for start in range(0, different * period, period):
             ranks = (

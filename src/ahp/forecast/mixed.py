@@ -1,8 +1,8 @@
-"""Prices layouts on a cluster of several kinds of devices: every cell by the tables of its own device.
+"""Prices layouts on a cluster of several kinds of devices: every cell with the tables of its own device.
 
-Each group of nodes has an ordinary ``Pricer``; a cell's stage is priced by its group's, with the gradients' sum going over
-all cells of the stage. Each replica's pipeline is simulated with its own stage times and its own number of micro-batches;
-the slowest replica, and the slowest update after it, is the step. What replicas have alike is computed once.
+Each group of nodes has an ordinary ``Pricer``, which prices the stages of the group's cells; gradients are summed over all
+cells of a stage. Each replica's pipeline is simulated with its own stage times and its own number of micro-batches; the
+slowest replica and the slowest update after it make the step. What replicas share is computed once.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ from ahp.schedule.orders import order_lines
 from ahp.schedule.simulate import StageTimes
 
 OF_CELLS = ("stages", "layers_per_stage", "micro_batches_per_replica", "recomputed_layers_per_stage")
-"""What of a layout says which cell computes what: stages with the same degrees cost the same whatever it says."""
+"""Fields of a layout that say which cell computes what: the cost of a stage depends on the degrees, not on these fields."""
 
 
 _Kind = tuple[str, tuple[int, int]]
-"""Of a cell: its group of devices, shard and tensor degree."""
+"""The kind of a cell: its group of devices, and its shard and tensor degree."""
 
 
 @dataclass(frozen=True)
@@ -70,63 +70,63 @@ class _Layout:
 
     parallelism: Parallelism
     own: tuple[Parallelism, ...]
-    """As each pipeline rank has it: by the width of its stages."""
+    """The layout as each pipeline rank has it, with the width of its own stages."""
     traits: tuple[Traits, ...]
-    """Of each pipeline rank."""
+    """The engine's traits for each pipeline rank."""
     widths: tuple[tuple[int, int], ...]
     """Shard and tensor degree of each pipeline rank."""
     placement: Placement
     stage_rank: tuple[int, ...]
     """The pipeline rank that holds each stage."""
     replicated: tuple[Group, ...]
-    """Of each pipeline rank the ranks of all replicas that hold the same weights."""
+    """For each pipeline rank, the ranks of all replicas that hold the same weights."""
     cost: Callable[[int, str, int, int | None], StageCost]
-    """What a stage costs on a group's devices, for a replica of so many micro-batches that recomputes so many of its layers."""
+    """The cost of a stage: its number, the group of its devices, the micro-batches of its replica, and its recomputed layers."""
 
     def kinds(self, cells: Sequence[Cell]) -> list[_Kind]:
-        """Of each pipeline rank of a replica its devices and its width: of one kind, stages cost the same."""
+        """The kind (devices and width) of each pipeline rank of a replica: stages cost the same on cells of one kind."""
         return [(cell.group, width) for cell, width in zip(cells, self.widths, strict=True)]
 
     def each_kind(self, kinds: Sequence[_Kind]) -> dict[_Kind, tuple[Parallelism, Traits]]:
-        """The layout of the pipeline ranks of each, and its traits."""
+        """The layout and the traits of pipeline ranks, keyed by their kind."""
         return dict(zip(kinds, zip(self.own, self.traits, strict=True), strict=True))
 
 
 class MixedPricer:
-    """Forecasts for one model, mixed cluster, job and engine; what ``Pricer`` is for a plain one."""
+    """Forecasts for one model, mixed cluster, job and engine; ``Pricer`` is the same for a plain cluster."""
 
     def __init__(
         self, graph: ModelGraph, cluster: Cluster, job: Job, choice: EngineChoice, groups: Mapping[str, Pricer]
     ) -> None:
-        """``groups``: an ordinary pricer for each group of nodes, by its name."""
+        """``groups``: an ordinary pricer for each group of nodes, keyed by its name."""
         self.graph, self.cluster, self.choice, self.groups = graph, cluster, choice, groups
         self.job = on_graph(job, graph)
         self.network = MixedNetwork(cluster)
         self._stage_costs: dict[tuple[object, ...], StageCost] = {}
         self._kept = KeptPrices(self._price_faster)
         self.turns = 1.0
-        """Workers that wait are not known to leave cores to others: groups are probed each for itself."""
+        """Each group is probed by itself, so whether waiting workers leave cores to others is not known."""
 
     @cached_property
     def slowest_share(self) -> float:
-        """By how much the slowest of all devices is behind the mean; a layout that leaves some idle counts its own."""
+        """Share by which the slowest of all devices lags behind the mean; a layout that leaves devices idle counts only those it uses."""
         return self._slowest_share(self.groups, self.cluster.num_devices)
 
     @property
     def stretch(self) -> float:
-        """What the seconds of the mean rank are multiplied by, since the slowest is behind."""
+        """Factor on the mean rank's seconds: the slowest rank lags behind."""
         return 1.0 + self.slowest_share
 
     def price(self, parallelism: Parallelism) -> Priced:
-        """Price one layout. ``activation_checkpoint`` auto is the lightest that fits, ``context_parallel_method`` None the
-        faster.
+        """Price one layout. ``activation_checkpoint`` auto becomes the lightest kind that fits, ``context_parallel_method``
+        None the faster method.
 
         Raises NotExpressible when the engine cannot run the layout, BadInput when it breaks another rule.
         """
         return self._kept.of(parallelism)
 
     def _price_faster(self, parallelism: Parallelism) -> Priced:
-        if parallelism.context_parallel_degree > 1:  # an illegal layout has no groups to choose a method by
+        if parallelism.context_parallel_degree > 1:  # choosing a method needs groups; an illegal layout has none
             legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
         any_group = next(iter(self.groups.values()))
         first, *others = map(any_group.methods, parallelism.layouts_of_ranks)
@@ -137,9 +137,9 @@ class MixedPricer:
         return self.groups[group].units(parallelism)
 
     def cells_fit(self, parallelism: Parallelism) -> Callable[[int, Sequence[int]], list[bool]]:
-        """Of a layout, whether each cell of a replica fits where its stages recompute so many layers; without the schedule.
+        """A function of a replica and the recomputed layers of each stage: whether each cell fits, without running the schedule.
 
-        Raises as ``price``.
+        Raises like ``price``.
         """
         legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
         layout = self._layout(parallelism)
@@ -169,10 +169,10 @@ class MixedPricer:
         recomputed_layers: int | None = None,
         passes_behind: int = 0,
     ) -> StageCost:
-        """One stage on a group's devices; which, of ``parallelism``, lies where does not matter.
+        """The cost of one stage on a group's devices; the ``OF_CELLS`` fields of ``parallelism`` do not matter.
 
-        ``recomputed_layers``: None = all, where any are. ``micro_batches``: of its replica, None = the most of any. ``replicate``, ``experts``: the ranks that sum its
-        gradients, and those of its experts (``network.replicas``); alone, no time passes for that.
+        ``recomputed_layers``: None = all, if any are. ``micro_batches``: of the stage's replica; None = the most of any replica.
+        ``replicate``, ``experts``: the ranks that sum its gradients, and its experts' (``network.replicas``); ``ALONE`` takes no time.
         """
         degrees = parallelism.model_copy(update=dict.fromkeys(OF_CELLS))
         count = micro_batches or parallelism.num_micro_batches(self.job)
@@ -237,7 +237,7 @@ class MixedPricer:
         return _Layout(parallelism, own, traits, parallelism.widths, placement, stage_rank, replicated, cache(cost))
 
     def _replicas(self, layout: _Layout) -> list[Replica]:
-        """The pipeline of each replica; those that lie alike and compute as much are simulated once."""
+        """The pipeline of each replica; replicas with the same kinds of cells and the same work are simulated once."""
         made: dict[tuple[object, ...], Replica] = {}
         replicas = []
         p = layout.parallelism
@@ -253,14 +253,14 @@ class MixedPricer:
         return replicas
 
     def _timed(self, layout: _Layout, replica: int) -> tuple[tuple[StageCost, ...], list[StageTimes]]:
-        """The stages of a replica with what they wait for alone, and their times with what runs beside them."""
+        """A replica's stage costs that count only what a stage waits for, and its stage times that also have the collectives overlapped with it."""
         cells, stages = layout.placement.cells[replica], self._stages(layout, replica)
         gathers, reductions = self._gathers(layout, cells), self._reductions(layout, cells, stages)
         stages = reductions.stages(gathers.stages(stages))
         return stages, reductions.times(gathers.times(self._times(layout, cells, stages), stages))
 
     def _stages(self, layout: _Layout, replica: int, recomputed: Sequence[int] | None = None) -> tuple[StageCost, ...]:
-        """``recomputed``: layers of each stage, None = as the layout says."""
+        """``recomputed``: recomputed layers of each stage; None = as in the layout."""
         cells, count = layout.placement.cells[replica], layout.parallelism.micro_batches(self.job)[replica]
         some = recomputed or layout.parallelism.recomputed_layers(replica) or (None,) * len(layout.stage_rank)
         return tuple(
@@ -268,7 +268,7 @@ class MixedPricer:
         )
 
     def _gathers(self, layout: _Layout, cells: Sequence[Cell]) -> Gathers:
-        """What each stage's cell gathers beside the computation."""
+        """The weight gathers of each stage's cell that overlap with computation."""
         last, each_s = len(layout.stage_rank) - 1, []
         for stage, rank in enumerate(layout.stage_rank):
             group, p, traits = self.groups[cells[rank].group], layout.own[rank], layout.traits[rank]
@@ -280,14 +280,14 @@ class MixedPricer:
         return Gathers(tuple(each_s), layout.stage_rank)
 
     def _reductions(self, layout: _Layout, cells: Sequence[Cell], stages: tuple[StageCost, ...]) -> Reductions:
-        """What each stage's cell reduces beside the computation."""
+        """The gradient reductions of each stage's cell that overlap with computation."""
         for cell, p, traits in zip(cells, layout.own, layout.traits, strict=True):
             if not reduces_beside(p, self.groups[cell.group].data_parallel(p, traits)):
                 return Reductions()
         return Reductions.of(layout.parallelism, stages)
 
     def _stage_memory(self, layout: _Layout, replica: int, recomputed: Sequence[int] | None = None) -> StageMemory:
-        """What each stage of a replica holds on the devices of its cell."""
+        """Memory of each stage of a replica on the devices of its cell."""
         cells, parallelism = layout.placement.cells[replica], layout.parallelism
         some = recomputed or parallelism.recomputed_layers(replica)
         kinds = layout.kinds(cells)
@@ -306,7 +306,7 @@ class MixedPricer:
         return stage_times(layout.parallelism, stages, sends, back)
 
     def _send_s(self, layout: _Layout, cells: Sequence[Cell], one: int, other: int) -> float:
-        """Seconds to hand one micro-batch's hidden states from the cell of a pipeline rank to that of another one; their gradient alike."""
+        """Seconds to send one micro-batch's hidden states, or their gradient, from the cell of one pipeline rank to that of another."""
         if one == other:
             return 0.0
         if layout.widths[one] != layout.widths[other]:
@@ -315,8 +315,8 @@ class MixedPricer:
         return self._between_s("send_recv", sent, cells[one], cells[other])
 
     def _laid_anew_s(self, layout: _Layout, cells: Sequence[Cell], one: int, other: int) -> float:
-        """``_send_s`` between cells of unlike width (runtime/pipeline/borders.py): every rank sends or takes its share, and where tensor ranks hold
-        hidden states whole the receivers gather them."""
+        """``_send_s`` between cells of different width (runtime/pipeline/borders.py): every rank sends or receives its share, and
+        receiving tensor ranks that need the whole hidden states all-gather them."""
         own, traits, context = layout.own[one], layout.traits[one], layout.parallelism.context_parallel_degree
         shard, tensor = layout.widths[one]
         ours = message_bytes(own, traits, self.units(own, cells[one].group))
@@ -331,8 +331,8 @@ class MixedPricer:
         return sent_s + nodes.network.time_s("all_gather", whole / context / shard, group)
 
     def _tied_s(self, layout: _Layout, cells: Sequence[Cell]) -> float:
-        """The gradient of weights that the first and the last stage of a replica share, summed over both: of parts that line up in pairs of
-        ranks, else whole over all of them (runtime/shard/ownership.py)."""
+        """Seconds to all-reduce the gradient of weights that a replica's first and last stage share: in parts between pairs of ranks
+        where both have the same width, else whole over all their ranks (runtime/shard/ownership.py)."""
         first, last = layout.stage_rank[0], layout.stage_rank[-1]
         units = self.units(layout.own[first], cells[first].group)
         if len(cells) == 1 or units.tied_parameters == 0:
@@ -349,8 +349,8 @@ class MixedPricer:
         return times.time_s(kind, num_bytes, self.network.pair(one, other))
 
     def _optimizer_s(self, layout: _Layout, replicas: list[Replica]) -> tuple[float, float]:
-        """The update on the device where it takes longest, with the one collective of loss and norm; and what fetches states
-        from host memory there and brings them back."""
+        """Seconds on the slowest device: (update with the all-reduce of loss and norm; copies of states from and to host
+        memory)."""
         each: list[tuple[float, float]] = []
         for replica in _distinct(replicas):
             kinds = layout.kinds(replica.cells)
@@ -373,13 +373,13 @@ class MixedPricer:
     def _memory(
         self, layout: _Layout, cells: Sequence[Cell], span: Makespan, stages: StageMemory
     ) -> list[memory.RankMemory]:
-        """What each cell of a replica needs on one of its devices."""
+        """Memory that each cell of a replica needs on one of its devices."""
         return [ranks.of(rank) for rank, ranks in enumerate(self._ranks_memory(layout, cells, span, stages))]
 
     def _ranks_memory(
         self, layout: _Layout, cells: Sequence[Cell], span: Makespan, stages: StageMemory
     ) -> list[memory.RanksMemory]:
-        """Of each pipeline rank, what all of them would need on devices and at a width such as its own."""
+        """For each pipeline rank, the memory that all pipeline ranks would need on its kind of device and at its width."""
         kinds = layout.kinds(cells)
         needs = {
             kind: self.groups[kind[0]].ranks_memory(own, traits, span, stages)
@@ -388,7 +388,7 @@ class MixedPricer:
         return [needs[kind] for kind in kinds]
 
     def activation_bytes(self, priced: Priced) -> memory.Floats:
-        """[R, p] What each pipeline rank of each replica may keep of its micro-batches and still fit."""
+        """[R, p] Bytes of activations that each pipeline rank of each replica can keep and still fit."""
         layout = self._layout(priced.parallelism)
         rooms = [
             memory.activation_room(needs, self._capacity(cell.group), replica.span.m)[rank]
@@ -400,7 +400,7 @@ class MixedPricer:
         return np.array(rooms).reshape(len(priced.replicas), -1)
 
     def memory_of_places(self, priced: Priced) -> list[PlaceMemory]:
-        """What the ranks of each cell need; of replicas that are alike, those at one place together."""
+        """Memory that the ranks of each cell need; the ranks at one place of replicas of one kind are taken together."""
         layout = self._layout(priced.parallelism)
         alike: dict[tuple[object, ...], list[Replica]] = {}
         for replica in priced.replicas:
@@ -417,7 +417,7 @@ class MixedPricer:
         return found
 
     def _fullest(self, layout: _Layout, replicas: list[Replica]) -> tuple[int, Cell, memory.RankMemory]:
-        """The pipeline rank and the cell whose devices are the most likely to run out of memory, and what it needs."""
+        """The pipeline rank and the cell whose devices are the most likely to run out of memory, and the memory it needs."""
         cells = [
             (rank, cell, used)
             for replica in _distinct(replicas)
@@ -425,7 +425,7 @@ class MixedPricer:
                 zip(replica.cells, self._memory(layout, replica.cells, replica.span, replica.memory), strict=True)
             )
         ]
-        # Of cells that are as full the first in the order of the mesh.
+        # Among equally full cells, take the first in the order of the mesh.
         return max(cells, key=lambda c: (c[2].total / self._capacity(c[1].group), -c[0]))
 
     def _capacity(self, group: str) -> int:
@@ -464,7 +464,7 @@ class MixedPricer:
         return f"{', '.join(devices)} TFLOP/s, dense {self.job.precision} peaks"
 
     def _step_error(self, placement: Placement) -> float:
-        """Standard error of the log of the step time: that of the worst group, and of mixing where devices differ."""
+        """Standard error of the log of the step time: the worst group's, combined with that of mixing where devices differ."""
         used = [self.groups[name].nodes for name in placement.used]
         alone = max(step_error(nodes) for nodes in used)
         mixes = len({nodes.device.name for nodes in used}) > 1
@@ -472,7 +472,7 @@ class MixedPricer:
 
 
 def _distinct(replicas: list[Replica]) -> list[Replica]:
-    """One replica of each kind: on the same groups, with as many micro-batches and the same stages, each of which is made once."""
+    """One replica of each kind: equal groups, equal micro-batches, and the same stage objects (each stage is made once)."""
     kinds = {_kind(replica): replica for replica in reversed(replicas)}
     return list(reversed(kinds.values()))
 

@@ -1,4 +1,4 @@
-"""What collectives cost whose ranks lie on several groups of a mixed cluster.
+"""The cost of collectives whose ranks lie on several groups of a mixed cluster.
 
 A ring is as slow as its slowest part. Each group that takes part is priced as if all nodes were like its own: its links
 within a node, its share of the network cards, and the slowest of the networks that its nodes send over; the slowest group
@@ -21,14 +21,14 @@ from ahp.forecast.group import CollectiveKind, Group
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The part of one group of nodes in a collective over several."""
+    """The part that one group of nodes has in a collective over several groups."""
 
     group: str
     local: int
     """Ranks on each of its nodes; the most where they differ."""
     bandwidth_bytes_per_s: float
     latency_s: float
-    """Of the slowest network that its nodes send over: to each other, or to the next group of the ring; per node."""
+    """The worst bandwidth (per node) and latency of the networks that its nodes send over: to each other, or to the ring's next group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Spread(Group):
 
 
 class MixedNetwork:
-    """Where ranks lie on a mixed cluster, and what their collectives take."""
+    """Where ranks lie on a mixed cluster, and how long their collectives take."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -49,11 +49,11 @@ class MixedNetwork:
         self.spread_s = cache(self._spread_s)
 
     def times(self, own: Network) -> Times:
-        """What prices the collectives of ranks on one group: within it by its ``own`` network."""
+        """Prices the collectives of ranks on one group: those within it with its ``own`` network."""
         return _Times(own, self)
 
     def _spread_s(self, kind: CollectiveKind, num_bytes: float, spread: Spread) -> float:
-        """Seconds of a collective over several groups, as ``Network.time_s``."""
+        """Seconds of a collective over several groups, like ``Network.time_s``."""
         return self._sides_s(kind, (num_bytes,) * len(spread.sides), spread)
 
     def _sides_s(self, kind: CollectiveKind, num_bytes: Sequence[float], spread: Spread) -> float:
@@ -65,7 +65,7 @@ class MixedNetwork:
         )
 
     def handed_s(self, own: Network, one: Cell, other: Cell, num_bytes: float) -> float:
-        """Seconds to hand so many bytes from one cell to another of another width: every rank of either has its share of them."""
+        """Seconds to send ``num_bytes`` from one cell to another of different width: every rank of either cell has its share of them."""
         shares, group = (num_bytes / one.width, num_bytes / other.width), self.pair(one, other)
         if not isinstance(group, Spread):
             return own.time_s("send_recv", max(shares), group)
@@ -106,7 +106,7 @@ class MixedNetwork:
         return self._group(dict(sorted(ranks.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))))
 
     def _group(self, ranks: Mapping[tuple[str, int], int]) -> Group:
-        """The group of so many ranks on each (group of nodes, node), in the order of their ring."""
+        """The group of ``ranks`` (how many on each node of a group of nodes), in the order of their ring."""
         most: dict[str, int] = {}
         for (name, _), count in ranks.items():
             most[name] = max(count, most.get(name, 0))
@@ -118,7 +118,7 @@ class MixedNetwork:
         return Spread(size, local, nodes, sides)
 
     def _slowest(self, name: str, ring: list[str]) -> tuple[float, float]:
-        """Bandwidth and latency, the worst of the links that a group's nodes send over to their neighbours of the ring."""
+        """The worst bandwidth and the worst latency of the links between a group's nodes and their neighbors in the ring."""
         hops = {frozenset(hop) for hop in zip(ring, [*ring[1:], ring[0]], strict=True) if name in hop}
         links = [link_between(self._cluster, name, *(hop - {name} or {name})) for hop in hops]
         found = [link for link in links if link is not None]

@@ -15,7 +15,7 @@ from ahp.schedule.orders import ranks_of_stages
 from ahp.words import number_of
 
 MOST_LISTED = 8
-"""Cells whose widths an error lists."""
+"""The most cells whose widths an error lists."""
 
 
 def illegal_placement(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None:
@@ -43,7 +43,7 @@ def _unknown(names: list[str], parallelism: Parallelism) -> str | None:
 
 
 def devices(cluster: Cluster, parallelism: Parallelism) -> str | None:
-    """Whether there is a device for every cell at all, before cells are listed one by one."""
+    """Checks that there is a device for every cell at all, before cells are listed one by one."""
     replicas, ranks = parallelism.data_parallel_replicate_degree, parallelism.pipeline_parallel_degree
     if replicas * ranks <= cluster.num_devices:
         return None
@@ -52,7 +52,7 @@ def devices(cluster: Cluster, parallelism: Parallelism) -> str | None:
 
 
 def _on_one_group(parallelism: Parallelism) -> str | None:
-    """Whether all stages of a rank lie on one group."""
+    """Checks that all stages of a rank lie on one group."""
     if parallelism.stages is None or parallelism.virtual_stages_per_rank == 1:
         return None
     replicas = parallelism.data_parallel_replicate_degree
@@ -66,7 +66,7 @@ def _on_one_group(parallelism: Parallelism) -> str | None:
 
 
 def widths_of_ranks(parallelism: Parallelism) -> str | None:
-    """Whether all stages of a rank are of one width."""
+    """Checks that all stages of a rank have one width."""
     if parallelism.stages is None or parallelism.virtual_stages_per_rank == 1:
         return None
     for axis in ("dp_shard", "tp"):
@@ -88,7 +88,7 @@ def _named(groups: tuple[str, ...]) -> str | list[str]:
 
 
 def _room(cluster: Cluster, parallelism: Parallelism) -> str | None:
-    """Whether every group holds the cells that lie on it."""
+    """Checks that every group has room for the cells that lie on it."""
     widths, columns = cell_widths(parallelism), named_groups(cluster, parallelism)
     if columns is None:
         there = {group.name: cells_of(group, widths[0]) for group in cluster.groups}
@@ -144,7 +144,7 @@ def _experts(parallelism: Parallelism) -> str | None:
 
 
 def used(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None:
-    """Whether the groups that take part can compute so, and reach each other."""
+    """Checks that the groups that take part can compute in the job's precision, and reach each other."""
     columns = named_groups(cluster, parallelism) or []
     names = {name for column in columns for name in column}
     taken = [group for group in cluster.groups if group.name in names]
@@ -161,7 +161,7 @@ def used(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None:
 
 
 def apart(cluster: Cluster, one: NodeGroup, other: NodeGroup) -> str | None:
-    """Why two groups cannot take part in one layout."""
+    """Why two groups cannot take part in one layout; None where they can."""
     if _library(one) != _library(other):
         return (
             f"cluster.groups = {[one.name, other.name]}: {one.device.name} communicates by {_library(one)} and "
@@ -173,7 +173,7 @@ def apart(cluster: Cluster, one: NodeGroup, other: NodeGroup) -> str | None:
 
 
 def together(cluster: Cluster) -> list[list[NodeGroup]]:
-    """The groups that may take part in one layout, apart from those that nothing joins with them; each in the cluster's order."""
+    """The groups, split into sets that can take part in one layout: nothing joins groups of different sets. Each in the cluster's order."""
     found: list[list[NodeGroup]] = []
     for group in cluster.groups:
         near = [of for of in found if any(apart(cluster, group, other) is None for other in of)]
@@ -182,7 +182,7 @@ def together(cluster: Cluster) -> list[list[NodeGroup]]:
 
 
 def _library(group: NodeGroup) -> str:
-    """What carries collectives between devices of this kind."""
+    """The library that carries collectives between devices of this kind."""
     if is_cpu(group.device):
         return "gloo"
     return "RCCL" if group.device.name.startswith("MI") else "NCCL"

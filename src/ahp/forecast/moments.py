@@ -8,7 +8,7 @@ from ahp.graph.operators import ModelGraph, Segment
 
 
 def cut_within_a_block(graph: ModelGraph, degree: int) -> tuple[str, list[int]] | None:
-    """Why so many tensor-parallel ranks cannot hold moments in blocks, and the degrees that can; None where they can."""
+    """Why ``degree`` tensor-parallel ranks cannot hold moments in blocks, and the degrees that can; None where they can."""
     cut = [] if degree == 1 else [found for block in graph.blocks for found in cut_columns(block, degree)]
     bad = next(((name, size) for name, size in cut if size % (degree * BLOCK_OF_8_BITS)), None)
     if bad is None:
@@ -23,8 +23,8 @@ def cut_within_a_block(graph: ModelGraph, degree: int) -> tuple[str, list[int]] 
 
 
 def cut_columns(block: Segment, degree: int) -> list[tuple[str, int]]:
-    """Of trained weights with moments in 8 bits, those whose last dim so many ranks divide, and its size. Of a square weight that is
-    divided it is taken to be the last."""
+    """Trained weights with moments in 8 bits whose last dim ``degree`` ranks divide, and the size of that dim. If a square weight is
+    divided, its last dim counts as the divided one."""
     shapes = {p.name: p.shape for p in block.parameters if p.trainable and held_in_8_bits(p.shape)}
     parts = split(block, "block", way_of_keys=way_of_keys(block, degree, "whole"))
     found = []

@@ -1,7 +1,7 @@
-"""What Muon's update of a stage's matrices costs: each is sent to its owner, orthogonalised there, and every rank is sent its part.
+"""The cost of Muon's update of a stage's matrices: each is sent to its owner, orthogonalized there, and every rank is sent its part.
 
 The matrices are dealt out over all ranks of a stage (runtime/optimizer/muon.py), so that sharding, tensor parallelism and replicas divide
-this work as pipeline stages do, as far as the matrices go round.
+this work as pipeline stages do, as long as there are enough matrices.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ STEPS = 5
 """Newton-Schulz iterations (torch.optim._muon, DEFAULT_NS_STEPS)."""
 
 WHOLE_BYTES = (2 + 2) + 2 + (2 + 2) + STEPS * 2 + (2 + 2)
-"""Bytes moved for each element of a whole matrix beside the products: its parts put together, its norm, the division by it, at
-each iteration what is added to a product (torch.optim._muon, _zeropower_via_newtonschulz), and the result packed."""
+"""Bytes moved per element of a whole matrix besides the products: to join its parts, to take its norm, to divide by it, to add to a
+product in each iteration (torch.optim._muon, _zeropower_via_newtonschulz), and to pack the result."""
 
 PART_BYTES = (3 * 4) + (2 * 4) + (2 + 4 + 4)
-"""For each element of a rank's part: momentum, weight decay, the update from bf16, each an operator of its own
+"""Bytes moved per element of a rank's part: momentum, weight decay, the update from bf16, each an operator of its own
 (runtime/optimizer/adamw.py)."""
 
 OWN_PART_BYTES = (3 * 4) + (4 + 2) + (2 + 2)
-"""And of those matrices that the rank's own replica orthogonalises: the mean of momentum and gradient, its cast, its packing."""
+"""Further bytes for matrices that the rank's own replica orthogonalizes: the mean of momentum and gradient, its cast, its packing."""
 
 LAUNCHES = 3 * STEPS + 12
-"""Operators that the host launches for one matrix of which the rank is the owner: three products an iteration; before and after
-them norm and copies."""
+"""Operators that the host launches for one matrix that the rank owns: three products per iteration; norm and copies before and
+after them."""
 
 PART_LAUNCHES = 6
-"""For each other one: momentum, the mean, its cast, weight decay, the update, and one of packing."""
+"""Operators for every matrix, owned or not: momentum, the mean, its cast, weight decay, the update, and one of packing."""
 
 SENT_BYTES = 2
-"""Of one element, on the way to the owner and back."""
+"""Bytes sent per element, to the owner and back."""
 
 HELD_ELEMENTS = 2**27
-"""Of the matrices that an owner has at a time on average; at least one matrix (runtime/optimizer/muon.py)."""
+"""Elements of the matrices that an owner has at a time on average; at least one matrix (runtime/optimizer/muon.py)."""
 
 HELD_BYTES = 12
-"""For each of those elements at the most: as they are made, packed, sent, put together and iterated on. [Empirical] torch 2.13 on CPUs and
-gloo, LLaMA of hidden size 128, six layouts of one to four ranks: 5 to 10 with several matrices at a time, 13 to 19 with one, of which
-4 are scratch of the CPU's products."""
+"""The most bytes per element held: as matrices are made, packed, sent, joined and iterated on. [Empirical] torch 2.13 on CPUs and gloo,
+LLaMA of hidden size 128, six layouts of one to four ranks: 5 to 10 with several matrices at a time, 13 to 19 with one, of which 4 are
+scratch of the CPU's products."""
 
 
 class Places(NamedTuple):
@@ -61,7 +61,7 @@ class Places(NamedTuple):
     tensor: Group
     shard: Group
     replica: Group
-    """Those of one replica, over both axes."""
+    """The ranks of one replica, over both axes."""
     replicas: Group
 
     @property
@@ -79,7 +79,7 @@ def places_of(parallelism: Parallelism, devices_per_node: int) -> Places:
 
 
 Between = tuple[Times, Sequence[Group]] | None
-"""Of each pipeline rank the ranks of all replicas that hold the same weights, and what prices collectives of these."""
+"""What prices collectives between replicas, and for each pipeline rank the ranks of all replicas that hold the same weights."""
 
 
 class Muon:
@@ -94,7 +94,7 @@ class Muon:
     def ranks_s(
         self, layers: Sequence[Mapping[int, int]], places: Places, traits: Traits, between: Between = None
     ) -> list[float]:
-        """``stage_s`` of each pipeline rank; ``between``: of their replicas, where some lie on other kinds of nodes."""
+        """``stage_s`` of each pipeline rank; ``between``: given where some replicas lie on other kinds of nodes."""
         times, replicas = between or (self._network, [places.replicas] * len(layers))
         return [
             self.stage_s(own, places._replace(replicas=group), traits, times)
@@ -102,8 +102,8 @@ class Muon:
         ]
 
     def stage_s(self, layers: Mapping[int, int], places: Places, traits: Traits, times: Times | None = None) -> float:
-        """Seconds of so many blocks of each kind, beyond what AdamW's element-wise pass over the rank's shard takes; ``times``: what prices the
-        exchange of replicas, None = the network of these nodes."""
+        """Seconds to update ``layers`` (blocks of each kind), beyond AdamW's element-wise pass over the rank's shard; ``times``: prices the
+        exchange between replicas, None = the network of these nodes."""
         device, count, busy_s = self._rates.device, 0, self._longest(tuple(sorted(layers.items())), places.owners)
         part = sent = back = 0.0
         for kind, blocks in layers.items():
@@ -127,18 +127,18 @@ class Muon:
         return max(busy_s, launches * device.kernel_launch_s * traits.host.launches_per_operator) + exchanged_s
 
     def _parameters_in_parts(self, kind: int, way: KeysWay) -> frozenset[str]:
-        """Of a kind of block, those of which a tensor-parallel rank holds a part."""
+        """Parameters of a kind of block that tensor-parallel ranks hold in parts."""
         return split(self._blocks[kind], "block", way_of_keys=way).parameters
 
     def held_bytes(self, layers: Mapping[int, int], owners: int) -> int:
-        """What a rank holds for the moment, beside momentum and gradients, while so many blocks of each kind are updated."""
+        """Temporary bytes of a rank, besides momentum and gradients, while ``layers`` (blocks of each kind) are updated."""
         sizes = [(r * c, blocks) for kind, blocks in layers.items() for _, (r, c) in matrices(self._blocks[kind])]
         largest = max((size for size, _ in sizes), default=0)
         share = -(-sum(size * blocks for size, blocks in sizes) // owners)
         return HELD_BYTES * max(largest, min(HELD_ELEMENTS, share))
 
     def _longest_s(self, layers: tuple[tuple[int, int], ...], owners: int) -> float:
-        """Of the owner that has most to do, as the runtime deals the matrices out."""
+        """Seconds of the owner with the most work, as the runtime deals the matrices out."""
         each_s: list[float] = []
         for kind, blocks in layers:
             for _, (rows, columns) in matrices(self._blocks[kind]):
@@ -152,11 +152,11 @@ class Muon:
         return max(load_s)
 
     def least_s(self) -> float:
-        """Of the cheapest block its products alone, over all owners: no stage takes less for a layer than its share of them."""
+        """Seconds of the cheapest block's products alone, over all owners: no stage takes less for a layer than its share of them."""
         return min(self._products, default=0.0)
 
     def product_s(self, shape: tuple[int, int]) -> float:
-        """Seconds of the products that orthogonalise one matrix, in bf16: with r rows and c columns, r the smaller, three an
+        """Seconds of the products that orthogonalize one matrix, in bf16: with r rows and c columns, r the smaller, three per
         iteration, (r x c)(c x r), (r x r)(r x r) and (r x r)(r x c)."""
         r, c = sorted(shape)
         return STEPS * sum(self._one_s(m, n, k) for m, n, k in ((r, r, c), (r, r, r), (r, c, r)))

@@ -1,10 +1,10 @@
-"""What a collective takes on GPUs: NCCL's own tuner, on the links that the group has.
+"""How long a collective takes on GPUs: NCCL's own tuner, on the links that the group has.
 
-NCCL reckons a time for every algorithm and protocol as latency + bytes / bandwidth and takes the least
-(src/graph/tuning.cc). The same is done here, with additions that measured rows ask for: what the links really carry, the
-start of a kernel, the time in which a pipeline fills, what a hop over a network in use takes beyond the tuner's, and the
-links of nodes without a switch. Constants and sources: nccl.yaml. All times are microseconds inside of this file, all
-rates bytes per microsecond.
+NCCL estimates a time for every algorithm and protocol as latency + bytes / bandwidth and takes the least
+(src/graph/tuning.cc). This file does the same, with additions that measured rows require: what the links really carry, the
+start of a kernel, the time in which a pipeline fills, the latency of a hop over a real network beyond the tuner's, and the
+links of nodes without a switch. Constants and sources: nccl.yaml. Inside this file all times are microseconds, all rates
+bytes per microsecond.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Nccl:
         self._read_network(nodes)
 
     def _read_network(self, nodes: NodeGroup) -> None:
-        """The node's cards: bytes/us that they carry, and what a hop takes beyond the tuner's constants."""
+        """Read what the node's cards carry (bytes/us), and the latency of a hop beyond the tuner's constants."""
         given, link = self._network, nodes.inter_node
         self._cards, self._hop_extra_us = 0.0, 0.0
         if link is None:
@@ -101,15 +101,15 @@ class Nccl:
             yield self._pat(num_bytes, group)
 
     def _choice(self, algorithm: Algorithm, protocol: int, latency_us: float, wire_us: float, group: Group) -> Choice:
-        """``wire_us`` is what the bytes take once a pipeline of chunks is full."""
+        """``wire_us``: the time of the bytes once a pipeline of chunks is full."""
         seconds = 1e-6 * (self._start_us + latency_us + wire_us + self._filling_us(algorithm, wire_us, group))
         return Choice(algorithm, PROTOCOLS[protocol], seconds)
 
     def _filling_us(self, algorithm: Algorithm, wire_us: float, group: Group) -> float:
-        """A share of the wire time while a message is short, at most ``share * limit`` for a long one.
+        """Time in which a pipeline fills: a share of the wire time of a short message, at most ``share * limit`` of a long one.
 
-        A tree over nodes fills level by level. Within a node NCCL's factor for trees holds it already, and links without
-        a switch were measured to need none.
+        A tree over nodes fills level by level. Within a node NCCL's factor for trees contains this time already, and links
+        without a switch were measured to need none.
         """
         fill = self._fill
         if group.nodes == 1:
@@ -144,7 +144,7 @@ class Nccl:
             yield self._choice("ring", protocol, latency_us, wire_us, group)
 
     def _trees(self, num_bytes: float, group: Group) -> Iterator[Choice]:
-        """Up and down a tree: a chain within each node, a binary tree over the nodes."""
+        """All-reduce up and down a tree: a chain within each node, a binary tree over the nodes."""
         tuner = self._tuner
         bus = min(tuner["tree_share"] * self._bus(group), self._per_channel(self._of["tree"][min(group.nodes, 3) - 1]))
         for protocol in self._protocols(group):
@@ -160,7 +160,7 @@ class Nccl:
             yield self._choice("tree", protocol, latency_us, num_bytes / rate, group)
 
     def _in_switch(self, num_bytes: float, group: Group) -> Iterator[Choice]:
-        """NVLS: the switch adds up what it reads from all devices of a node, and hands the sum to all of them.
+        """NVLS: the switch adds up what it reads from all devices of a node, and sends the sum to all of them.
 
         Each device sends its whole buffer once, and its part of the sum: 1 + 1/n of the bytes on its link.
         """
@@ -173,7 +173,7 @@ class Nccl:
         if group.nodes == 1:
             yield self._choice("nvls", SIMPLE, latency_us, wire_us, group)
             return
-        # Over the nodes a tree of the nodes' sums: every card sends its part up and down, with two nodes across.
+        # The nodes' sums go along a tree over the nodes: every card sends its part up and down; with two nodes, across.
         cards = (1 if group.nodes == 2 else 2) * num_bytes / self._share(group)
         most = of["nvls_tree"][min(group.nodes, 3) - 1] * group.local * BYTES_PER_US_PER_GB
         wire_us = max(wire_us, cards, 2.0 * (group.size - 1) / group.size * num_bytes / most)
@@ -216,18 +216,18 @@ class Nccl:
         return share * self._links(group.local)
 
     def _links(self, num_devices: int) -> float:
-        """Nominal bytes/us of one device to the others of a group on its node."""
+        """Nominal bytes/us of one device to the others of a group of ``num_devices`` on its node."""
         if self._mesh is None:
             return self._link
         return self._link * self._mesh["rings"][num_devices] / self._mesh["links"]
 
     def _share(self, group: Group) -> float:
-        """Bytes/us over the cards that the group's ranks of a node reach; the node's other groups have the others."""
+        """Bytes/us over the cards that the group's ranks of a node reach; the node's other groups have the other cards."""
         return self._cards * group.local / self._devices_per_node
 
     def _protocols(self, group: Group) -> tuple[int, ...]:
-        """LL128 needs stores of 128 bytes that arrive whole: NVLink. Between nodes NCCL may take it too, but what was measured
-        there are the times of Simple (nccl.yaml)."""
+        """LL128 needs stores of 128 bytes that arrive whole, as on NVLink. Between nodes NCCL can take it too, but the times
+        measured there are those of Simple (nccl.yaml)."""
         if group.nodes > 1 or self._on_pcie:
             return LL, SIMPLE
         return LL, LL128, SIMPLE
@@ -245,11 +245,11 @@ class Nccl:
         return self._tuner["ll_network_gb_per_s"][group.nodes > 2] * BYTES_PER_US_PER_GB
 
     def _per_channel(self, most_gb_per_s: float) -> float:
-        """Bytes/us of all rings of a node, each of which carries at most so much."""
+        """Bytes/us of all rings of a node, where each ring carries at most ``most_gb_per_s``."""
         return self._of["channels"] * most_gb_per_s * BYTES_PER_US_PER_GB
 
     def _correction(self, protocol: int, num_bytes: float) -> float:
-        """NCCL's factor for trees of middle sizes. It has steps; straight between them, so that more bytes take longer."""
+        """NCCL's factor for trees of middle sizes. NCCL's has steps; this one is linear between them, so that more bytes take longer."""
         table = self._tuner["tree_correction"][protocol]
         at = math.log2(max(num_bytes, 64.0) / 64.0)
         low = int(at)
@@ -273,5 +273,5 @@ def _mesh(meshes: list[dict[str, Any]], name: str, devices_per_node: int) -> dic
 
 
 def _log2(count: int) -> int:
-    """Whole part, as NCCL takes it."""
+    """The whole part of the logarithm, as NCCL takes it."""
     return count.bit_length() - 1

@@ -1,7 +1,7 @@
-"""How much of a chain of collectives shows, when each may hide behind the computation of its neighbour.
+"""How much of a chain of collectives is exposed when each can hide behind the computation of its neighbor.
 
-What is gathered ahead, what that costs at least (the search's bound) and what it leaves of the network stand here together: another
-rule changes this file alone.
+The cost of gathering ahead, its lower bound (for the search) and what it leaves of the network stand here together: another rule
+changes this file alone.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ahp.forecast import constants
 Figures = Floats | float
 
 CONTENTION = constants.value("contention")
-"""Computation slows down by this share while a collective runs beside it."""
+"""Computation slows down by this share while a collective overlaps with it."""
 
 
 def hidden_s(collective_s: float, beside_s: float, overlap: float) -> float:
-    """What of collectives runs beside ``beside_s`` seconds of computation, of which the share ``overlap`` may."""
+    """Seconds of collectives that ``beside_s`` seconds of computation hide, where the share ``overlap`` of them can hide at all."""
     return min(overlap * collective_s, beside_s)
 
 
 def shown_s(collective_s: float, beside_s: float, overlap: float) -> float:
-    """What shows of collectives of which the share ``overlap`` may hide behind ``beside_s`` seconds of computation, with
-    what they slow that down."""
+    """Seconds that collectives add to ``beside_s`` seconds of computation, where the share ``overlap`` of them can hide behind
+    it: those exposed, and the slowdown by those hidden."""
     return _slowed_s(collective_s, hidden_s(collective_s, beside_s, overlap))
 
 
@@ -47,8 +47,8 @@ def _slowed_s(collective_s: Any, hidden: Any) -> Any:
 
 
 def shown_behind_s(total_s: Any, tail_s: Any, overlap: Any) -> Any:
-    """What shows of collectives that take ``total_s``, of which the share ``overlap`` may run beside computation, where ``tail_s``
-    of them comes after it: that, and what the others slow it down. One number or columns."""
+    """Seconds that collectives of ``total_s`` add where the share ``overlap`` of them can overlap with computation and ``tail_s`` of them
+    comes after it: the tail, and the slowdown by the others. Numbers or columns."""
     return overlap * (tail_s + CONTENTION * (total_s - tail_s)) + (1.0 - overlap) * total_s
 
 
@@ -56,7 +56,7 @@ def exposed_ahead_s(collectives: ArrayLike, work: ArrayLike, overlap: float) -> 
     """Weights gathered one unit ahead: unit ``i + 1`` is on its way while unit ``i`` computes.
 
     ``collectives[..., i]`` must end before ``work[..., i]`` starts; the first has nothing to hide behind. ``overlap`` is
-    the share that can hide at all. Seconds added to the computation.
+    the share that can hide at all. Returns the seconds added to the computation.
     """
     each, beside = np.asarray(collectives, dtype=float), np.asarray(work, dtype=float)
     if not each.shape[-1]:
@@ -67,14 +67,14 @@ def exposed_ahead_s(collectives: ArrayLike, work: ArrayLike, overlap: float) -> 
 
 
 def least_of_one_ahead_s(collective_s: Figures, longest_work_s: Figures, overlap: Figures) -> Floats:
-    """What a unit adds to ``exposed_ahead_s`` at least, wherever it comes, if no unit computes for longer than ``longest_work_s``."""
+    """Least seconds that a unit adds to ``exposed_ahead_s``, wherever it comes, if no unit computes for longer than ``longest_work_s``."""
     return shown_columns_s(np.asarray(collective_s), longest_work_s, overlap)
 
 
 def left_beside_ahead_s(collectives: Floats, work: Floats, overlap: float) -> Floats:
-    """Of the computation [..., i] of each unit what weights gathered ahead leave to other collectives, which go over the same network cards.
+    """Seconds of each unit's computation [..., i] that weights gathered ahead leave to other collectives on the same network cards.
 
-    Both in the order of the pass.
+    Both arguments are in the order of the pass.
     """
     following = np.concatenate([collectives[..., 1:], np.zeros_like(collectives[..., :1])], axis=-1)
     return work - hidden_columns_s(following, work, overlap)
@@ -86,7 +86,7 @@ def exposed_behind_s(
     """Gradients reduced behind the backward pass: ``collectives[..., i]`` is sent once ``work[..., i]`` is done, one after another.
 
     ``pieces``: equal parts in which each is sent as its work goes on. ``later_s``: what the rank computes afterwards, which hides
-    more. Seconds from the end of the computation to the end of the last collective, and what the hidden ones slow down.
+    more. Returns the seconds from the end of the computation to the end of the last collective, plus the slowdown by hidden ones.
     """
     each, own, count = np.asarray(collectives, dtype=float), np.asarray(work, dtype=float), np.asarray(pieces)
     if not each.shape[-1]:
@@ -103,9 +103,9 @@ def exposed_behind_s(
 
 
 def bucket_ends(elements: Sequence[int], bucket: int) -> list[bool]:
-    """Whether a bucket is sent with each of some units, which have so many elements.
+    """Whether a bucket is sent with each unit; ``elements``: of each unit.
 
-    A unit waits for others until they are as many elements as ``bucket``; one that has as many is sent by itself. 0 = each by itself.
+    A unit waits for others until they have ``bucket`` elements together; one with as many is sent by itself. 0 = each by itself.
     """
     ends, held = [False] * len(elements), 0
     for at, count in enumerate(elements):
@@ -121,7 +121,7 @@ def bucket_ends(elements: Sequence[int], bucket: int) -> list[bool]:
 
 
 def in_buckets(units: Floats, ends: NDArray[np.bool_]) -> Floats:
-    """Seconds of units [..., S, P] as those of the buckets [S, P] that end with them; 0 where none does."""
+    """Seconds of buckets, at the units [..., S, P] with which they end (``ends`` [S, P]); 0 at other units."""
     found, waiting = np.zeros(units.shape), np.zeros(units.shape[:-1])
     for at in range(units.shape[-1]):
         waiting = waiting + units[..., at]

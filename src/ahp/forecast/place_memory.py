@@ -1,4 +1,4 @@
-"""What every rank of a layout needs, by place of the pipeline: ranks at one place on devices of one kind need the same."""
+"""Memory that every rank of a layout needs, by place of the pipeline: ranks at one place on one kind of device need the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ahp.forecast.memory import RankMemory
 
 @dataclass(frozen=True)
 class PlaceMemory:
-    """Ranks that need the same, and the device that each of them has."""
+    """Ranks that need the same memory, and the device that each of them has."""
 
     ranks: tuple[int, ...]
     device: str

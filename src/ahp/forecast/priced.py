@@ -1,4 +1,4 @@
-"""A layout with what its forecast was made from; and which one is taken where the layout leaves something open."""
+"""A priced layout with what its forecast was made from, and the choice where a layout leaves something open."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ahp.schedule.makespan import Makespan
 from ahp.schedule.simulate import StageTimes, Timeline
 
 ROUNDING = 1e-6
-"""As a share, more than sums of seconds are rounded by."""
+"""A share larger than any rounding error of sums of seconds."""
 
 MOST_KEPT = 400
-"""Prices that a pricer keeps: 57 KB each for 405 B in 64 stages."""
+"""The most prices that a pricer keeps: 57 KB each for a model of 405 B parameters in 64 stages."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Priced:
-    """A layout with everything its forecast was made from."""
+    """A layout with its forecast and everything the forecast was made from."""
 
     forecast: Forecast
     parallelism: Parallelism
@@ -49,13 +49,13 @@ class Priced:
     memory: StageMemory
     optimizer_s: float
     ratio: float = 1.0
-    """Measured over forecast steps of runs on these nodes, which the forecast is multiplied by, and the rest is not."""
+    """Measured over forecast step time of runs on these nodes: ``forecast`` is multiplied by it, the other fields are not."""
     replicas: tuple[Replica, ...] = ()
-    """On a mixed cluster all replicas; ``span`` and ``stages`` are those of the slowest. Elsewhere they are alike."""
+    """All replicas on a mixed cluster; ``span`` and ``stages`` are those of the slowest. Empty elsewhere: all are the same."""
 
     @property
     def timeline(self) -> Timeline:
-        """Every action with its start and end; made when it is asked for."""
+        """Every action with its start and end; computed on demand."""
         return self.span.timeline
 
     @property
@@ -64,14 +64,14 @@ class Priced:
 
 
 class KeptPrices:
-    """Prices by layout, as asked for and as decided: a search comes back to its best layouts, with what they leave open and without."""
+    """Prices keyed by layout, both as asked for and as decided: a search comes back to its best layouts in either form."""
 
     def __init__(self, price: Callable[[Parallelism], Priced]) -> None:
-        """``price``: of a layout that leaves recompute open or not."""
+        """``price``: prices a layout whose ``activation_checkpoint`` is not auto."""
         self._price, self._found = price, dict[Parallelism, Priced]()
 
     def of(self, layout: Parallelism) -> Priced:
-        """Raises what ``price`` raises, each time."""
+        """The price of a layout. Raises what ``price`` raises, each time."""
         if layout not in self._found:
             found = lightest_that_fits(self._price, layout)
             if len(self._found) >= MOST_KEPT:
@@ -81,7 +81,7 @@ class KeptPrices:
 
 
 def lightest_that_fits(price: Callable[[Parallelism], Priced], parallelism: Parallelism) -> Priced:
-    """The layout priced; ``activation_checkpoint`` auto as the lightest that fits, or that can be."""
+    """The priced layout; ``activation_checkpoint`` auto becomes the lightest kind that fits, else the heaviest that can be priced."""
     if parallelism.activation_checkpoint != "auto":
         return price(parallelism)
     priced = None
@@ -90,7 +90,7 @@ def lightest_that_fits(price: Callable[[Parallelism], Priced], parallelism: Para
         try:
             priced = price(layout)
         except AhpError:
-            if priced is None:  # with nothing recomputed, so that it is something else
+            if priced is None:  # even without recompute, so the error has another cause
                 raise
             continue
         if priced.forecast.fits:
@@ -102,14 +102,14 @@ def lightest_that_fits(price: Callable[[Parallelism], Priced], parallelism: Para
 def faster_method(
     price: Callable[[Parallelism], Priced], parallelism: Parallelism, methods: list[ContextWay]
 ) -> Priced:
-    """The layout priced with each ``context_parallel_method``, the faster of those that fit, or of all; as it is without any."""
+    """The layout priced with each of ``methods``: the fastest that fits, else the fastest of all. Without methods, priced as it is."""
     if not methods:
         return price(parallelism)
     return _faster(price(parallelism.model_copy(update={"context_parallel_method": method})) for method in methods)
 
 
 def _faster(priced: Iterable[Priced]) -> Priced:
-    """Of those that fit, or of all; of equal ones the first."""
+    """The fastest layout that fits, else the fastest of all; the first of equal ones."""
     return min(priced, key=lambda one: (not one.forecast.fits, one.forecast.step_time_s))
 
 
@@ -123,7 +123,7 @@ class Begun(NamedTuple):
     times: list[StageTimes]
 
     def takes_longer(self, other: Begun) -> bool:
-        """Whether each of its stages does, with nothing that takes less: then the schedule does too."""
+        """Whether every stage takes longer than in ``other`` and no time of it is less: then the schedule takes longer too."""
         return all(
             own.passes_s > of.passes_s * (1 + ROUNDING) and all(map(ge, own, of))
             for own, of in zip(self.times, other.times, strict=True)
@@ -131,7 +131,7 @@ class Begun(NamedTuple):
 
 
 def fastest_of(begun: Sequence[Begun], price: Callable[[Begun], Priced]) -> Priced:
-    """As ``faster_method``, of layouts that differ in that alone; those are not priced that one which fits is seen to be faster than."""
+    """Like ``faster_method``, for layouts that differ only in the method; skips those that are surely slower than one that fits."""
     least = min(begun, key=lambda one: sum(stage.passes_s for stage in one.times))
     first = price(least)
     rivals = [one for one in begun if one is least or not (first.forecast.fits and one.takes_longer(least))]

@@ -1,4 +1,4 @@
-"""Prices layouts of one model, cluster, job and engine; what they share is computed once."""
+"""Prices layouts of one model, cluster, job and engine; results that layouts share are computed once."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ from ahp.schedule.simulate import StageTimes
 from ahp.schedule.stages import Ends, layer_ranges, layers_of_stages
 
 LOSS_AND_NORM_BYTES = 16
-"""What all ranks sum once per step: the loss and the squared norm of the gradient, in fp64."""
+"""Bytes that all ranks sum once per step: the loss and the squared norm of the gradient, in fp64."""
 
 TIED_BYTES = 4
-"""Bytes of one gradient element that the first and the last stage sum, in fp32."""
+"""Bytes per gradient element of tied weights, which the first and the last stage sum in fp32."""
 
 
 class _Shared(NamedTuple):
-    """What all cuts of a layout into stages have in common."""
+    """What all cuts of a layout into stages share."""
 
     traits: Traits
     units: Units
@@ -84,52 +84,52 @@ class Pricer:
     def __init__(
         self, graph: ModelGraph, cluster: Cluster, job: Job, choice: EngineChoice, *, in_cells: bool = False
     ) -> None:
-        """``in_cells``: the nodes are a group of a mixed cluster, on which each cell lies on one node or on whole ones."""
+        """``in_cells``: the nodes are a group of a mixed cluster, where each cell lies within one node or fills whole nodes."""
         self.graph, self.cluster, self.choice = graph, cluster, choice
         self.job = job = on_graph(job, graph)
         self.in_cells = in_cells
         self.nodes = joined(cluster.groups[0])
-        """Of all that NVLink joins: not the hosts that a launcher counts."""
+        """A node here is an NVLink domain, not a host as a launcher counts them."""
         self.network = Network(self.nodes)
         self.slowest_share = 0.0 if is_cpu(self.nodes.device) else slowest_share(cluster.num_devices)
         self.ratio = self.nodes.calibration.step_ratio if self.nodes.calibration else 1.0
-        """Measured over forecast steps of runs on these nodes."""
+        """Measured step time over forecast step time, from runs on these nodes."""
         self.turns = 1.0 if in_cells else turns(self.nodes)
-        """Workers that take turns on a core."""
+        """How many workers take turns on a core."""
         self.unit_pricer = UnitPricer(graph, self.nodes, self.network, job.precision)
         if choice.offload_optimizer:
             self._refuse_without_host_link()
         self.muon = Muon(graph, self.unit_pricer.rates, self.network) if job.optimizer.name == "muon" else None
-        """Prices its updates; None where AdamW updates everything."""
+        """Prices Muon's updates; None where AdamW updates everything."""
         self._ends: Ends = get(choice.name).traits(job, Parallelism(), choice).pipeline.ends
         self._ranges: dict[tuple[int, tuple[int, ...] | None], tuple[range, ...]] = {}
         self._made: dict[tuple[object, ...], dict[tuple[object, ...], StageCost]] = {}
-        """Stages by the layers that they hold, of what else they depend on: cuts and schedules of one layout share them."""
+        """Stage costs keyed by (units, data, recompute), then by the stage's layers and place; cuts and schedules of a layout share them."""
         self._sends: dict[tuple[object, ...], list[float]] = {}
         self._tables: dict[tuple[object, ...], StageTable] = {}
         self._kept = KeptPrices(self._price_faster)
 
     @property
     def stretch(self) -> float:
-        """What the seconds of the mean rank are multiplied by: the slowest rank is behind, and runs took longer than forecast."""
+        """Factor on the mean rank's seconds: the slowest rank lags behind, and runs took ``ratio`` times as long as forecast."""
         return (1.0 + self.slowest_share) * self.ratio
 
     def price(self, parallelism: Parallelism) -> Priced:
-        """Price one layout. ``activation_checkpoint`` auto is the lightest that fits, ``context_parallel_method`` None the
-        faster.
+        """Price one layout. ``activation_checkpoint`` auto becomes the lightest kind that fits, ``context_parallel_method``
+        None the faster method.
 
         Raises NotExpressible when the engine cannot run the layout, BadInput when it breaks another rule.
         """
         return self._kept.of(parallelism)
 
     def _price_faster(self, parallelism: Parallelism) -> Priced:
-        if parallelism.context_parallel_degree > 1:  # an illegal layout has no groups to choose a method by
+        if parallelism.context_parallel_degree > 1:  # choosing a method needs groups; an illegal layout has none
             legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
         ways = [parallelism.model_copy(update={"context_parallel_method": way}) for way in self.methods(parallelism)]
         return fastest_of([self._begun(layout) for layout in ways or [parallelism]], self._scheduled)
 
     def methods(self, parallelism: Parallelism) -> list[ContextWay]:
-        """Values of context_parallel_method to choose from; none where there is nothing to choose."""
+        """Values of context_parallel_method to choose from; empty where there is no choice."""
         if parallelism.context_parallel_degree == 1 or parallelism.context_parallel_method is not None:
             return []
         traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
@@ -167,7 +167,7 @@ class Pricer:
     def _run(
         self, parallelism: Parallelism, stages: tuple[StageCost, ...], times: list[StageTimes]
     ) -> tuple[tuple[StageCost, ...], Makespan]:
-        """How long the schedule takes, and its stages: where workers share cores, both as those that wait leave them."""
+        """The stages and the makespan of their schedule; where workers share cores, both are scaled by the cores that waiting workers free."""
         span = pipeline_span(parallelism, parallelism.num_micro_batches(self.job), times)
         if self.turns == 1.0 or span.p == 1:
             return stages, span
@@ -183,13 +183,13 @@ class Pricer:
         return axes
 
     def _numbered(self, parallelism: Parallelism) -> Parallelism:
-        """The layout whose ranks fill these nodes in order: the one of a cell, where cells are placed."""
+        """The layout whose ranks fill these nodes in order: with ``in_cells``, the layout of one cell."""
         if not self.in_cells:
             return parallelism
         return parallelism.model_copy(update={"pipeline_parallel_degree": 1, "data_parallel_replicate_degree": 1})
 
     def stage_times(self, parallelism: Parallelism, cuts: Sequence[tuple[int, ...]]) -> list[list[StageTimes]]:
-        """What each stage of a legal layout takes, without the schedule and without memory; of each cut into stages of so many layers."""
+        """Times of each stage of a legal layout, for each cut (the layers of each stage); neither schedule nor memory is computed."""
         shared = self._shared(parallelism, get(self.choice.name).traits(self.job, parallelism, self.choice))
         return [self._timed(parallelism.model_copy(update={"layers_per_stage": layers}), shared)[1] for layers in cuts]
 
@@ -198,7 +198,7 @@ class Pricer:
         return _Shared(traits, units, self.data_parallel(parallelism, traits))
 
     def _timed(self, parallelism: Parallelism, shared: _Shared) -> tuple[tuple[StageCost, ...], list[StageTimes]]:
-        """The stages with what they wait for alone, and their times with what runs beside them."""
+        """Stage costs that count only what a stage waits for, and stage times that also have the collectives overlapped with it."""
         stages = self._stages(parallelism, shared)
         gathers, reductions = self._gathers(parallelism, shared), self._reductions(parallelism, shared, stages)
         stages = reductions.stages(gathers.stages(stages))
@@ -207,13 +207,13 @@ class Pricer:
         return stages, reductions.times(gathers.times(times, stages))
 
     def units(self, parallelism: Parallelism) -> Units:
-        """The model's blocks and ends, priced for one rank of the layout and one micro-batch; at least, where the layout leaves
+        """The model's blocks and ends, priced for one rank of the layout and one micro-batch; lower bounds where the layout leaves
         context_parallel_method open."""
         traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
         return self.unit_pricer.units(parallelism.micro_batch_size, self._axes(parallelism, traits), traits)
 
     def decided(self, parallelism: Parallelism) -> Parallelism:
-        """The layout with the context_parallel_method that it is priced with, where the engine has several."""
+        """The layout with the context_parallel_method that its price uses, where the engine has several methods."""
         if not self.methods(parallelism):
             return parallelism
         method = self.price(parallelism).parallelism.context_parallel_method
@@ -264,7 +264,7 @@ class Pricer:
         network: Times | None = None,
         passes_behind: Ints | int = 0,
     ) -> list[StageCost]:
-        """Price stages on these nodes; ``network``: what prices their collectives, where not these nodes' own."""
+        """Price stages on these nodes. ``network`` prices their collectives; None = these nodes' own network."""
         bytes_per_s = self.unit_pricer.rates.bytes_per_s
         costs = layout_costs(units, table, recompute, data, network or self.network, bytes_per_s, passes_behind)
         return costs.rows(table)
@@ -272,7 +272,7 @@ class Pricer:
     def table(
         self, stages: Sequence[tuple[int, int, bool, bool]], recomputed: Sequence[int] | None = None
     ) -> StageTable:
-        """Stages of this model, as ``StageTable.of`` takes them."""
+        """A table of stages of this model; arguments as for ``StageTable.of``."""
         return StageTable.of(self.graph.layers, len(self.graph.blocks), stages, recomputed)
 
     def ranges(self, parallelism: Parallelism) -> tuple[range, ...]:
@@ -283,7 +283,7 @@ class Pricer:
         return self._ranges[key]
 
     def _sends_s(self, parallelism: Parallelism, num_bytes: float) -> list[float]:
-        """Seconds to hand so many bytes from each stage to the next; made once for all cuts."""
+        """Seconds to send ``num_bytes`` from each stage to the next; computed once for all cuts."""
         neighbours, axis = tuple(pairwise(ranks_of_stages(parallelism))), pipeline_axis(parallelism)
         key = neighbours, axis, num_bytes
         if key not in self._sends:
@@ -292,7 +292,7 @@ class Pricer:
         return self._sends[key]
 
     def send_s(self, parallelism: Parallelism, traits: Traits, source: int, target: int, units: Units) -> float:
-        """Seconds to hand one micro-batch's hidden states from one pipeline rank to another."""
+        """Seconds to send one micro-batch's hidden states from one pipeline rank to another."""
         return self._sent_s(pipeline_axis(parallelism), source, target, message_bytes(parallelism, traits, units))
 
     def _sent_s(self, axis: PipelineAxis, source: int, target: int, num_bytes: float) -> float:
@@ -303,24 +303,24 @@ class Pricer:
     def _optimizer_s(
         self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: StageMemory
     ) -> tuple[float, float]:
-        """Norm, clipping and update on the rank where they take longest, with the one collective of loss and norm; and what
-        fetches states from host memory and brings them back."""
+        """Seconds on the slowest rank: (norm, clipping and update with the all-reduce of loss and norm; copies of states from
+        and to host memory)."""
         update_s, offload_s = max(self.ranks_optimizer_s(parallelism, traits, span, stages), key=sum)
         return update_s + self._norm_s(parallelism), offload_s
 
     def _norm_s(self, parallelism: Parallelism) -> float:
-        """The one collective of loss and norm."""
+        """Seconds of the all-reduce of loss and norm."""
         world = strided_group(parallelism.world_size, 1, self.nodes.devices_per_node)
         return self.network.time_s("all_reduce", LOSS_AND_NORM_BYTES, world)
 
     def after_s(self, parallelism: Parallelism, units: Units) -> float:
-        """What comes once per step whatever the layers: the one collective of loss and norm, and the gradient of tied weights."""
+        """Seconds once per step that no layer changes: the all-reduces of loss and norm, and of the gradient of tied weights."""
         return self._norm_s(parallelism) + self.tied_s(parallelism, units)
 
     def ranks_optimizer_s(
         self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: StageMemory, between: Between = None
     ) -> list[tuple[float, float]]:
-        """Of each pipeline rank on one of these devices: norm, clipping and update, and the copies from and to host memory."""
+        """Seconds of each pipeline rank on one of these devices: (norm, clipping and update; copies from and to host memory)."""
         weights = stages.weights.of_ranks(own_stages(span))
         parameters: list[float] = np.asarray(weights.updated(Shards.of(parallelism, traits.experts.folded))).tolist()
         updates_s = [self.update_s(count, traits) for count in parameters]
@@ -336,13 +336,13 @@ class Pricer:
         return Counter(self.graph.layers[layer] for stage in own_stages(span)[rank].tolist() for layer in ranges[stage])
 
     def update_s(self, parameters: float, traits: Traits) -> float:
-        """Norm, clipping and AdamW of so many parameters on one device."""
+        """Seconds of norm, clipping and AdamW for ``parameters`` on one device."""
         moved = update_bytes(self.job, traits, on_cpu=is_cpu(self.nodes.device))
         return parameters * moved / self.unit_pricer.rates.bytes_per_s
 
     def offload_s(self, parameters: float, traits: Traits) -> float:
-        """States of so many parameters from host memory to one device and back, both ways added up. They go at the same
-        time (runtime/optimizer/offload.py), but what a link carries then is known of none in the catalogue, only what it carries one way."""
+        """Seconds to copy the states of ``parameters`` from host memory to one device and back, added up. Both ways run at the
+        same time (runtime/optimizer/offload.py), but the catalogue has only one-way bandwidths of links to host memory."""
         if not traits.states.host_bytes:
             return 0.0
         bytes_per_s = self.nodes.device.host_bandwidth_bytes_per_s
@@ -350,7 +350,7 @@ class Pricer:
         return 2 * parameters * traits.states.trained_share * traits.states.host_bytes / bytes_per_s
 
     def _refuse_without_host_link(self) -> None:
-        """Raises BadInput where nothing says how fast these devices reach their host's memory."""
+        """Raises BadInput on CPUs, and where the bandwidth between these devices and their host's memory is not given."""
         device = self.nodes.device
         if is_cpu(device):
             rule = "on a CPU the optimizer's states are in the host's memory already"
@@ -360,7 +360,7 @@ class Pricer:
             raise bad_input("engine.offload_optimizer", True, rule, [False])
 
     def tied_s(self, parallelism: Parallelism, units: Units) -> float:
-        """The gradient of weights that the first and the last stage share, summed over both."""
+        """Seconds to all-reduce the gradient of weights that the first and the last stage share."""
         p = parallelism.pipeline_parallel_degree
         if p == 1 or units.tied_parameters == 0 or self.job.lora is not None:
             return 0.0
@@ -368,7 +368,7 @@ class Pricer:
         return self.network.time_s("all_reduce", TIED_BYTES * units.tied_parameters, group)
 
     def needs(self, parallelism: Parallelism) -> list[float]:
-        """Bytes of a device that each pipeline rank of a legal layout needs, without what its schedule takes."""
+        """Device bytes that each pipeline rank of a legal layout needs, found without running its schedule."""
         traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
         span = unrun(parallelism, parallelism.num_micro_batches(self.job))
         stages = self.stage_memory(parallelism, traits)
@@ -377,7 +377,7 @@ class Pricer:
     def stage_memory(
         self, parallelism: Parallelism, traits: Traits, recomputed_layers: Sequence[int] | None = None
     ) -> StageMemory:
-        """What each stage holds on these devices. ``recomputed_layers``: None = as the layout says."""
+        """Memory of each stage on these devices. ``recomputed_layers``: of each stage; None = as in the layout."""
         units = self.units(parallelism)
         recompute = recompute_of(parallelism.activation_checkpoint, traits, units)
         some = recomputed_layers or parallelism.recomputed_layers_per_stage
@@ -395,7 +395,7 @@ class Pricer:
     def ranks_memory(
         self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: StageMemory
     ) -> memory.RanksMemory:
-        """[p] What each pipeline rank needs, on one of these devices."""
+        """[p] Memory that each pipeline rank needs on one of these devices."""
         own, shards = own_stages(span), Shards.of(parallelism, traits.experts.folded)
         weights = stages.weights.of_ranks(own)
         visiting = visiting_bytes(weights, traits, shards)
@@ -418,14 +418,14 @@ class Pricer:
         return memory.ranks_memory(parts, outside, memory.pooled_bytes(units, kept), gap)
 
     def activation_bytes(self, priced: Priced) -> memory.Floats:
-        """[1, p] What each pipeline rank may keep of its micro-batches and still fit; all replicas are alike."""
+        """[1, p] Bytes of activations that each pipeline rank can keep and still fit; all replicas are the same."""
         layout = priced.parallelism
         traits = get(self.choice.name).traits(self.job, layout, self.choice)
         ranks = self.ranks_memory(layout, traits, priced.span, priced.memory)
         return memory.activation_room(ranks, self.nodes.device.memory_bytes, priced.span.m)[None]
 
     def memory_of_places(self, priced: Priced) -> list[PlaceMemory]:
-        """What the ranks at each place of the pipeline need; all replicas are alike."""
+        """Memory that the ranks at each place of the pipeline need; all replicas are the same."""
         layout, device = priced.parallelism, self.nodes.device
         traits = get(self.choice.name).traits(self.job, layout, self.choice)
         needs, axis = self.ranks_memory(layout, traits, priced.span, priced.memory), pipeline_axis(layout)
@@ -479,7 +479,7 @@ class Pricer:
 def legal_traits(
     graph: ModelGraph, cluster: Cluster, job: Job, parallelism: Parallelism, choice: EngineChoice
 ) -> Traits:
-    """How the engine behaves under a layout. Raises NotExpressible when it cannot run it, BadInput when another rule is broken."""
+    """How the engine behaves under a layout. Raises NotExpressible when it cannot run the layout, BadInput when another rule is broken."""
     engine = get(choice.name)
     if reason := engine.refuses(job, parallelism, choice):
         raise NotExpressible(reason)

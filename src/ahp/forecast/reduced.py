@@ -1,8 +1,8 @@
-"""Gradients that are reduced beside the computation of a rank's other stages.
+"""Gradient reductions that overlap with the computation of a rank's other stages.
 
-AHP's runtime begins to reduce those of a stage when its last one is there, goes on with the rank's other stages, and waits for all of
-them when the rank has done its last action (``runtime/pipeline/torch_compat.py``: ``reduce_beside``). Of the last backward pass nothing
-else comes once a step there.
+AHP's runtime begins to reduce a stage's gradients when the last of them is there, goes on with the rank's other stages, and waits for
+all reductions after the rank's last action (``runtime/pipeline/torch_compat.py``: ``reduce_beside``). Reductions are then all that a
+last backward pass has once per step.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ PART = "gradient_reduce"
 
 @dataclass(frozen=True)
 class Reductions:
-    """What is reduced beside the computation of one replica; empty where nothing is."""
+    """The reductions of one replica that overlap with computation; empty where none do."""
 
     each_s: tuple[float, ...] = ()
-    """Of each stage, one collective after the other."""
+    """Seconds of each stage's reductions, one collective after the other."""
 
     @classmethod
     def of(cls, parallelism: Parallelism, costs: Sequence[StageCost]) -> Reductions:
-        """Of a layout whose gradients are reduced beside the computation."""
+        """The reductions of a layout that overlaps them with computation."""
         last = [cost.last_weight_gradient if splits_backward(parallelism) else cost.last_backward for cost in costs]
         return cls(tuple(once[PART] for once in last))
 
     def stages(self, costs: Sequence[StageCost]) -> tuple[StageCost, ...]:
-        """The stages without what they waited for reductions."""
+        """The stages without their waits for reductions."""
         if not self.each_s:
             return tuple(costs)
         nothing = {PART: 0.0}
@@ -51,7 +51,7 @@ class Reductions:
         return tuple(without[id(cost)] for cost in costs)
 
     def times(self, times: Sequence[StageTimes]) -> list[StageTimes]:
-        """The times with what is reduced beside the computation, and what that slows down."""
+        """The times with the reductions that overlap with computation, and how much these slow it down."""
         if not self.each_s:
             return list(times)
         pairs = zip(times, self.each_s, strict=True)
@@ -59,13 +59,13 @@ class Reductions:
 
 
 def reduces_beside(parallelism: Parallelism, data: DataParallel) -> bool:
-    """Whether a rank computes its other stages while gradients of one are reduced."""
+    """Whether a rank computes its other stages while one stage's gradients are reduced."""
     return parallelism.virtual_stages_per_rank > 1 and data.overlap == 1.0 and data.traits.reduce.beside_stages
 
 
 def share_beside(virtual: int | Ints, traits: TraitColumns, overlap: float) -> Floats:
-    """[N, 1] Of what comes with a stage's last backward pass, the share that is reduced beside the rank's other stages: 1 or 0.
+    """[N, 1] Share of the reductions after a stage's last backward pass that overlap with the rank's other stages: 1 or 0.
 
-    ``virtual``: stages of a rank; ``overlap``: 1 where collectives can run beside computation, else 0.
+    ``virtual``: stages of a rank; ``overlap``: 1 where collectives can overlap with computation, else 0.
     """
     return traits.reduce.beside_stages * (virtual > 1) * (overlap == 1.0)

@@ -28,10 +28,10 @@ from ahp.words import number_of
 
 KEY_HEADS = "num_key_value_heads"
 TENSOR_PARALLEL_FACTS = ("num_attention_heads", KEY_HEADS, "intermediate_size")
-"""What of the model tensor_parallel_degree must divide, where the graph knows it."""
+"""Facts of the model that tensor_parallel_degree must divide, where the graph has them."""
 
 MOST_TRIED = 4096
-"""Degrees that are tried one by one for those that an error calls valid."""
+"""The most degrees that are tried one by one to list valid ones in an error."""
 
 
 def illegal(
@@ -39,7 +39,7 @@ def illegal(
 ) -> str | None:
     """The first rule that the layout breaks, as ``key = value: rule (valid: ...)``; None when it is legal.
 
-    ``activation_checkpoint`` auto is judged as none, the lightest it may become.
+    ``activation_checkpoint`` auto is judged as none, the lightest kind it can become.
     """
     if parallelism.activation_checkpoint == "auto":
         parallelism = parallelism.model_copy(update={"activation_checkpoint": "none"})
@@ -61,7 +61,7 @@ def illegal(
 
 
 def between_blocks(uncuttable: str | None, parallelism: Parallelism, engine: EngineChoice) -> str | None:
-    """What ahp's own runtime cannot do with a model that it cannot cut between its blocks; ``uncuttable``: why that is so, or None."""
+    """Refuses what ahp's own runtime cannot do with a model that it cannot cut between its blocks; ``uncuttable``: the reason, or None."""
     if uncuttable is None or engine.name != "ahp":
         return None
     if parallelism.num_stages > 1:
@@ -79,7 +79,7 @@ def between_blocks(uncuttable: str | None, parallelism: Parallelism, engine: Eng
 
 
 def _divided(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
-    """Whether the model and its sequences can be cut as the layout says, in stages of their own width as each says."""
+    """Checks that the model and its sequences can be cut as the layout says, and stages with a width of their own as they say."""
     for own in parallelism.layouts_of_ranks:
         reason = (
             tensor(graph, job, own, engine)
@@ -94,14 +94,14 @@ def _divided(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engi
 
 
 def of_stage(reason: str, own: Parallelism, parallelism: Parallelism) -> str:
-    """What is wrong with the layout of one pipeline rank, by the key that the stage has it from."""
+    """``reason`` against the layout ``own`` of one pipeline rank, with the key that the value comes from."""
     key = "tensor_parallel_degree"
     is_own = own.tensor_parallel_degree != parallelism.tensor_parallel_degree
     return f"stages.{reason}" if is_own and reason.startswith(key) else reason
 
 
 def unlike_widths(graph: ModelGraph | Job, parallelism: Parallelism) -> str | None:
-    """What stages of unlike width ask of a model: tensor ranks hand each other parts of a sequence, and no balance loss of experts."""
+    """Checks what stages of different width need: a sequence that every tensor degree divides, and no balance loss of experts."""
     if not parallelism.has_unlike_widths:
         return None
     context = parallelism.context_parallel_degree
@@ -151,7 +151,7 @@ def _cluster(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None
 
 
 def batch(job: Job, parallelism: Parallelism) -> str | None:
-    """Whether the replicas' micro-batches are the global batch."""
+    """Checks that the replicas' micro-batches add up to the global batch."""
     replicas, size = parallelism.data_parallel_degree, parallelism.micro_batch_size
     whole = job.global_batch_size
     if parallelism.micro_batches_per_replica is not None:
@@ -179,7 +179,7 @@ def _uneven_batch(whole: int, parallelism: Parallelism) -> str | None:
 
 
 def _data_key(parallelism: Parallelism) -> str:
-    """The key, or both, whose product is the number of replicas that see different sequences."""
+    """The key or keys whose product is the number of replicas that see different sequences."""
     degrees = {
         "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
         "data_parallel_shard_degree": parallelism.data_parallel_shard_degree,
@@ -188,7 +188,7 @@ def _data_key(parallelism: Parallelism) -> str:
 
 
 def tensor(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
-    """Whether the model can be cut so many ways: a rule of tensor_parallel_degree alone."""
+    """Checks that tensor_parallel_degree divides the model; no other degree matters."""
     degree = parallelism.tensor_parallel_degree
     if degree == 1:
         return None
@@ -206,13 +206,13 @@ def tensor(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engine
     rule = f"neither divides {key} {facts[key]} nor is a multiple of it" if few and key == KEY_HEADS else None
     most = min(2 * degree, MOST_TRIED)
     common = math.gcd(*(size for name, size in facts.items() if name != KEY_HEADS))
-    tried = divisors(common) if common else range(1, most + 1)  # what divides all divides what they have in common
+    tried = divisors(common) if common else range(1, most + 1)  # what divides all facts divides their gcd
     valid = [d for d in tried if d <= most and all(divides(name, d) for name in facts)]
     return _broken("tensor_parallel_degree", degree, rule or f"does not divide {key} {facts[key]}", valid)
 
 
 def whole_attention(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
-    """Whether attention that every tensor-parallel rank computes whole meets parts of the sequence."""
+    """Refuses sequence parallelism, which cuts the sequence, where every tensor-parallel rank computes attention whole."""
     degree = parallelism.tensor_parallel_degree
     if degree == 1 or not parallelism.enable_sequence_parallel:
         return None
@@ -224,7 +224,7 @@ def whole_attention(graph: ModelGraph, job: Job, parallelism: Parallelism, engin
 
 
 def asynchronous(parallelism: Parallelism, engine: EngineChoice) -> str | None:
-    """Asynchronous tensor parallelism is about what sequence parallelism gathers and scatters."""
+    """Checks that asynchronous tensor parallelism has the collectives of sequence parallelism, which it sends in pieces."""
     if not engine.enable_async_tensor_parallel or parallelism.tensor_parallel_degree == 1:
         return None
     rule = "with it the collectives of sequence parallelism travel in pieces (engine.enable_async_tensor_parallel)"
@@ -232,8 +232,8 @@ def asynchronous(parallelism: Parallelism, engine: EngineChoice) -> str | None:
 
 
 def products(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
-    """Whether ahp's own runtime can compute the linear layers of blocks in 8 bits, whole and in parts (runtime/compute/fp8.py), and hold
-    moments in blocks of 8 bits of which no rank has a part (runtime/optimizer/eight_bit.py)."""
+    """Checks that ahp's own runtime can compute the linear layers of blocks in 8 bits, whole and in parts (runtime/compute/fp8.py), and
+    that no rank would hold a part of a block of 8-bit moments (runtime/optimizer/eight_bit.py)."""
     if job.optimizer.name == "adamw8bit" and engine.name == "ahp" and (reason := _moments(graph, job, parallelism)):
         return reason
     if job.precision != "fp8" or engine.name != "ahp":
@@ -280,21 +280,22 @@ def _cut(degree: int) -> Parallelism:
 
 
 def sequence(graph: ModelGraph | Job, parallelism: Parallelism) -> str | None:
-    """What cuts a sequence must divide it: tensor ranks with sequence parallelism, and two parts for each context rank."""
+    """Checks that a sequence divides over tensor ranks with sequence parallelism, and into two parts for each context rank."""
     length = graph.sequence_length
     tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
     if parallelism.enable_sequence_parallel and length % tensor:
         rule = f"does not divide sequence_length {length}, which enable_sequence_parallel cuts"
         return _broken("tensor_parallel_degree", tensor, rule, divisors(length))
     if context > 1 and length % (2 * context):
-        # A causal mask leaves the first part little to do and the last much: each rank takes one from either end.
+        # With a causal mask the first part has little work and the last part much: each rank takes one from either end.
         rule = f"sequence_length {length} must divide into two parts for each rank"
         return _broken("context_parallel_degree", context, rule, [d for d in divisors(length) if length % (2 * d) == 0])
     return None
 
 
 def context(graph: ModelGraph, parallelism: Parallelism, engine: EngineChoice) -> str | None:
-    """Whether ahp's own runtime can share the sequences of the model: it knows fused attention alone, and heads must divide."""
+    """Checks that ahp's own runtime can divide the model's sequences over context ranks: only with fused attention, and by all-to-all
+    only where the heads divide."""
     degree, method = parallelism.context_parallel_degree, parallelism.context_parallel_method
     if degree == 1 or engine.name != "ahp":
         return None
@@ -309,14 +310,14 @@ def context(graph: ModelGraph, parallelism: Parallelism, engine: EngineChoice) -
         )
         if method == "all-to-all":
             return _broken("context_parallel_method", method, rule, ["ring"])
-        if needs_one_graph(parallelism, engine):  # of all-to-all alone, for the ring stays outside
+        if needs_one_graph(parallelism, engine):  # only all-to-all fits into one graph, the ring does not
             kind = parallelism.activation_checkpoint
             return _broken("activation_checkpoint", kind, f"with engine.compile = True {rule}", ["none", "full"])
     return None
 
 
 def experts(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
-    """Whether the experts and the ranks that share them divide."""
+    """Checks that expert_parallel_degree divides the experts and the ranks that share them."""
     degree, experts = parallelism.expert_parallel_degree, graph.config.get("num_experts")
     divided = parallelism.expert_tensor_parallel_degree
     if not isinstance(experts, int) and divided not in (None, 1):
@@ -340,7 +341,7 @@ def experts(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engin
 
 
 def stages(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
-    """Whether the layers go round."""
+    """Checks that there are enough layers for the stages."""
     layers, p, v = graph.num_layers, parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
     given = parallelism.given_layers
     if given is not None and sum(given) != layers:
@@ -354,7 +355,7 @@ def stages(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engine
 
 
 def recomputed(num_layers: int, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
-    """Whether every stage has the layers that it is to recompute; the stages go round."""
+    """Checks that every stage has as many layers as it is to recompute; there are enough layers for the stages."""
     some = parallelism.recomputed_layers_per_stage
     if some is None:
         return None
@@ -371,7 +372,7 @@ def _schedule(job: Job, parallelism: Parallelism, engine: EngineChoice) -> str |
 
 
 def _order(parallelism: Parallelism) -> str | None:
-    """What of a given order the forecast cannot price: stages are looked up by their rank, as many for each."""
+    """Refuses orders that the forecast cannot price: it finds stages by their rank, with equally many on each."""
     order, p = given_order(parallelism), parallelism.pipeline_parallel_degree
     if order is None or (order.stage_rank[:p] == tuple(range(p)) and len(set(Counter(order.stage_rank).values())) == 1):
         return None
@@ -382,7 +383,7 @@ def _order(parallelism: Parallelism) -> str | None:
 
 
 def schedules(job: Job, parallelism: Parallelism, *, in_torch: bool) -> str | None:
-    """Whether every replica's pipeline can run its micro-batches."""
+    """Checks that every replica's pipeline can run its micro-batches."""
     p, v = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
     name = parallelism.pipeline_parallel_schedule
     counts = parallelism.micro_batches(job)
@@ -396,7 +397,7 @@ def schedules(job: Job, parallelism: Parallelism, *, in_torch: bool) -> str | No
 
 
 def schedule(name: str, p: int, v: int, m: int, *, in_torch: bool) -> str | None:
-    """Whether p ranks with v stages each can run m micro-batches so; ``in_torch``: in the order of torch's own classes."""
+    """Checks that p ranks with v stages each can run m micro-batches with the schedule; ``in_torch``: in the order of torch's classes."""
     if p == 1:
         return _broken("virtual_stages_per_rank", v, "needs a pipeline_parallel_degree above 1", [1]) if v > 1 else None
     return (illegal_in_torch if in_torch else illegal_pattern)(name, p, v, m)

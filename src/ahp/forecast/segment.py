@@ -1,4 +1,4 @@
-"""What one segment takes in both passes, and what of it a kind of recompute makes, sends and holds again."""
+"""Seconds of one segment in both passes, and what each kind of recompute computes, sends and holds again."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
 
 Recompute = Literal["none", "core", "chains", "beside_products", "every_second_product", "read", "full"]
-"""What of a block is computed again in the backward pass: nothing, the core of unfused attention, element-wise chains, all but
-products with a weight and fused attention, of these products every second one as well, all up to the last result that is read again, all."""
+"""What the backward pass recomputes of a block: nothing, the core of unfused attention, element-wise chains, all except for weight
+products and fused attention, the same plus every second one of these products, all up to the last result that backward reads, or all."""
 
 OF_INPUT: tuple[Recompute, ...] = ("read", "full")
-"""What keeps nothing of a block but what enters it."""
+"""Kinds of recompute that keep only the input of a block."""
 
 
 def recomputed(unit: Unit, recompute: Recompute) -> Work:
-    """What of a block's forward pass runs a second time."""
+    """The part of a block's forward pass that runs a second time."""
     times = unit.times
     match recompute:
         case "none":
@@ -40,8 +40,8 @@ def recomputed(unit: Unit, recompute: Recompute) -> Work:
 
 
 def launched_beside(unit: Unit, recompute: Recompute, host: HostTraits) -> tuple[float, float]:
-    """Operators of a forward pass that would take the host as long as what it does to recompute a block, beside the block's operators and those
-    that run again: while the block runs first, and in its backward pass."""
+    """The host's further work to recompute a block, as a number of forward operators that take as long: in the block's first run, and in its
+    backward pass. The block's operators and those that run again are not counted."""
     if recompute in ("none", "core") or host.checkpoint is None:
         return 0.0, 0.0
     first, again = host.checkpoint.full if recompute in OF_INPUT else host.checkpoint.selective
@@ -50,7 +50,7 @@ def launched_beside(unit: Unit, recompute: Recompute, host: HostTraits) -> tuple
 
 
 def launches(unit: Unit) -> tuple[float, float, float]:
-    """Operators of a forward pass, of a backward pass, and of this those that make weight gradients, with nothing made again."""
+    """Operators of a forward pass, of a backward pass, and of the weight gradients in it, without recompute."""
     times = unit.times
     weights = times.weight_gradient.launches
     return (
@@ -61,7 +61,7 @@ def launches(unit: Unit) -> tuple[float, float, float]:
 
 
 def sent_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[float, float]:
-    """Seconds of the collectives of a block's forward that run a second time, those of tensor and of context parallelism."""
+    """Seconds of a block's forward collectives that run a second time: those of tensor parallelism, those of context parallelism."""
     if recompute == "none":
         return 0.0, 0.0
     if recompute == "full":
@@ -75,7 +75,7 @@ def sent_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[
 
 
 def tensor_backward_s(unit: Unit, overlap: float) -> float:
-    """What the products for the weight gradients do not hide; ``overlap``: the share of it that they may."""
+    """Seconds of backward tensor-parallel collectives that weight-gradient products do not hide; ``overlap``: the share they can hide."""
     beside = unit.times.weight_gradient.device_s
     return shown_s(unit.tensor_backward_s, beside, overlap)
 
@@ -86,34 +86,34 @@ def segment_forward_s(unit: Unit) -> float:
 
 
 def segment_backward_s(unit: Unit, tensor_overlap: float) -> float:
-    """The same of its backward pass, without what it computes again."""
+    """Device seconds of one segment's backward pass, without recompute."""
     return unit.times.backward_s + tensor_backward_s(unit, tensor_overlap) + unit.context_backward_s + unit.expert_s
 
 
 def segment_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> float:
-    """Device seconds of a backward pass that compute and send again what was not kept."""
+    """Device seconds in which a backward pass computes and sends again what was not kept."""
     experts_s = unit.expert_s if recompute in OF_INPUT else 0.0
     return recomputed(unit, recompute).device_s + sum(sent_again_s(unit, recompute, data)) + experts_s
 
 
 def window_forward_s(unit: Unit) -> float:
-    """Seconds that a block gives collectives of weights to hide behind.
+    """Seconds of a block's forward pass that collectives of weights can hide behind.
 
-    It computes, and waits for its tensor-parallel ranks. What a ring's messages hide behind is theirs: they go over the
-    same network cards.
+    These are computation and waits for tensor-parallel ranks, without the seconds that hide a ring's messages, which go over
+    the same network cards.
     """
     return unit.times.forward_s + unit.tensor_forward_s - unit.context_hidden_s[0]
 
 
 def window_backward_s(unit: Unit, recompute: Recompute, data: DataParallel) -> float:
-    """The same of the backward pass."""
+    """``window_forward_s`` for the backward pass."""
     again_s = recomputed(unit, recompute).device_s + sent_again_s(unit, recompute, data)[0]
     again_s -= unit.context_hidden_s[0] if recompute in OF_INPUT else 0.0
     return unit.times.backward_s + tensor_backward_s(unit, data.tensor_overlap) + again_s - unit.context_hidden_s[1]
 
 
 def dropped_bytes(unit: Unit, units: Units, recompute: Recompute) -> int:
-    """What a block keeps less for being recomputed; below 0 where the results that are kept are more than what backward needs."""
+    """Bytes that recompute saves of what a block keeps; below 0 where the results it keeps are more than backward needs."""
     memory = unit.memory
     match recompute:
         case "none":
@@ -131,7 +131,7 @@ def dropped_bytes(unit: Unit, units: Units, recompute: Recompute) -> int:
 
 
 def made_again(unit: Unit, recompute: Recompute, dropped: int) -> int:
-    """Bytes of what one block makes again before its backward pass."""
+    """Bytes that one block recomputes before its backward pass."""
     memory = unit.memory
     match recompute:
         case "none":

@@ -1,4 +1,4 @@
-"""Which results of a block selective recompute keeps, where it goes by operators, and how far a second run of its forward goes."""
+"""Which results of a block selective recompute keeps, where it selects by operator, and where a second run of the forward stops."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from ahp.graph.operators import Segment
 
 
 def kept_results(segment: Segment) -> frozenset[int]:
-    """Products with a weight, fused attention, and dropout, whose random numbers must not be drawn twice: their indexes."""
+    """Indexes of weight products, fused attention, and dropout, whose random numbers must not be drawn twice."""
     forward = segment.phase("forward")
     return frozenset(op.index for op in forward if is_weight_product(op) or _is_kept(op.name))
 
 
 def second_products(segment: Segment, *, attention_too: bool = False) -> frozenset[int]:
-    """Of the products of a block with a weight and no bias the second, the fourth, ...; and those of stacked experts: their indexes.
+    """Indexes of a block's second, fourth, ... weight product without a bias, and of all products of stacked experts.
 
-    torchtitan counts ``aten.mm`` alone (distributed/activation_checkpoint.py, SelectiveAC): the result of a layer with a bias is always
-    kept, that of a grouped product never, which is not on its list. The router, which it leaves out of the count, is in it here.
+    torchtitan counts only ``aten.mm`` (distributed/activation_checkpoint.py, SelectiveAC): the result of a layer with a bias is always
+    kept, that of a grouped product never, since it is not on torchtitan's list. Its count leaves the router out, the one here does not.
     ``attention_too``: and fused attention, where it is not on the list either.
     """
     products = [op for op in segment.phase("forward") if is_weight_product(op)]
@@ -26,7 +26,7 @@ def second_products(segment: Segment, *, attention_too: bool = False) -> frozens
 
 
 def asked_for(segment: Segment, kept: frozenset[int]) -> frozenset[int]:
-    """Of these results, those that the backward pass reads, or what is made again for it: all that is kept by who sees both passes."""
+    """The results in ``kept`` that the backward pass reads, or its recompute does: a compiler that sees both passes keeps no others."""
     forward = {op.index: op for op in segment.phase("forward")}
     waiting = [i for op in segment.phase("backward") for i in op.depends_on if i in forward]
     seen: set[int] = set()
@@ -41,8 +41,8 @@ def asked_for(segment: Segment, kept: frozenset[int]) -> frozenset[int]:
 def last_read(segment: Segment) -> int:
     """The last operator of the forward pass whose result the backward pass reads; -1 where it reads none.
 
-    torch's checkpoint runs a forward again no further than this: where the last tensor is saved it stops
-    (torch 2.13, utils/checkpoint.py, set_checkpoint_early_stop).
+    torch's checkpoint repeats a forward no further than this: it stops where the last tensor is saved (torch 2.13,
+    utils/checkpoint.py, set_checkpoint_early_stop).
     """
     forward = {op.index: op for op in segment.phase("forward")}
     return max((i for op in segment.phase("backward") for i in op.depends_on if i in forward), default=-1)

@@ -1,7 +1,7 @@
-"""What stages wait for their weights and gradients: gathered, reduced, cast and copied, unit by unit.
+"""Seconds that stages wait for their weights and gradients: gathered, reduced, cast and copied, unit by unit.
 
-Dims: J = ways to share states that are alike in the engine's traits, R = kinds of recompute, S = stages, K = kinds of layers, L =
-layers of the longest stage, P = L + 2 units of communication.
+Dims: J = ways to shard states with equal engine traits, R = kinds of recompute, S = stages, K = kinds of layers, L = layers of the
+longest stage, P = L + 2 units of communication.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Parts = dict[str, Floats]
 
 
 def outside_blocks(units: Units, traits: Traits, *, first: bool, last: bool) -> tuple[int, int]:
-    """Parameters of a stage that are in no block: those gathered before the blocks and sent after them, and the others.
+    """Parameters of a stage outside blocks: those gathered before the blocks and sent after them, and the others.
 
-    One unit of all, or the embedding and the head by themselves: of the head the pass forward needs the weights last, and the
-    backward pass has the gradients first. A weight that both share has its gradient with the embedding's.
+    They are one unit, or the embedding and the head are units of their own: the forward pass needs the head's weights last, and
+    the backward pass has the head's gradients first. The gradient of a weight that both share comes with the embedding's.
     """
     embedding = units.embedding.parameters if first else 0
     head = units.head.parameters if last else 0
@@ -42,15 +42,15 @@ def outside_blocks(units: Units, traits: Traits, *, first: bool, last: bool) -> 
 
 @dataclass(frozen=True)
 class StageUnits:
-    """The units of communication of stages: a block each, and what is in no block."""
+    """The units of communication of stages: each block, and what is outside blocks."""
 
     table: StageTable
     kinds: tuple[CommUnit, ...]
-    """Of each kind of layer."""
+    """The unit of each kind of layer."""
     before: Ints
     """[S] Elements gathered before the blocks, and sent after them."""
     after: Ints
-    """[S] Gathered after the blocks, and sent before them."""
+    """[S] Elements gathered after the blocks, and sent before them."""
 
     @classmethod
     def of(cls, units: Units, traits: Traits, table: StageTable) -> StageUnits:
@@ -77,11 +77,11 @@ class StageUnits:
 
     @cached_property
     def experts(self) -> Ints:
-        """[S] Of all elements, those of experts."""
+        """[S] Elements of experts."""
         return self.table.counts @ np.array([unit.experts for unit in self.kinds], dtype=np.int64)
 
     def held(self) -> list[StageParameters]:
-        """What each stage holds, [S]."""
+        """[S] The parameters of each stage."""
         each = zip((self.total - self.experts).tolist(), self.experts.tolist(), self.table.first.tolist(), strict=True)
         return [StageParameters(dense, experts, bool(first)) for dense, experts, first in each]
 
@@ -102,8 +102,8 @@ class UnitTimes:
 
     @classmethod
     def of(cls, units: StageUnits, seconds: SecondsOfUnit) -> UnitTimes:
-        """Of one layout; ``seconds``: of a unit in a stage."""
-        held, has, seconds = units.held(), units.table.counts > 0, cache(seconds)  # most stages are alike
+        """The times of one layout; ``seconds``: of a unit in a stage."""
+        held, has, seconds = units.held(), units.table.counts > 0, cache(seconds)  # most stages are equal
         ends = units.before.tolist(), units.after.tolist()
         kinds = [
             [seconds(unit, stage) if there else 0.0 for unit, there in zip(units.kinds, own, strict=True)]
@@ -115,7 +115,7 @@ class UnitTimes:
         )
 
     def of_stages(self, table: StageTable) -> Floats:
-        """[J, S] One after the other."""
+        """[J, S] Seconds of all units of each stage, one after the other."""
         return self.before + (table.counts * self.kinds).sum(axis=-1) + self.after
 
     def __add__(self, other: UnitTimes) -> UnitTimes:
@@ -124,19 +124,19 @@ class UnitTimes:
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """What gathering weights, reducing gradients and summing them over replicas takes, and what is moved beside."""
+    """Seconds to gather weights, to reduce gradients and to sum them over replicas, and the bytes that copies move."""
 
     gathers: UnitTimes
     reduces: UnitTimes
     replicas: UnitTimes
     cast_bytes: Floats
-    """[J] Moved for each element of a micro-batch, to make the copy that computes."""
+    """[J] Bytes moved per element and micro-batch to make the compute copy."""
     copied_bytes: Floats
     """[J] The same to copy gradients."""
 
     @classmethod
     def of(cls, units: StageUnits, data: DataParallel, network: Times) -> SharedWeights:
-        """Of one layout."""
+        """The times of one layout."""
 
         def times(seconds: SecondsOfUnit) -> UnitTimes:
             return UnitTimes.of(units, seconds)
@@ -153,16 +153,16 @@ class SharedWeights:
 
 @dataclass(frozen=True)
 class WeightCommunication:
-    """The units of some stages, and what they hide behind."""
+    """The units of some stages, and the computation that their collectives hide behind."""
 
     units: StageUnits
     shared: SharedWeights
     windows_forward_s: Floats
-    """[S, L] Seconds that collectives of weights may hide behind."""
+    """[S, L] Seconds that collectives of weights can hide behind."""
     windows_backward_s: Floats
     """[R, S, L] The same in the backward pass, in its order."""
     data: DataParallel
-    """Of any of the ways."""
+    """Of any of the ways to shard states."""
 
     def add_gathers(self, forward: Parts, backward: Parts, first_forward: Parts, bytes_per_s: float) -> None:
         """Weights that are gathered and cast for the passes of a micro-batch, or once per step."""
@@ -171,7 +171,7 @@ class WeightCommunication:
         target = forward if traits.gather.forward == "per_micro_batch" else first_forward
         target["weight_gather"] = np.zeros((1, 1, 1))
         if traits.gather.forward != "never":
-            # What comes before the blocks, and the first of these, have nothing before them to hide behind.
+            # The unit before the blocks and the first block have no computation before them to hide behind.
             windows_s = self._after_bucket(self.windows_forward_s, table.kinds)
             last_s = (
                 np.take_along_axis(windows_s, np.maximum(table.layers - 1, 0)[:, None], 1) if windows_s.size else 0.0
@@ -183,7 +183,7 @@ class WeightCommunication:
             target["weight_gather"] = (before_s[..., 0] + shown_s)[:, None]
         target["casts"] = target.get("casts", 0.0) + units.total * cast_s
         if traits.gather.backward == "per_micro_batch":
-            # What is in no block is kept from forward to backward.
+            # Weights outside blocks are kept from forward to backward.
             windows_s = self._after_bucket(self.windows_backward_s, self._backward(table.kinds))
             backward["weight_gather"] = exposed_ahead_s(
                 self._backward(self._gathers_s)[:, None], windows_s[..., :-1], self._gather_overlap
@@ -196,7 +196,7 @@ class WeightCommunication:
         """Gradients that are copied and reduced, at every micro-batch or at the last.
 
         ``passes_behind`` [S]: backward passes of other stages that the rank computes after this stage's last one, behind which
-        gradients may still travel.
+        gradients can still travel.
         """
         shared, traits, total = self.shared, self.data.traits, self.units.total
         later_s = passes_behind * _in_order(self.windows_backward_s)
@@ -227,12 +227,12 @@ class WeightCommunication:
         return np.take_along_axis(padded, table.kinds[None], axis=-1)
 
     def _backward(self, layers: NDArray[Any]) -> NDArray[Any]:
-        """[..., S, L] In the order of the backward pass."""
+        """[..., S, L] The layers in the order of the backward pass."""
         at = self.units.table.backwards
         return np.take_along_axis(layers, at.reshape((1,) * (layers.ndim - 2) + at.shape), axis=-1)
 
     def _after_bucket(self, windows_s: Floats, kinds: Ints) -> Floats:
-        """Windows [..., S, L] of a pass over layers of these kinds: all blocks of the first bucket are there before any of them computes."""
+        """Windows [..., S, L] of a pass over layers of ``kinds``, 0 in the first bucket: it is gathered before any of its blocks computes."""
         bucket, layers = self.data.traits.gather.bucket_elements, self.units.table.layers
         if not bucket:
             return windows_s
@@ -242,7 +242,7 @@ class WeightCommunication:
         return np.where(at < at_once[:, None], 0.0, windows_s)
 
     def _behind_s(self, sent: UnitTimes, later_s: Floats | float) -> Floats:
-        """[J, R, S] In the order of the backward pass: what is after the blocks, they themselves, and what is before them."""
+        """[J, R, S] Exposed seconds of units in the order of the backward pass: the one after the blocks, the blocks, the one before them."""
         each_s = [sent.after[..., None], self._backward(self._of_layers(sent.kinds)), sent.before[..., None]]
         collectives_s = np.concatenate(each_s, axis=-1)[:, None]
         none = np.zeros((*self._windows_left_s.shape[:-1], 1))
@@ -255,7 +255,7 @@ class WeightCommunication:
 
     @cached_property
     def _buckets(self) -> tuple[NDArray[np.bool_] | None, Ints]:
-        """[S, P] each: whether a bucket ends with a unit, None where each unit is one; and in how many pieces it is sent."""
+        """[S, P] each: whether a bucket ends with a unit, None where each unit is a bucket; and in how many pieces a unit is sent."""
         table = self.units.table
         of_first, of_others = (self.data.reduce_bucket(StageParameters(0, 0, first=first)) for first in (True, False))
         buckets = np.where(table.first, of_first, of_others).tolist()
@@ -274,7 +274,7 @@ class WeightCommunication:
 
     @cached_property
     def _windows_left_s(self) -> Floats:
-        """[J, R, S, L] Of the windows of a backward pass, what gathers of the next block's weights leave to the reductions of
+        """[J, R, S, L] The part of a backward pass's windows that gathers of the next block's weights leave to the reductions of
         gradients: both go over the same network cards."""
         own_s = self.windows_backward_s[None]
         if self.data.traits.gather.backward != "per_micro_batch" or not own_s.shape[-1]:

@@ -20,13 +20,13 @@ from ahp.graph.key_heads import leads_to_attention
 from ahp.graph.operators import Operator, Segment, TensorSpec
 
 GROUPED = ("aten._grouped_mm", "transformers.grouped_mm_fallback", "transformers.grouped_mm_fallback_backward")
-"""Products of each expert's tokens with its own weights."""
+"""Products of each expert's tokens with the expert's own weights."""
 
 Role = Literal["block", "embedding", "head"]
 
 KeysWay = Literal["parts", "whole", "gathered", "whole attention"]
-"""parts: each rank makes the keys and values of its own heads. whole: every rank makes all of them, and attends to the head that its
-query heads share. gathered: ranks share the products, and gather what they give. whole attention: every rank computes all of it."""
+"""parts: each rank makes the keys and values of its own heads. whole: every rank makes all keys and values, and attends to the head that
+its query heads share. gathered: ranks divide the products and gather their results. whole attention: every rank computes all attention."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,20 @@ class TensorSplit:
     backward_reduce: tuple[TensorSpec, ...]
     """Gradients all-reduced in the backward pass: one for each whole activation that column products read."""
     masks: frozenset[int] = frozenset()
-    """Operators that make what says for each pair of tokens who sees whom, alike for all heads: whole on every rank."""
+    """Operators that make attention masks over pairs of tokens, the same for all heads: whole on every rank."""
     keys: frozenset[int] = frozenset()
     """Operators that make keys and values of fewer heads than there are ranks, or their gradients."""
     keys_share: float = 1.0
-    """Of what these make, the part that a rank has."""
+    """The part of the results of ``keys`` that a rank has."""
     key_gradients: tuple[TensorSpec, ...] = ()
-    """Whole keys and values, whose gradients are all-reduced in the backward pass: each rank has those of its own query heads."""
+    """Whole keys and values, whose gradients are all-reduced in the backward pass: each rank has the gradients of its own query heads."""
     summed_whole: tuple[TensorSpec, ...] = ()
-    """Of ``backward_reduce``, what whole keys are made of as well: its gradient is all-reduced under sequence parallelism too, since
-    every rank has the whole of one summand."""
+    """Tensors of ``backward_reduce`` that whole keys are made of too: their gradients are all-reduced even under sequence parallelism,
+    since every rank has the whole of one summand."""
     rows: frozenset[int] = frozenset()
-    """Products of whole experts with the tokens that a tensor-parallel rank has of its own, or gets for them: of all rows its part."""
+    """Products of whole experts with the tokens that a tensor-parallel rank has or receives: its part of all rows."""
     gathered_heads: tuple[TensorSpec, ...] = ()
-    """What is gathered of column products before attention; its gradients are reduce-scattered."""
+    """Outputs of column products that are gathered before attention; their gradients are reduce-scattered."""
 
     def share(self, index: int, degree: int) -> float:
         """The part of operator ``index`` that one rank of the group computes."""
@@ -69,7 +69,7 @@ class TensorSplit:
 
 
 def way_of_keys(block: Segment, degree: int, few: FewKeys) -> KeysWay:
-    """What so many ranks do with the keys and values of a block. ``few``: what the engine does where they are more than the heads."""
+    """How ``degree`` ranks make the keys and values of a block. ``few``: what the engine does where ranks are more than key heads."""
     keys = block.keys
     if keys.heads == 0 or keys.heads % degree == 0 or few == "refused":
         return "parts"
@@ -91,11 +91,11 @@ def split(
     folded_experts: bool = False,
     way_of_keys: KeysWay = "parts",
 ) -> TensorSplit:
-    """The split of one segment; see the module's words for the rule of a block.
+    """The split of one segment; see the module docstring for the rule of a block.
 
     ``embedding``: the table is split by vocabulary and its output reduced. ``head``: the last weight product is
     split by vocabulary and everything after it, the loss included, works on a part of the logits.
-    ``whole_biased_experts``, ``folded_experts``: see ``ExpertTraits``. ``way_of_keys``: what ranks do with the keys and values of a block.
+    ``whole_biased_experts``, ``folded_experts``: see ``ExpertTraits``. ``way_of_keys``: how ranks make the keys and values of a block.
     """
     forward = list(segment.phase("forward"))
     products = {op.index for op in forward if is_weight_product(op)}
@@ -117,7 +117,7 @@ def split(
 def _divided(
     segment: Segment, forward: list[Operator], products: set[int], role: Role, way_of_keys: KeysWay
 ) -> TensorSplit:
-    """``split`` where ``products`` are those that may be divided."""
+    """``split`` where ``products`` are the only ones that can be divided."""
     if way_of_keys == "whole attention" and role == "block":
         products -= leads_to_attention(forward, products)
     whole_before = _reached_whole(segment, forward, products)
@@ -141,7 +141,7 @@ def _divided(
 def _with_whole_keys(
     segment: Segment, forward: list[Operator], inside: set[int], column: set[int], row: set[int]
 ) -> TensorSplit:
-    """Every rank makes all keys and values: their products are not divided, nor what lies between them and attention."""
+    """The split where every rank makes all keys and values: neither their products nor the operators up to attention are divided."""
     by_index, keys = {op.index: op for op in forward}, segment.keys
     whole = keys.products | keys.between
     sources = {_source(by_index[i], by_index) for i in keys.products & column}
@@ -160,7 +160,7 @@ def _with_whole_keys(
 
 
 def _with_gathered_heads(segment: Segment, forward: list[Operator], found: TensorSplit) -> TensorSplit:
-    """Ranks share the products before attention, gather what they give, and each takes its query heads and the one key head of these."""
+    """The split where ranks divide the products before attention and gather the results; each takes its query heads and their key head."""
     by_index, keys = {op.index: op for op in forward}, segment.keys
     before = leads_to_attention(forward, set(found.column | found.row)) & found.column
     return replace(
@@ -172,7 +172,7 @@ def _with_gathered_heads(segment: Segment, forward: list[Operator], found: Tenso
 
 
 def _backward_of_keys(segment: Segment) -> set[int]:
-    """Backward operators on what has the form of keys: a dim of as many heads, in the module that has attention."""
+    """Backward operators whose result has the shape of keys (4 dims), in the modules of the operators between keys and attention."""
     by_index, keys = {op.index: op for op in segment.operators}, segment.keys
     modules = {by_index[i].module for i in keys.between}
     shapes = {by_index[i].outputs[0].shape for i in keys.between if len(by_index[i].outputs[0].shape) == 4}
@@ -184,13 +184,13 @@ def _backward_of_keys(segment: Segment) -> set[int]:
 
 
 def is_mask(spec: TensorSpec) -> bool:
-    """Whether a tensor has the form of a mask of all heads: [batch, 1, tokens, tokens]."""
+    """Whether a tensor has the shape of a mask for all heads: [batch, 1, tokens, tokens]."""
     shape = spec.shape
     return len(shape) == 4 and shape[1] == 1 and shape[2] == shape[3] > 1
 
 
 def _masks(segment: Segment, forward: list[Operator]) -> set[int]:
-    """Operators that make masks of masks: nothing of the hidden states or of a weight goes into them."""
+    """Operators that make masks from masks alone: neither hidden states nor weights go into them."""
     by_index = {op.index: op for op in forward}
     weights = {p.name: p.numel for p in segment.parameters}
     reached: set[int] = set()
@@ -202,7 +202,7 @@ def _masks(segment: Segment, forward: list[Operator]) -> set[int]:
 
 def in_8_bits(block: Segment, num_experts: int | None, way_of_keys: KeysWay = "parts") -> list[tuple[str, int | None]]:
     """The weights of linear layers that the native engine multiplies in 8 bits, and the dim of each that tensor parallelism
-    cuts (elements; None = it stays whole). A layer that gives as many numbers as there are experts is a router."""
+    cuts (elements; None = it stays whole). A layer with as many outputs as there are experts is a router, and left out."""
     shapes, found = {p.name: p.shape for p in block.parameters}, []
     parts = split(block, "block", way_of_keys=way_of_keys)
     for op in block.phase("forward"):
@@ -244,12 +244,12 @@ def _reads_input(
 
 
 def _may_be(spec: TensorSpec, hidden: TensorSpec) -> bool:
-    """Whether a tensor has the size of the hidden states. A mask [1, 1, sequence, sequence] can, but has more dims."""
+    """Whether a tensor has the size of the hidden states. A mask [1, 1, sequence, sequence] can have it too, but has more dims."""
     return spec.numel == hidden.numel and len(spec.shape) <= len(hidden.shape)
 
 
 def _activations(op: Operator, by_index: dict[int, Operator]) -> list[int]:
-    """The forward operators it reads from, views of weights left out."""
+    """The forward operators that ``op`` reads from, without views of weights."""
     read = [i for i in op.depends_on if i in by_index]
     return [i for i in read if by_index[i].bytes_written > 0 or not by_index[i].parameters]
 
@@ -267,7 +267,7 @@ def _leads_to_whole(forward: list[Operator], products: set[int], hidden: TensorS
 
 
 def _narrow(forward: list[Operator], column: set[int], products: set[int]) -> set[int]:
-    """Column products whose result another one reads whole: the projections to a latent space, and routers. They stay whole."""
+    """Column products whose result another column product reads whole: projections to a latent space, and routers. They stay whole."""
     consumers = _consumers(forward)
     leads: set[int] = set()
     for op in reversed(forward):
@@ -277,7 +277,7 @@ def _narrow(forward: list[Operator], column: set[int], products: set[int]) -> se
 
 
 def _of_biased_experts(forward: list[Operator]) -> set[int]:
-    """Products of experts that add one more weight to what the last of them gives, whose result is therefore no summand."""
+    """Products of experts whose module adds a bias to the last product's result, so that this result is no summand."""
     by_index = {op.index: op for op in forward}
     last = {op.module: op.index for op in forward if op.name in GROUPED}
     biased = {

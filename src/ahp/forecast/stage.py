@@ -1,8 +1,8 @@
-"""What pipeline stages take: the times that the schedule needs, part by part, of all stages at once.
+"""Times of pipeline stages: those that the schedule needs, part by part, for all stages at once.
 
-Dims: J = ways to share states that are alike in the engine's traits, R = kinds of recompute, S = stages, K = kinds of layers, L =
-layers of the longest stage. Sums go over the layers of a stage one after another, so that a stage takes the same whatever it is
-priced beside.
+Dims: J = ways to shard states with equal engine traits, R = kinds of recompute, S = stages, K = kinds of layers, L = layers of the
+longest stage. Sums add the layers of a stage one after another, so that a stage takes exactly the same whatever it is priced
+together with.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from ahp.forecast.units import Units
 class StageCost:
     """Seconds of one stage: per micro-batch by part, and once per step by part.
 
-    What comes once is beyond the pass that it comes with, as far as the device does not wait for the host there anyway.
+    What comes once is on top of the pass it belongs to, except for the part that fits into the device's wait for the host there.
     """
 
     forward: dict[str, float]
     backward: dict[str, float]
     """The whole backward."""
     input_gradient: dict[str, float]
-    """Where a schedule splits the backward: all of it but what makes weight gradients."""
+    """Where a schedule splits the backward: all of it except for weight gradients."""
     weight_gradient: dict[str, float]
-    """What makes weight gradients, which can wait there. The two are launched apart, so that each waits for the host by itself."""
+    """The weight gradients, which can wait there. The two halves are launched apart, so that each waits for the host by itself."""
     first_forward: dict[str, float]
     last_backward: dict[str, float]
     last_weight_gradient: dict[str, float]
-    """The last backward, where a schedule splits it."""
+    """The same as ``last_backward`` where a schedule splits the backward."""
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
-        """The seven, summed over their parts."""
+        """The seven fields, each summed over its parts."""
         return tuple(added(getattr(self, field.name).values()) for field in fields(self))
 
     def scaled(self, factor: float) -> StageCost:
@@ -79,11 +79,11 @@ class StageCosts:
     last_weight_gradient: Parts
 
     def seconds(self) -> dict[str, Floats]:
-        """Of each of the seven the sum over its parts, which broadcasts to [J, R, S]."""
+        """The seven fields, each summed over its parts; each sum broadcasts to [J, R, S]."""
         return {field.name: _sum(getattr(self, field.name).values()) for field in fields(self)}
 
     def rows(self, table: StageTable) -> list[StageCost]:
-        """Of one layout the cost of each stage, where the part ``recompute`` is one of those that recompute a layer."""
+        """The cost of each stage of one layout; only stages that recompute a layer have the part ``recompute``."""
         columns = {
             (field.name, part): _of_each(seconds[0, 0], len(table.layers))
             for field in fields(self)
@@ -109,10 +109,10 @@ def stage_costs(
     bytes_per_s: float,
     passes_behind: Ints | int = 0,
 ) -> StageCosts:
-    """Price stages. ``data``: of any of the ways to share states that ``shared`` has the times of, or at least as much.
+    """Price stages. ``data``: that of any of the ways to shard states whose times, or lower bounds of them, ``shared`` holds.
 
     ``passes_behind`` [S]: backward passes of other stages that the rank computes after this stage's last one, behind which
-    gradients may still travel.
+    gradients can still travel.
     """
     traits, layers = data.traits, _Layers(units, table, recompute, data)
     forward, backward = layers.forward(), layers.backward()
@@ -122,13 +122,13 @@ def stage_costs(
         StageUnits.of(units, traits, table), shared, layers.windows_forward_s(), layers.windows_backward_s(), data
     )
     sharing.add_gathers(forward, backward, first_forward, bytes_per_s)
-    if traits.gather.at_start:  # those of the other stages are done while the pipeline fills
+    if traits.gather.at_start:  # the other stages' gathers are done while the pipeline fills
         first_forward["weight_gather"] = first_forward["weight_gather"] * table.first
     sharing.add_reductions(backward, last_backward, bytes_per_s, passes_behind)
     weights_s = layers.sums["weight_gradient"]
     weight_gradient: Parts = {"weight_gradient": weights_s}
     rest = {part: seconds for part, seconds in backward.items() if part != "backward"}
-    # Tensor-parallel collectives have no weight gradients to hide behind where those wait.
+    # Where weight gradients wait, tensor-parallel collectives cannot hide behind them.
     rest["tensor_parallel"] = rest["tensor_parallel"] + layers.sums["tensor_hidden"]
     input_gradient: Parts = {"input_gradient": backward["backward"] - weights_s, **rest}
     collectives, own = layers.sums["tensor_launches"], (table.layers + 1) * traits.host.operators_per_unit / 2
@@ -178,8 +178,8 @@ FIGURES: dict[str, Callable[[Unit, float], float]] = {
     "weight_gradient_launches": lambda u, _: u.times.weight_gradient.launches,
     "stalled_launches": lambda u, _: u.stalled_launches,
 }
-"""What is summed over the layers of a stage and over the ends that it has: of a segment, with the share of tensor-parallel collectives
-that may hide behind weight gradients."""
+"""Figures of a segment, summed over the layers and ends of a stage; the second argument is the share of tensor-parallel collectives
+that can hide behind weight gradients."""
 
 
 class _Layers:
@@ -190,7 +190,7 @@ class _Layers:
 
     @cached_property
     def sums(self) -> dict[str, Floats]:
-        """[1, 1, S] Of each of ``FIGURES``."""
+        """[1, 1, S] The sum of each of ``FIGURES``."""
         segments = [*self.units.blocks, self.units.embedding, self.units.head]
         overlap = self.data.tensor_overlap
         figures = np.array([[of(u, overlap) for u in segments] for of in FIGURES.values()], dtype=float)
@@ -229,29 +229,29 @@ class _Layers:
         return self._again(lambda u, kind: recomputed(u, kind).launches)
 
     def launched_beside(self) -> tuple[Floats, Floats]:
-        """[1, R, S] What the host does beside that to recompute layers, forward and backward, as a number of operators."""
+        """[1, R, S] What else the host does to recompute layers, forward and backward, as a number of operators."""
         host = self.data.traits.host
         first, again = (self._again(lambda u, kind, at=at: launched_beside(u, kind, host)[at]) for at in (0, 1))
         return first, again
 
     def windows_forward_s(self) -> Floats:
-        """[S, L] Of each layer, seconds that collectives of weights may hide behind."""
+        """[S, L] Seconds of each layer that collectives of weights can hide behind."""
         return self.table.of_layers(np.array([*map(window_forward_s, self.units.blocks)], dtype=float))
 
     def windows_backward_s(self) -> Floats:
-        """[R, S, L] The same in the backward pass, in its order."""
+        """[R, S, L] The same in the backward pass, in its order of layers."""
         layers = self._of_kinds(lambda u, kind: window_backward_s(u, kind, self.data), "none")
         return np.take_along_axis(layers, self.table.backwards[None], axis=-1)
 
     def _again(self, figure: Callable[[Unit, Recompute], float], first: Floats | float = 0.0) -> Floats:
-        """[1, R, S] Of the layers that are recomputed, added to ``first`` one after another."""
+        """[1, R, S] A figure of the recomputed layers, added to ``first`` one layer after another."""
         layers = self._of_kinds(figure)
         found = np.empty((*layers.shape[:2], layers.shape[2] + 1))
         found[..., 0], found[..., 1:] = np.asarray(first).reshape(-1), layers
         return found.cumsum(axis=-1)[None, ..., -1]
 
     def _of_kinds(self, figure: Callable[[Unit, Recompute], float], otherwise: Recompute | None = None) -> Floats:
-        """[R, S, L] A figure of each layer with what is recomputed of it; ``otherwise``: with that where it is not, None = 0."""
+        """[R, S, L] A figure of each recomputed layer; ``otherwise``: the recompute that all other layers count with, None = 0."""
         blocks = self.units.blocks
         each = [[figure(unit, kind) for unit in blocks] for kind in self.recompute]
         found = self.table.of_layers(np.array(each, dtype=float).reshape(len(self.recompute), len(blocks)))
@@ -262,13 +262,13 @@ class _Layers:
 
 
 def _of_each(seconds: Floats, num_stages: int) -> list[float]:
-    """Of one number for all stages, or of one for each."""
+    """Seconds of each stage, from one number for all stages or one for each."""
     found = seconds.tolist()
     return found if len(found) == num_stages else found * num_stages
 
 
 def _sum(parts: Iterable[Floats]) -> Floats:
-    """One after another."""
+    """The sum of the parts, added one after another."""
     return sum(parts, np.zeros((1, 1, 1)))
 
 
@@ -276,9 +276,9 @@ def _add_host(
     parts: Parts, launches: Floats, own_launches: Floats | float, data: DataParallel, *,
     beside: Floats | float = 0.0, stalled: Floats | float = 0.0,
 ) -> None:  # fmt: skip
-    """Time that the device waits for the host. On a CPU the operators hold their own launch, the engine's is added;
-    a GPU waits where all launches of a pass take longer than what they launch, and while ``stalled`` ones of them are prepared.
-    ``beside``: what recompute does, in operators of the model."""
+    """Add the time that the device waits for the host. On a CPU the operators' times hold their own launches, so only the engine's are
+    added; a GPU waits where all launches of a pass take longer than what they launch, and while ``stalled`` launches are prepared.
+    ``beside``: the host's work for recompute, as a number of the model's operators."""
     if data.host_is_device:
         parts["host"] = np.reshape(own_launches, (1, 1, -1)) * data.operator_s + beside * data.operator_s
         return
@@ -288,7 +288,7 @@ def _add_host(
 
 
 def _beyond_host(once: Parts, data: DataParallel, *passes: Parts) -> Parts:
-    """What comes once per step runs while the device waits for the host in its pass, which is as long as the longer of the two."""
+    """The part of ``once`` beyond the device's wait for the host in its passes: both run at the same time, and the longer counts."""
     if data.host_is_device or not once:
         return once
     total_s, waited_s = _sum(once.values()), _sum(parts["host"] for parts in passes)

@@ -1,4 +1,4 @@
-"""What stages hold, for all stages at once: weights, and activations of one micro-batch.
+"""Memory of all stages at once: weights, and activations of one micro-batch.
 
 Dims: S = stages, K = kinds of layers, L = layers, W = pipeline ranks, V = stages of a rank. All figures are whole numbers, so that
 no sum depends on its order.
@@ -21,7 +21,7 @@ from ahp.forecast.units import Units
 
 @dataclass(frozen=True)
 class StageWeights:
-    """Parameters (elements) of stages, each [S], as ``RankWeights`` has those of ranks."""
+    """Parameters (elements) of stages, each [S]; ``RankWeights`` holds the same for ranks."""
 
     in_blocks: Ints
     outside_blocks: Ints
@@ -36,7 +36,7 @@ class StageWeights:
         return self.in_blocks + self.outside_blocks
 
     def of_ranks(self, own: Ints) -> RankWeights:
-        """[W] Of ranks with the stages ``own`` [W, V]."""
+        """[W] The parameters of ranks with the stages ``own`` [W, V]."""
         return RankWeights(
             total=self.total[own].sum(axis=1),
             largest_block=self.largest_block[own].max(axis=1),
@@ -50,15 +50,15 @@ class StageWeights:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What each stage of a pipeline holds, [S] each."""
+    """Memory of each stage of a pipeline, [S] each."""
 
     weights: StageWeights
     kept: Ints
     """Bytes of activations of one micro-batch between its forward and its backward."""
     in_layers: Ints
-    """Bytes at the peak of the layers' backward passes, beyond those; what the head keeps is free then."""
+    """Bytes at the peak of the layers' backward passes, beyond ``kept``; what the head keeps is free then."""
     at_head: Ints
-    """Bytes at the peak of the head, beyond those."""
+    """Bytes at the peak of the head, beyond ``kept``."""
     freed: Ints
     """Bytes of the gap that the head leaves (``SegmentMemory``)."""
 
@@ -71,7 +71,7 @@ class StageMemory:
 
     @classmethod
     def on_devices(cls, each: Sequence[StageMemory], which: Sequence[int]) -> StageMemory:
-        """Of a pipeline whose stages lie on several kinds of devices, from what all stages hold on each kind."""
+        """The memory of a pipeline on several kinds of devices. ``each``: all stages on each kind; ``which``: the kind of each stage."""
         at = np.array(which, dtype=np.int64), np.arange(len(which))
         weights = (np.stack([getattr(one.weights, field.name) for one in each])[at] for field in fields(StageWeights))
         others = (field.name for field in fields(cls)[1:])
@@ -101,7 +101,7 @@ def kept_of_kinds(units: Units, recompute: Recompute) -> Ints:
 
 
 def kept_beside_layers(units: Units, table: StageTable) -> Ints:
-    """[S] Bytes that a stage keeps of one micro-batch beside its layers'."""
+    """[S] Bytes that a stage keeps of one micro-batch, besides those of its layers."""
     ends = units.embedding.memory.saved * table.first + units.head.memory.saved * table.last
     return ends + units.hidden_bytes * (1 - table.last)
 
@@ -125,13 +125,13 @@ def temporary_bytes(units: Units, recompute: Recompute, table: StageTable) -> tu
 
 
 def needs_of_kinds(units: Units, recompute: Recompute) -> Ints:
-    """[K] Bytes at the peak of a layer's backward pass beyond what is kept, with what it makes again before."""
+    """[K] Bytes at the peak of a layer's backward pass beyond what is kept, with what is recomputed before it."""
     again = (made_again(u, recompute, dropped_bytes(u, units, recompute)) for u in units.blocks)
     return _of_kinds(u.memory.backward_extra + more for u, more in zip(units.blocks, again, strict=True))
 
 
 def peak_bytes(units: Units, in_block: Ints, table: StageTable) -> tuple[Ints, Ints]:
-    """[S] Of stages whose layers need ``in_block`` at most: what the head keeps is free when they begin."""
+    """[S] Bytes at the peak of layers that need ``in_block`` at most, and of the head. What the head keeps is free when layers begin."""
     head = units.head.memory
     at_head = max(head.forward_extra, head.backward_extra) * table.last
     return in_block - head.saved * table.last, at_head
@@ -142,5 +142,5 @@ def _of_kinds(figures: Iterable[int]) -> Ints:
 
 
 def _largest(has: NDArray[np.bool_], of_kinds: Ints) -> Ints:
-    """[S] Of the kinds that a stage has; 0 where it has none."""
+    """[S] The largest figure of the kinds that a stage has; 0 where it has none."""
     return (has * of_kinds).max(axis=1, initial=0)

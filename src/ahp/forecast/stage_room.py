@@ -1,12 +1,12 @@
-"""How many layers stages have room for, in memory and in a time, from the columns of cells.
+"""How many layers stages have room for, in memory and in a given time, from the columns of cells.
 
-A stage of n layers on a cell of group g, which keeps k micro-batches at once, recomputes what its device's memory asks for. So in X
-seconds a micro-batch it has at most
+A stage of n layers on a cell of group g keeps k micro-batches at once and recomputes as much as its device's memory requires. In X
+seconds per micro-batch it has at most
 
     n(X) = min( X / a,  (X + r b / k) / (a + r (e / k + h)),  max( b / (e + k h), (b - q) / (e + k (h - d)) ) )
 
-layers: a seconds and h bytes of a micro-batch each, e bytes of states, d bytes that recompute saves at r seconds a byte, b bytes beside
-them, q bytes that a pass with recompute needs more at its peak. n is concave, and n(X) / X falls.
+layers. Each layer takes a seconds and h bytes per micro-batch, and e bytes of states; recompute saves d bytes of it at r seconds per byte;
+b bytes are free for layers; a pass with recompute needs q bytes more at its peak. n is concave, and n(X) / X falls.
 
 Dims: n = layouts, G = groups, K = positions of stages.
 """
@@ -25,55 +25,55 @@ from ahp.forecast.cell_columns import BETWEEN, WHOLE, CellColumns
 from ahp.forecast.memory import in_tensors
 
 ANYWHERE = -1
-"""The place of a stage of which it is not known."""
+"""The place of a stage whose place is not known."""
 
 STEPS = 3
-"""Of Newton's method, from below on a concave function: each is a bound."""
+"""Steps of Newton's method, from below on a concave function: each step is a bound."""
 
 ROUNDING = 1e-9
-"""Of a layer, by which a whole number may come out below itself."""
+"""Share of a layer by which a whole number of layers can come out too low."""
 
 
 class Positions(NamedTuple):
-    """The stages of one replica that are alike, [K]."""
+    """The stages of one replica, in K groups of equal stages, [K] each."""
 
     held: Ints
-    """Micro-batches that each keeps at once, at least; or [n, 1, K] of each layout."""
+    """The fewest micro-batches that each stage keeps at once; or [n, 1, K] for each layout."""
     place: Ints
-    """Its place, or ``ANYWHERE``."""
+    """The stage's place, or ``ANYWHERE``."""
     number: Ints
-    """How many are so."""
+    """How many stages there are at each position."""
     beside: Ints | int = 0
-    """Micro-batches that each keeps beside of one of its layers, at least."""
+    """The fewest further micro-batches of which each stage keeps one of its layers."""
     outside: Ints | int = 0
-    """Micro-batches of which each keeps once more what lies beside the layers of a stage, at least."""
+    """The fewest further micro-batches of which each stage keeps what lies besides the layers of a stage."""
     received: Floats | float = 1.0
-    """How many times as much each receives as one stage between others does, at least."""
+    """What each stage receives at least, as a multiple of what one stage between others does."""
 
 
 @dataclass(frozen=True)
 class StageRoom:
-    """What there is for layers: each [n, G, K], or what broadcasts to it."""
+    """The room for layers: each field is [n, G, K], or broadcasts to it."""
 
     layer_s: Floats
     again_s: Floats
-    """Seconds for each byte that recompute saves."""
+    """Seconds of recompute per byte that it saves."""
     free: Floats
     """Bytes for layers and what they keep."""
     held: Ints
     states: Floats
-    """Bytes of each layer, beside what it keeps."""
+    """Bytes of each layer, besides the activations it keeps."""
     kept: Floats
-    """Of each layer and micro-batch, with as little recomputed as there may be."""
+    """Bytes kept of each layer and micro-batch, with as little recompute as the layout allows."""
     most: Floats
-    """Layers that memory allows, however many are recomputed."""
+    """The most layers that memory allows, however many are recomputed."""
     remade: Floats
     """Bytes at the peak of a pass that recomputes, beyond one that does not."""
 
     @classmethod
     def of(cls, columns: CellColumns, rows: Ints, at: Positions, micro_batches: int | Ints) -> StageRoom:
-        """Of some layouts, [n], in replicas with so many micro-batches or more, which never leave more room: one number, or several [n]
-        of which none is 1."""
+        """The room of some layouts, [n], in replicas with ``micro_batches`` or more, which never leave more room: one number, or [n]
+        numbers, none of them 1."""
         held, k, m = columns.held, at.held, np.reshape(micro_batches, (-1, 1, 1))
 
         anywhere = at.place[0] == ANYWHERE
@@ -98,7 +98,7 @@ class StageRoom:
         room = room - plain - m * at.received * of_place(held.received[rows]) - least(held.once)
         holds, counts = (room - beside) / layer, 1.0
         if m.min() == 1:
-            # Gradients grow as activations go: of both the more is in tensors, and the allocator keeps the less for other streams.
+            # Gradients grow as activations go: the larger of both is in tensors, and the allocator keeps the smaller for other streams.
             grown = least(states.grown)[:, None]
             layer = layer - most(states.layer_gradients)[:, None] + grown
             beside = beside - most(states.gradients_beside)[:, None] + least(states.grown_beside)[:, None]
@@ -117,37 +117,37 @@ class StageRoom:
         )  # fmt: skip
 
     def mapped(self, each: Callable[[Floats], Floats]) -> StageRoom:
-        """With all figures changed alike, from [n, G, K]."""
+        """The room with ``each`` applied to every figure, broadcast to [n, G, K]."""
         layer_s, again_s, free, held, *others = map(each, np.broadcast_arrays(*vars(self).values()))
         return StageRoom(layer_s, again_s, free, held.astype(np.int64), *others)
 
     @property
     def _slow_s(self) -> Floats:
-        """Seconds of a layer where all that it keeps more is recomputed."""
+        """Seconds of one more layer where recompute must save all the bytes that it adds."""
         return self.layer_s + self.again_s * (self.states / self.held + self.kept)
 
     def layers(self, seconds: Floats) -> Floats:
-        """[n, G, K] The most in so many seconds for one micro-batch, [n] or what broadcasts to the result."""
+        """[n, G, K] The most layers in ``seconds`` per micro-batch, which is [n] or broadcasts to the result."""
         x = seconds[:, None, None] if seconds.ndim == 1 else seconds
         lighter = (x + self.again_s * self.free / self.held) / self._slow_s
         return np.maximum(np.minimum(np.minimum(x / self.layer_s, lighter), self.most), 0.0)
 
     def saved_bytes(self, layers: Floats) -> Floats:
-        """[n, G, K] Of each micro-batch in flight, what stages with so many layers must save by recompute."""
+        """[n, G, K] Bytes of each micro-batch in flight that stages with ``layers`` must save by recompute."""
         without = layers * (self.states / self.held + self.kept) - self.free / self.held
         return np.where(without > 0.0, np.maximum(without + self.remade / self.held, 0.0), 0.0)
 
     def hold(self, layers: Floats) -> NDArray[np.bool_]:
-        """[n, G, K] Whether memory does, however many are recomputed."""
+        """[n, G, K] Whether memory holds ``layers``, however many are recomputed."""
         return layers <= self.most + ROUNDING
 
     def seconds(self, layers: Floats) -> Floats:
-        """[n, G, K] In which stages have so many, at least; infinite where memory does not hold them."""
+        """[n, G, K] Least seconds per micro-batch of stages with ``layers``; infinite where memory does not hold them."""
         seconds = layers * self.layer_s + self.again_s * self.saved_bytes(layers)
         return np.where(self.hold(layers), seconds, np.inf)
 
     def best(self) -> StageRoom:
-        """[n, 1, K] At least as much as any group has."""
+        """[n, 1, K] At least as much room as any group has."""
 
         def least(of: Floats) -> Floats:
             return of.min(axis=1, keepdims=True)
@@ -161,7 +161,7 @@ class StageRoom:
         )  # fmt: skip
 
     def least_s(self, num_layers: int, count: Ints) -> Floats:
-        """[n] Seconds of the longest stage of a replica that has all layers, at least; ``count``: [K] stages of each position."""
+        """[n] Least seconds of the longest stage of a replica that has all layers; ``count``: [K] stages of each position."""
         best = self.best()
         seconds = num_layers / (count / best.layer_s + 0 * best.most).sum(axis=(1, 2))
         for _ in range(STEPS):
@@ -172,7 +172,7 @@ class StageRoom:
         return np.where(seconds < 1e299, seconds, np.inf)
 
     def _slope(self, seconds: Floats) -> Floats:
-        """More layers with more seconds."""
+        """[n, 1, K] Layers gained per further second."""
         x = seconds[:, None, None]
         plain, lighter = x / self.layer_s, (x + self.again_s * self.free / self.held) / self._slow_s
         rising = np.where(plain < lighter, 1.0 / self.layer_s, 1.0 / self._slow_s)

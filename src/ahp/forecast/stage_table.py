@@ -20,19 +20,19 @@ class StageTable:
 
     start: Ints
     end: Ints
-    """The first layer, and the one after the last."""
+    """The layers are ``start`` to ``end`` - 1."""
     first: Ints
     """1 where the stage has the embedding, else 0."""
     last: Ints
-    """The same of the head."""
+    """1 where the stage has the head, else 0."""
     kinds: Ints
-    """[S, L] The kind of each of its layers in their order; the number of kinds where it has no more."""
+    """[S, L] The kind of each layer, in order; the number of kinds where the stage has no more layers."""
     num_recomputed: Ints
-    """How many of its layers are recomputed, the first ones, where any are."""
+    """How many of the stage's first layers are recomputed, if any are."""
     counts: Ints
     """[S, K] Layers of each kind."""
     recomputed: Ints
-    """[S, K] How many of them are recomputed."""
+    """[S, K] Recomputed layers of each kind."""
 
     @cached_property
     def layers(self) -> Ints:
@@ -40,18 +40,18 @@ class StageTable:
 
     @cached_property
     def is_recomputed(self) -> Mask:
-        """[S, L] Whether each of its layers is recomputed, where any are."""
+        """[S, L] Whether each layer is recomputed, if any are."""
         return np.arange(self.kinds.shape[1]) < self.num_recomputed[:, None]
 
     @cached_property
     def backwards(self) -> Ints:
-        """[S, L] Which of its layers comes when in the backward pass; what is no layer stays behind all."""
+        """[S, L] The stage's layers in the order of the backward pass; entries that are no layer stay at the end."""
         at = np.arange(self.kinds.shape[1])
         count = self.layers[:, None]
         return np.where(at < count, count - 1 - at, at)
 
     def of_layers(self, of_kinds: Floats) -> Floats:
-        """[..., S, L] A figure of each layer from those of each kind, [..., K]; 0 where there is no layer."""
+        """[..., S, L] A figure of each layer, from one of each kind, [..., K]; 0 where there is no layer."""
         nothing = np.zeros((*of_kinds.shape[:-1], 1))
         return np.concatenate([of_kinds, nothing], axis=-1)[..., self.kinds]
 
@@ -63,8 +63,8 @@ class StageTable:
         stages: Sequence[tuple[int, int, bool, bool]],
         recomputed: Sequence[int] | None = None,
     ) -> StageTable:
-        """``layers``: the kind of each layer of the model; ``stages``: start, end, whether first and last; ``recomputed``: so many
-        of each stage's first layers, None = all."""
+        """``layers``: the kind of each layer of the model; ``stages``: start, end, is first, is last; ``recomputed``: how many of each
+        stage's first layers are recomputed, None = all."""
         kinds = np.array(layers, dtype=np.int64)
         each = kinds[:, None] == np.arange(num_kinds)
         before = np.concatenate([np.zeros((1, num_kinds), dtype=np.int64), np.cumsum(each, axis=0)])

@@ -1,7 +1,7 @@
-"""What ranks hold of weights, gradients and optimizer states, over columns: many ranks, and many ways to share states, at once.
+"""Weights, gradients and optimizer states that ranks hold, in columns: many ranks, and many ways to shard states, at once.
 
-Dims: N = ways to share states, W = ranks. Figures of ranks are [W] or [N, W], those of ways [N, 1]; of one layout each may be
-one number, and its ``Traits`` stand for a ``TraitColumns`` of one row.
+Dims: N = ways to shard states, W = ranks. Figures of ranks are [W] or [N, W], those of ways [N, 1]; for one layout each can be
+one number, and its ``Traits`` can take the place of a ``TraitColumns`` of one row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Figures = NDArray[Any] | float
 
 
 class StateColumns(NamedTuple):
-    """Of ``StateTraits``."""
+    """Columns of ``StateTraits``."""
 
     master_weight_bytes: Floats
     compute_weight_bytes: Floats
@@ -37,7 +37,7 @@ class StateColumns(NamedTuple):
 
 
 class GradientColumns(NamedTuple):
-    """Of ``GradientTraits``."""
+    """Columns of ``GradientTraits``."""
 
     element_bytes: Floats
     beside_bytes: Floats
@@ -47,7 +47,7 @@ class GradientColumns(NamedTuple):
 
 
 class GatherColumns(NamedTuple):
-    """Of ``GatherTraits``."""
+    """Columns of ``GatherTraits``."""
 
     keeps_weights: Floats
     ahead_elements: Floats
@@ -60,7 +60,7 @@ class GatherColumns(NamedTuple):
 
 
 class ReduceColumns(NamedTuple):
-    """Of ``ReduceTraits``."""
+    """Columns of ``ReduceTraits``."""
 
     element_bytes: Floats
     copies: Floats
@@ -75,19 +75,19 @@ class ReduceColumns(NamedTuple):
 
 
 class ExpertColumns(NamedTuple):
-    """Of ``ExpertTraits``."""
+    """Columns of ``ExpertTraits``."""
 
     leaves_lone: Floats
 
 
 class HostColumns(NamedTuple):
-    """Of ``HostTraits``."""
+    """Columns of ``HostTraits``."""
 
     operators_per_unit: Floats
 
 
 class TraitColumns(NamedTuple):
-    """``Traits`` of several layouts under their own names, each [N, 1]; what an engine does or does not is 1 or 0."""
+    """``Traits`` of several layouts under their own names, each [N, 1]; booleans are 1 or 0."""
 
     states: StateColumns
     gradients: GradientColumns
@@ -98,12 +98,12 @@ class TraitColumns(NamedTuple):
 
     @classmethod
     def of(cls, traits: Sequence[Traits]) -> TraitColumns:
-        """A row for each; equal ones are one object."""
+        """A row for each of ``traits``, in which equal ones are one object."""
         return cls.of_figures(trait_figures(traits))
 
     @classmethod
     def of_figures(cls, figures: Floats) -> TraitColumns:
-        """From ``trait_figures``."""
+        """The columns of what ``trait_figures`` returned."""
         left = iter(figures[..., None])
         return cls(*(kind._make(islice(left, len(kind._fields))) for kind in KINDS))  # type: ignore[arg-type]
 
@@ -112,11 +112,11 @@ KINDS = (StateColumns, GradientColumns, GatherColumns, ReduceColumns, ExpertColu
 """The records of ``TraitColumns``, in its order."""
 
 FIGURES = [(group, name) for group, kind in zip(TraitColumns._fields, KINDS, strict=True) for name in kind._fields]
-"""Where each figure stands: in which record of the traits, and its name there."""
+"""(record of the traits, field of the record) for each figure."""
 
 
 def trait_figures(traits: Sequence[Traits]) -> Floats:
-    """[figures, N] Of several layouts, in the order of ``FIGURES``; equal traits are one object."""
+    """[figures, N] Figures of several layouts, in the order of ``FIGURES``; equal traits are one object."""
     each = {id(one): one for one in traits}
     number = {key: at for at, key in enumerate(each)}
     return np.array([*map(_figures, each.values())], dtype=float)[[number[id(one)] for one in traits]].T
@@ -131,21 +131,21 @@ Behaviour = Traits | TraitColumns
 
 
 class Shards(NamedTuple):
-    """Ranks that divide states (ZeRO): those of dense weights, and those of experts, which fewer ranks hold alike."""
+    """How many ranks divide states (ZeRO): those of dense weights, and those of experts, which fewer ranks hold in common."""
 
     dense: Figures
     experts: Figures
 
     @classmethod
     def among(cls, ranks: Figures, expert_ranks: int = 1, tensor_ranks: int = 1) -> Shards:
-        """Of the ``ranks`` that divide the states of dense weights, times the ``tensor_ranks`` that hold whole experts, of which
-        ``expert_ranks`` share the experts. A single one divides nothing."""
+        """``ranks`` divide the states of dense weights; times the ``tensor_ranks`` that hold whole experts, over the ``expert_ranks``
+        that share the experts, they divide the states of experts. A single rank divides nothing."""
         experts = np.maximum(1.0, ranks * tensor_ranks / expert_ranks)
         return cls(ranks, np.where(np.equal(ranks, 1), 1.0, experts)[()])
 
     @classmethod
     def of(cls, parallelism: Parallelism, folded_experts: bool = False) -> Shards:
-        """Of one layout; ``folded_experts``: see ``ExpertTraits``."""
+        """The ranks of one layout; ``folded_experts``: see ``ExpertTraits``."""
         tensor = parallelism.tensor_parallel_degree if folded_experts else 1
         return cls.among(shard_ranks(parallelism), parallelism.expert_parallel_degree, tensor)
 
@@ -157,28 +157,28 @@ class RankWeights:
     total: Figures
     largest_block: Figures = 0
     outside_blocks: Figures = 0
-    """In the one unit that holds what is not in a block: embedding, head, final norm."""
+    """Parameters outside blocks: embedding, head, final norm."""
     head: Figures = 0
-    """Those of the head, among the ones outside blocks."""
+    """The head's part of ``outside_blocks``."""
     experts: Figures = 0
-    """Weights of experts, among the total: an expert-parallel group holds them once, so that fewer ranks divide their states."""
+    """The experts' part of ``total``: an expert-parallel group holds them once, so that fewer ranks divide their states."""
     shapes: Figures = 0
-    """One weight of each shape in a block, of the block where they are the most: experts have the same shapes."""
+    """One weight of each shape in a block, for the block where these have the most elements: experts have the same shapes."""
     largest_without_experts: Figures = 0
     """The most that one block has without its experts."""
 
     @property
     def dense(self) -> Figures:
-        """Those that are no weights of experts."""
+        """Parameters outside experts."""
         return self.total - self.experts
 
     def updated(self, shards: Shards) -> Figures:
-        """Those that the rank updates."""
+        """Parameters that the rank updates."""
         return self.dense / shards.dense + self.experts / shards.experts
 
 
 def state_bytes(weights: RankWeights, of: Behaviour, shards: Shards, micro_batches: int | Ints) -> dict[str, Figures]:
-    """Bytes of parameters, optimizer states, gathered weights, gradients and buffers of communication of each rank."""
+    """Bytes of parameters, optimizer states, gathered weights, gradients, reduce buffers and flat copies of each rank."""
     sent, block = _communicated(weights, of)
     part, trained = weights.updated(shards), of.states.trained_share
     held_bytes = trained * of.states.master_weight_bytes + (1 - trained) * _weight_bytes(of)
@@ -196,7 +196,7 @@ def state_bytes(weights: RankWeights, of: Behaviour, shards: Shards, micro_batch
 
 
 def _flat_bytes(weights: Figures, updated: Figures, of: Behaviour) -> Figures:
-    """What flat copies take for good: the allocator joins no memory that it got from the device at different times."""
+    """Bytes that flat copies take for good: the allocator does not merge memory that it got from the device at different times."""
     return np.ceil(weights * of.states.flattened_bytes + updated * of.gradients.update_bytes)
 
 
@@ -215,7 +215,7 @@ def _gathered_bytes(outside: Figures, sent: Figures, block: Figures, of: Behavio
 
 
 def _gathered_element_bytes(of: Behaviour, shards: Shards) -> Figures:
-    """Alone, a rank has copies of the weights that are cast for each step: of those that it trains."""
+    """Bytes per gathered element. A rank that shards nothing has copies only of the weights it trains, cast for each step."""
     cast = np.not_equal(of.states.compute_weight_bytes, of.states.master_weight_bytes) * of.states.trained_share
     return np.where(np.greater(shards.dense, 1), 1.0, cast) * of.states.compute_weight_bytes
 
@@ -228,31 +228,31 @@ def _reduce_buffer_bytes(weights: RankWeights, sent: Figures, block: Figures, of
     of_unit = np.maximum(block, weights.outside_blocks) * (of.states.compute_weight_bytes + of.reduce.element_bytes)
     of_unit = of_unit * np.logical_not(of.reduce.on_own_stream)
     buffers = np.where(np.greater(bucket, 0), in_buckets, of_unit) * of.reduce.copies
-    # One for each shape of weight, kept from layer to layer (Transformer Engine, get_dummy_wgrad).
+    # One dummy gradient for each shape of weight, kept from layer to layer (Transformer Engine, get_dummy_wgrad).
     return buffers + (weights.shapes + weights.head) * of.states.compute_weight_bytes * of.gradients.fused_accumulation
 
 
 class UnitBytes(NamedTuple):
-    """What whole units of weights and gradients take for a while, beyond ``state_bytes``, where they are gathered and reduced one by one
-    on streams of their own (``ReduceTraits.on_own_stream``); else 0."""
+    """Temporary bytes of whole units' weights and gradients, beyond ``state_bytes``, where units are gathered and reduced one by one on
+    streams of their own (``ReduceTraits.on_own_stream``); else 0."""
 
     at_head: Figures
-    """Gathered while the loss is computed: the head."""
+    """Gathered weights while the loss is computed: the head's unit."""
     gathered: Figures
-    """While layers run backward: the one that computes. The next one is on the gathers' stream."""
+    """Gathered weights while layers run backward: those of the layer that computes. The next layer is on the gathers' stream."""
     reduced: Figures
-    """Then: the gradients of that layer, and the buffer in which those of the unit before it are reduced, such as the head."""
+    """At the same time: the gradients of that layer, and the buffer that reduces those of the unit before it, such as the head."""
     last: Figures
-    """Of the last unit that is reduced, when all activations are gone."""
+    """Gradients and buffer of the last unit that is reduced, when all activations are gone."""
     pooled: Figures
-    """On the streams: of gathers what the two largest units that follow one another took, with the rank's shards of them; of reductions
-    what is beyond the gradients that ``state_bytes`` counts."""
+    """Kept on the streams: by gathers, the two largest units in succession with the rank's shards of them; by reductions, what goes
+    beyond the gradients that ``state_bytes`` counts."""
     grown: Figures
-    """On the stream of reductions, where gradients grow as activations go (one micro-batch): all gradients."""
+    """Kept on the stream of reductions where gradients grow as activations go (one micro-batch): all gradients."""
 
 
 def unit_bytes(weights: RankWeights, of: Behaviour, shards: Shards, micro_batches: int | Ints) -> UnitBytes:
-    """Seen in ``memory_snapshot()`` of FSDP2 as one of 8 and of 128 ranks (torch 2.11; docs/forecast/memory.md)."""
+    """Read from ``memory_snapshot()`` of FSDP2 on one of 8 and one of 128 ranks (torch 2.11; docs/forecast/memory.md)."""
     sent, block = _communicated(weights, of)
     apart, outside, head = of.gather.ends_apart, weights.outside_blocks, weights.head
     largest = np.maximum(block, np.where(apart, np.maximum(head, outside - head), outside))
@@ -277,8 +277,8 @@ def unit_bytes(weights: RankWeights, of: Behaviour, shards: Shards, micro_batche
 def layer_state_bytes(
     dense: Figures, experts: Figures, of: Behaviour, shards: Shards, micro_batches: int
 ) -> tuple[Figures, Figures]:
-    """What a layer with so many parameters adds to the states of its rank at least, beside whatever others, and of that the
-    gradients."""
+    """Least bytes that a layer with ``dense`` and ``experts`` parameters adds to its rank's states, whatever else is there; and the
+    part of them that is gradients."""
     parts = state_bytes(RankWeights(dense + experts, experts=experts), of, shards, micro_batches)
     kept = np.where(of.gather.keeps_weights, parts["gathered_weights"], 0.0)
     kept += np.where(of.reduce.gradients_in_buckets, parts["reduce_buffers"], 0.0)
@@ -287,7 +287,7 @@ def layer_state_bytes(
 
 
 def visiting_bytes(weights: RankWeights, of: Behaviour, shards: Shards) -> Figures:
-    """Bytes of states from host memory that are on the device at once while the weights are updated, at most."""
+    """The most bytes of states from host memory that are on the device at once while weights are updated."""
     in_host = of.states.trained_share * weights.updated(shards) * of.states.host_bytes
     return np.ceil(np.minimum(of.states.host_bucket_bytes, in_host))
 
@@ -296,24 +296,24 @@ def cast_bytes(of: Behaviour, shards: Figures) -> Figures:
     """Bytes moved per weight element to make the compute copy: the shard cast, and the gathered buffer copied out."""
     computes, master = of.states.compute_weight_bytes, of.states.master_weight_bytes
     trained, several = of.states.trained_share, np.greater(shards, 1)
-    # FSDP copies the shards of frozen weights too, where ranks share them.
+    # FSDP copies the shards of frozen weights too, where ranks shard them.
     moved = trained * (master + computes) + np.where(several, (1 - trained) * 2 * computes, 0.0)
     cast = np.where(np.logical_and(computes, np.not_equal(computes, master)), moved / shards, 0.0)
     return cast + np.where(several, 2 * _weight_bytes(of), 0)
 
 
 UNALIKE_CAST, UNALIKE_SUM = 1.75, 1.2
-"""Bytes that count for one in a kernel that casts gradients of 16 bits to fp32, or adds them to it: torch computes an address for each element, as
-``unvectorized`` in kernels.yaml. Within a step an H200 cast 278e9 and added 245e9 elements/s. With as many for their SMs and clock these are the factors of
+"""Factors on the bytes of a kernel that casts 16-bit gradients to fp32, or adds them to fp32: torch computes an address for each element, as for
+``unvectorized`` in kernels.yaml. Within a step an H200 cast 278e9 and added 245e9 elements/s. At that rate per SM and clock these are the factors of
 A100 and H100; the H200's memory is faster, and there a sum counts 1.7."""
 
 
 def gradient_copy_bytes(of: Behaviour, shards: Figures, micro_batches: int | Ints) -> Figures:
-    """Bytes moved per weight element and micro-batch: the gradient into the type and buffer it waits in, or is sent from."""
+    """Bytes moved per weight element and micro-batch to copy the gradient into the type and buffer that it waits in or is sent from."""
     made, m = _weight_bytes(of), micro_batches
-    # Into the flat buffer; then the shard is added to the earlier ones.
+    # The gradient goes into the flat buffer; then its shard is added to the earlier ones.
     each = made + of.reduce.element_bytes + np.where(np.equal(m, 1), 0.0, 2 * of.gradients.element_bytes / shards)
-    # The first is kept as it is, or cast; each later one is read, and added in one kernel to the sum, which is read and written.
+    # The first gradient is kept as it is, or cast; one kernel adds each later one to the sum: it reads both and writes the sum.
     alike = np.equal(made, of.gradients.element_bytes)
     first = np.where(alike, 0.0, made + of.gradients.element_bytes)
     cast, added = np.where(alike, 1.0, UNALIKE_CAST), np.where(alike, 1.0, UNALIKE_SUM)
@@ -323,7 +323,7 @@ def gradient_copy_bytes(of: Behaviour, shards: Figures, micro_batches: int | Int
 
 
 def last_copy_bytes(of: Behaviour, micro_batches: int | Ints) -> Figures:
-    """Bytes moved per weight element after the last micro-batch: gradients into the flat buffer, where they have waited elsewhere."""
+    """Bytes moved per weight element after the last micro-batch to copy gradients into the flat buffer, if they waited elsewhere."""
     sent = 2 * of.reduce.element_bytes * of.states.trained_share
     waited = np.logical_and(np.greater(micro_batches, 1), np.logical_not(of.reduce.every_micro_batch))
     elsewhere = np.logical_or(waited, np.equal(of.states.compute_weight_bytes, 0))
@@ -331,5 +331,5 @@ def last_copy_bytes(of: Behaviour, micro_batches: int | Ints) -> Figures:
 
 
 def _weight_bytes(of: Behaviour) -> Figures:
-    """Bytes of one weight element as it computes."""
+    """Bytes of one weight element in the type that computes."""
     return np.where(of.states.compute_weight_bytes, of.states.compute_weight_bytes, of.states.master_weight_bytes)

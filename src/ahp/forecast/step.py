@@ -1,4 +1,4 @@
-"""What a layout costs: ``forecast`` for typed objects, ``simulate`` for plain ones."""
+"""The price of a layout: ``forecast`` takes typed objects, ``simulate`` plain ones."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def forecast(
     """Forecast one layout. Raises BadInput when ``ahp.forecast.rules.illegal`` gives a reason against it,
     NotExpressible when that reason is the engine's.
 
-    ``activation_checkpoint`` auto is priced as the lightest that fits. Calls with the same graph and cluster
-    objects share what they have in common.
+    ``activation_checkpoint`` auto is priced as the lightest kind that fits. Calls with the same graph and cluster
+    objects share results.
     """
     return price(graph, cluster, job, parallelism, engine).forecast
 
@@ -42,12 +42,12 @@ def price(
 def pricer(
     graph: ModelGraph, cluster: Cluster, job: Job, engine: EngineChoice = DEFAULT_ENGINE, *, either_blocks: bool = False
 ) -> Pricer | MixedPricer:
-    """What prices layouts; the same one for the same graph and cluster objects, so that calls share their units.
+    """The pricer of layouts: the same object for the same graph and cluster objects, so that calls share their units.
 
-    ``either_blocks``: no layout takes less than it says, whether its blocks are compiled or not, where ``engine`` leaves that
-    open; otherwise they are eager then.
+    ``either_blocks``: where ``engine`` leaves open whether blocks are compiled, prices are lower bounds for both; otherwise the
+    blocks are eager then.
 
-    Raises BadInput for what nothing is known of that a price could rest on.
+    Raises BadInput where facts that a price needs are not known.
     """
     choice = engine if either_blocks else engine.decided()
     return _pricer(Same(graph), Same(cluster), job.model_dump_json(), choice.model_dump_json())
@@ -120,7 +120,7 @@ def _graph(model: Any, job: Job, choice: EngineChoice) -> ModelGraph:
             raise bad_input("job.lora", asked, "the graph was traced for another", [model.lora])
         return model
     key = _canonical(model)
-    if key is None:  # a live module has no name that would tell it from another
+    if key is None:  # a live module has no key that identifies it
         from ahp.graph.kept import analyze
 
         return analyze(model, job, attention=choice.attention)
@@ -159,7 +159,7 @@ def _resolved(key: str) -> Cluster:
 
 
 def _canonical(value: Any) -> str | None:
-    """The same text for the same plain data; None for what is not plain."""
+    """The same text for the same plain data; None for other values."""
     try:
         return json.dumps(value, sort_keys=True)
     except (TypeError, ValueError):

@@ -1,6 +1,6 @@
-"""What probe measured, as look-ups: attention by its shape, element-wise operators by their size.
+"""Look-ups in what probe measured: attention by its shape, element-wise operators by their size.
 
-A table is that of the nearest number of workers which computed at once; every look-up works in logarithms.
+Each table is the one measured with the nearest number of workers computing at once; every look-up works in logarithms.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ PRECISION_OF: dict[str, str] = {
     "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
     "float64": "fp32",
 }  # fmt: skip
-"""How a precision is called in a job, by torch's name of the dtype."""
+"""The name of a precision in a job, keyed by torch's name of the dtype."""
 
 Points = list[tuple[float, float]]
 """(bytes or elements, seconds) in rising order."""
 
 
 def nearest_workers(samples: Iterable[Any], workers: int) -> list[Any]:
-    """Those taken with the nearest number of workers, by ratio; the larger of two as near."""
+    """The samples with the nearest number of workers, by ratio; the larger number where two are equally near."""
     found = list(samples)
     if not found:
         return []
@@ -34,7 +34,7 @@ def nearest_workers(samples: Iterable[Any], workers: int) -> list[Any]:
 def interpolate(table: Points, size: float) -> float:
     """Seconds at a size.
 
-    Between two sizes straight in log-log; below the smallest its time (latency); above the largest in proportion.
+    Linear in log-log between two sizes, constant below the smallest (latency), proportional above the largest.
     """
     first, last = table[0], table[-1]
     if size <= first[0]:
@@ -48,7 +48,7 @@ def interpolate(table: Points, size: float) -> float:
 
 
 class ElementWise:
-    """Seconds of element-wise operators, without what every operator takes at least."""
+    """Seconds of element-wise operators, without the least time that every operator takes."""
 
     def __init__(self, measured: Measurements | None, workers: int) -> None:
         self._tables: dict[tuple[str, str], Points] = {}
@@ -60,7 +60,7 @@ class ElementWise:
             self._tables[key] = sorted((scale * s.elements, s.seconds) for s in nearest_workers(alike, workers))
 
     def add_s(self, moved_bytes: float, precision: str) -> float | None:
-        """Seconds to move so many bytes with next to no arithmetic; None where nothing was measured."""
+        """Seconds to move ``moved_bytes`` with next to no arithmetic; None where nothing was measured."""
         return self._at("add", moved_bytes, precision)
 
     def silu_s(self, elements: float, precision: str) -> float | None:
@@ -71,7 +71,7 @@ class ElementWise:
         table = self._tables.get((kind, precision))
         if table is None:
             return None
-        # Below the smallest size in proportion: the latency that is left is counted apart, as the launch.
+        # Proportional below the smallest size: the rest of its latency is counted elsewhere, as the launch.
         return table[0][1] * size / table[0][0] if size < table[0][0] else interpolate(table, size)
 
 
@@ -82,13 +82,13 @@ class Attention:
         self._rates: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
         for s in nearest_workers(measured.attention if measured else (), workers):
             key: tuple[str, str] = s.phase, str(PRECISION_OF.get(s.dtype, s.dtype))
-            # Two products forward and five backward, of which a causal mask leaves a half.
+            # Two products forward and five backward; a causal mask leaves half of each.
             products = 2 if s.phase == "forward" else 5
             flops = products * 2.0 * s.heads * s.sequence**2 * s.head_dim / 2
             self._rates.setdefault(key, []).append((math.log(s.sequence), math.log(s.head_dim), flops / s.seconds))
 
     def rate(self, sequence: float, head_dim: float, precision: str, *, backward: bool) -> float | None:
-        """Of the measured shapes weighted by inverse square distance in log space; None where nothing was measured."""
+        """FLOP/s averaged over measured shapes, weighted by inverse square distance in log space; None where nothing was measured."""
         rates = self._rates.get(("backward" if backward else "forward", precision))
         if not rates:
             return None

@@ -1,4 +1,4 @@
-"""What tensor parallelism sends for one segment and one micro-batch, and how long that takes."""
+"""The tensor-parallel collectives of one segment and one micro-batch, and how long they take."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class TensorCost(NamedTuple):
 
     forward_s: float
     again_s: float
-    """Of it, what is before the last result that the backward pass reads."""
+    """The part of ``forward_s`` before the last result that the backward pass reads."""
     gather_s: float
-    """Of it, all-gathers."""
+    """The part of ``forward_s`` in all-gathers."""
     backward_s: float
     launches: int
 
@@ -47,19 +47,19 @@ class TensorCollectives:
         sequences: int,
         num_unread: int,
     ) -> TensorCost:
-        """What a segment's tensor-parallel collectives take.
+        """The cost of a segment's tensor-parallel collectives.
 
         Without sequence parallelism partial sums are all-reduced. With it they are reduce-scattered along the sequence and
-        gathered again before the next column product; the backward pass may gather the inputs once more for the weight
-        gradients (arXiv 2205.05198, section 4.2.2). ``fp8``: what products read is gathered in 8 bits, sums stay in 16.
-        ``num_unread``: of the sums, those at the end that nothing in the backward pass reads.
+        gathered again before the next column product; the backward pass can gather the inputs once more for the weight
+        gradients (arXiv 2205.05198, section 4.2.2). ``fp8``: inputs of products are gathered in 8 bits, sums stay in 16.
+        ``num_unread``: how many of the last sums nothing in the backward pass reads.
         """
         group, context = axes.tensor, axes.context.size
         of_heads_s = self._heads_s(parts, group, context)
 
         def total(kind: CollectiveKind, tensors: tuple[TensorSpec, ...]) -> float:
             part = 0.5 if fp8 and kind == "all_gather" else 1.0
-            # One sequence gathered along its length lies in memory as it arrives.
+            # A single sequence gathered along its length arrives in the right order.
             copied = how.tensor_copies and (kind == "reduce_scatter" or (kind == "all_gather" and sequences > 1))
             seconds = 0.0
             for spec in tensors:
@@ -81,7 +81,7 @@ class TensorCollectives:
         gathers = total("all_gather", hidden)
         gathers += gathered if how.gathers_again else 0.0
         if how.tensor_in_pieces:
-            # A rank begins with its own piece and ends with it: one piece of each collective has nothing to run beside.
+            # A rank begins or ends with its own piece: one piece of each collective has no computation to overlap with.
             overlap, beside_s = 1.0 - 1.0 / group.size, times.products.device_s
             forward, gathers, gathered = (shown_s(s, beside_s, overlap) for s in (forward, gathers, gathered))
         forward += total("all_reduce", rows) + of_heads_s[0]
@@ -91,8 +91,8 @@ class TensorCollectives:
         return TensorCost(forward, again, gathered, backward, 2 * count)
 
     def _heads_s(self, parts: TensorSplit, group: Group, context: int) -> tuple[float, float]:
-        """Seconds, forward and backward, of what comes of keys with fewer heads than ranks: gradients of whole keys are summed, or
-        what is gathered of all heads is put together from the ranks' columns, and its gradients are cut into them."""
+        """Seconds, forward and backward, due to keys with fewer heads than ranks: to sum the gradients of whole keys, or to gather
+        all heads, put them together from the ranks' columns, and cut their gradients into these columns."""
         forward, backward = 0.0, 0.0
         if parts.gathered_heads:
             sent = sum(spec.bytes for spec in parts.gathered_heads) / context
@@ -104,7 +104,7 @@ class TensorCollectives:
         return forward, backward
 
     def with_scales(self, tensor: TensorCost, parts: TensorSplit, axes: Axes, segment: Segment) -> TensorCost:
-        """And what it takes that ranks agree on the largest element of a weight, an input or a gradient that they share."""
+        """``tensor`` plus the time in which ranks agree on the largest element of a weight, an input or a gradient that they share."""
         column, row = len(parts.column), len(parts.row)
         products = sum(is_weight_product(op) and op.name not in GROUPED for op in segment.phase("forward"))
         scale_s = self._network.time_s("all_reduce", SCALE_BYTES, axes.tensor) if axes.tensor.size > 1 else 0.0

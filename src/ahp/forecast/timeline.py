@@ -1,7 +1,7 @@
 """The timeline of a priced layout in Chrome's trace event format, which Perfetto and chrome://tracing open.
 
-A process for each rank that is drawn, a thread for each of its streams. Ranks at one place of the pipeline do the same
-at the same time, so that one of them stands for all. docs/forecast/timeline.md says how to read it.
+Each drawn rank is a process, each of its streams a thread. Ranks at one place of the pipeline do the same at the same
+time, so one of them stands for all. docs/forecast/timeline.md explains how to read it.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ STREAM_OF = {
 """The thread of a part of an action; any other part is computation."""
 
 MOST_PLACES = 64
-"""Places of the pipeline that are drawn, half of them from either end: more tracks than that nobody reads."""
+"""The most places of the pipeline that are drawn, half of them from either end: nobody reads more tracks."""
 
 MOST_NAMED = 4
-"""Ranks that a track names of those that it stands for, where they do not follow each other."""
+"""The most ranks that a track's name lists of those it stands for, where their numbers are not consecutive."""
 
 MOST_EVENTS = 150_000
-"""What 20 MB hold: an event takes 60 to 130 bytes."""
+"""Events that fit into 20 MB: an event takes 60 to 130 bytes."""
 
 LEAST_ACTIONS = 8
-"""With fewer actions for each rank a timeline shows nothing."""
+"""With fewer actions per rank a timeline shows nothing useful."""
 
 INSIDE = 1e-3
 """Arrows leave and arrive this share of an action away from its edge, because at the edge itself they belong to no
@@ -61,11 +61,11 @@ def chrome_trace(priced: Priced, *, all_ranks: bool = False) -> dict[str, Any]:
     """The trace as data; also what ``ahp report`` draws.
 
     Actions carry torch's names (``2F0``: stage 2, forward, micro-batch 0). Inside an action lie its parts, one after
-    another: computation on the compute thread, what collectives and the host make the device wait on theirs. Arrows go
-    from what a rank sends to the action that needs it.
+    another: computation on the compute thread, the device's waits for collectives and for the host on threads of their
+    own. Arrows go from the action whose result is sent to the action that needs it.
 
     ``all_ranks`` draws every rank, not one for each place of the pipeline. A trace of more than ``MOST_EVENTS`` keeps
-    the first and the last actions of each rank; a span marks the gap and ``otherData`` says so. Raises BadInput when
+    the first and the last actions of each rank; a span marks the gap and ``otherData`` notes it. Raises BadInput when
     there are too many ranks even for that.
     """
     pipelines = _pipelines(priced, all_ranks=all_ranks)
@@ -81,13 +81,13 @@ def chrome_trace(priced: Priced, *, all_ranks: bool = False) -> dict[str, Any]:
 
 
 def write(priced: Priced, path: str | Path, *, all_ranks: bool = False) -> None:
-    """Write ``chrome_trace``: aside first, then renamed, so that a reader never sees half of it. Raises BadInput where it cannot be written."""
+    """Write ``chrome_trace`` to a temporary file, then rename it, so that a reader never sees half of it. Raises BadInput where that fails."""
     save(path, json.dumps(chrome_trace(priced, all_ranks=all_ranks), separators=(",", ":")))
 
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """An action whose result another action needs, and when that result leaves: a reduction of gradients comes after."""
+    """An action whose result another action needs, and when that result leaves: before the action reduces gradients."""
 
     place: int
     action: Action
@@ -109,18 +109,18 @@ class _Done:
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """Pipelines that do the same at the same time: on a plain cluster all replicas, on a mixed one those that are alike."""
+    """Pipelines that do the same at the same time: all replicas on a plain cluster, replicas of one kind on a mixed one."""
 
     span: Makespan
     stages: tuple[StageCost, ...]
     first_rank: tuple[int, ...]
-    """Of each place of the pipeline."""
+    """The first rank at each place of the pipeline."""
     offsets: tuple[tuple[int, ...], ...]
-    """Of each place its ranks, from the first of them on."""
+    """The ranks at each place, counted from its first rank."""
     groups: tuple[str, ...] = ()
-    """On a mixed cluster, where each place lies."""
+    """On a mixed cluster, the group of devices at each place."""
     num_replicas: int = 1
-    """That the drawn ranks stand for, on a mixed cluster."""
+    """How many replicas the drawn ranks stand for, on a mixed cluster."""
 
 
 def _pipelines(priced: Priced, *, all_ranks: bool) -> list[_Pipeline]:
@@ -153,7 +153,7 @@ class _Drawing:
     all_ranks: bool
     pipeline: _Pipeline
     num_drawings: int
-    """Of the trace, which share its room."""
+    """Drawings in the trace, which share its room for events."""
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -161,7 +161,7 @@ class _Drawing:
 
     @cached_property
     def ranks(self) -> list[tuple[int, int]]:
-        """(rank, its place in the pipeline) of what is drawn."""
+        """(rank, its place in the pipeline) of each drawn rank."""
         places, first = range(len(self.timeline.starts_s)), self.pipeline.first_rank
         if self.all_ranks:
             return [(first[place] + offset, place) for place in places for offset in self.pipeline.offsets[place]]
@@ -171,7 +171,7 @@ class _Drawing:
 
     @cached_property
     def most_actions(self) -> int:
-        """Actions of one rank that fit: each has itself, its parts, what it sends and an arrow's two ends."""
+        """The most actions of one rank that fit: each takes an event for itself, its parts, a send and the two ends of an arrow."""
         parts = max(len(_shown(c.forward) | _shown(c.backward)) for c in self.pipeline.stages)
         fitting = MOST_EVENTS // (self.num_drawings * len(self.ranks) * (parts + 4))
         if fitting < LEAST_ACTIONS:
@@ -181,7 +181,7 @@ class _Drawing:
         return fitting
 
     def drawn(self, place: int) -> list[int]:
-        """Positions of the actions that are drawn, in the order of the rank."""
+        """Positions of the drawn actions in the rank's order."""
         count = len(self.timeline.starts_s[place])
         if count <= self.most_actions:
             return list(range(count))
@@ -197,7 +197,7 @@ class _Drawing:
         return {(a.kind, a.stage, a.micro_batch) for a in last.values()}
 
     def names(self) -> Iterator[Event]:
-        """What the ranks are called, and in which order they are shown."""
+        """Events that name the drawn ranks and give the order in which they are shown."""
         places = len(self.timeline.starts_s)
         for rank, place in self.ranks:
             stages = [s for s, holder in enumerate(self.timeline.schedule.stage_rank) if holder == place]
@@ -211,7 +211,7 @@ class _Drawing:
             yield named("process_sort_index", rank, None, sort_index=rank)
 
     def _alike(self, rank: int, place: int) -> str:
-        """The ranks of the place that ``rank`` is the first of."""
+        """Words for the ranks of a place; ``rank`` is the first of them."""
         offsets = self.pipeline.offsets[place]
         count, last = len(offsets), rank + offsets[-1]
         if offsets[-1] == count - 1:
@@ -228,11 +228,11 @@ class _Drawing:
                 yield self._gap(rank, place, before + 1, at)
             yield from self._action(rank, self.timeline.schedule.ranks[place][at], starts[at], ends[at])
             before = at
-        if tail_s := self.timeline.reducing_s[place]:  # gradients that were reduced beside the actions until now
+        if tail_s := self.timeline.reducing_s[place]:  # the rest of a reduction that overlapped with the actions
             yield span(part_words("gradient_reduce"), rank, STREAM_OF["gradient_reduce"], ends[-1], ends[-1] + tail_s)
         at_s = self.priced.span.makespan_s
         for part, seconds in self.after:
-            # The one reduction there is what the ends of the pipeline share (tied embeddings).
+            # The only reduction here is that of tied embeddings, between the two ends of the pipeline.
             if part != "gradient_reduce" or place in self.ends:
                 yield span(part_words(part), rank, STREAM_OF.get(part, 0), at_s, at_s + seconds)
             at_s += seconds
@@ -244,7 +244,7 @@ class _Drawing:
 
     @cached_property
     def after(self) -> list[tuple[str, float]]:
-        """What comes after all actions: of each part of the step, what the actions of the rank that ends last have not."""
+        """What comes after all actions: each part of the step less its seconds in the actions of the rank that ends last."""
         timeline, stages = self.priced.timeline, self.priced.stages
         m = timeline.schedule.num_micro_batches
         slowest = max(range(len(timeline.ends_s)), key=lambda place: (timeline.end_s(place), timeline.busy_s[place]))
@@ -266,7 +266,7 @@ class _Drawing:
         return sorted(found, key=lambda item: order.get(item[0], 2))
 
     def _gap(self, rank: int, place: int, first: int, end: int) -> Event:
-        """A span that says what is not drawn."""
+        """A span in the place of actions that are not drawn."""
         order = self.timeline.schedule.ranks[place]
         start_s, end_s = self.timeline.starts_s[place][first], self.timeline.ends_s[place][end - 1]
         args = {"first": str(order[first]), "last": str(order[end - 1])}
@@ -293,7 +293,7 @@ class _Drawing:
         return iter(_in_order(_backward(cost, action.kind), once if last else {}))
 
     def sends(self, arrows: Iterator[int]) -> Iterator[Event]:
-        """What goes from rank to rank, as spans of the sender, and an arrow from each action to the one that needs it."""
+        """Sends between ranks as spans of the sender, and an arrow from each action to the one that needs its result."""
         found: dict[tuple[bool, int, int], _Done] = {}
         for place in dict.fromkeys(place for _, place in self.ranks):
             found |= {(done.forward, done.action.stage, done.action.micro_batch): done for done in self._done(place)}
@@ -317,7 +317,7 @@ class _Drawing:
                     yield from arrow(next(arrows), (sender, done.near_end_s), (receiver, needs.near_start_s))
 
     def _pairs(self, place: int, target: int) -> Iterator[tuple[int, int]]:
-        """Ranks of two places that hand each other something, of those that are drawn; each rank of the wider place once."""
+        """(sender, receiver) of drawn ranks at two places; each rank of the wider place comes once."""
         ways = [self.pipeline.offsets[at] if self.all_ranks else (0,) for at in (place, target)]
         most = max(map(len, ways))
         for number in range(most):
@@ -339,7 +339,7 @@ class _Drawing:
             yield _Done(place, action, starts[at], ends[at] - late_s)
 
     def about(self, num_ranks: int) -> dict[str, str]:
-        """What a reader must know, as Perfetto shows it under the trace's information; ``num_ranks`` are drawn."""
+        """What a reader must know, which Perfetto shows under the trace's information; ``num_ranks``: how many are drawn."""
         world, places = self.priced.parallelism.world_size, len(self.timeline.starts_s)
         shown = f"{num_ranks} of {world}"
         if len(self.ranks) < places:
@@ -362,14 +362,14 @@ def _shown(parts: dict[str, float]) -> set[str]:
 
 
 def _backward(cost: StageCost, kind: Kind) -> dict[str, float]:
-    """Parts of a backward action: of the whole, or of one of its halves."""
+    """Parts of a backward action, whole or one of its halves."""
     if kind is Kind.BACKWARD:
         return cost.backward
     return cost.weight_gradient if kind is Kind.WEIGHT_GRADIENT else cost.input_gradient
 
 
 def _in_order(parts: dict[str, float], once: dict[str, float]) -> list[tuple[str, float]]:
-    """Weights come before what needs them, gradients are reduced after what makes them. ``once``: what comes in this pass alone."""
+    """Parts in order: weights are gathered before the computation, gradients reduced after it. ``once``: parts of this pass alone."""
     parts = {part: parts.get(part, 0.0) + once.get(part, 0.0) for part in parts | once}
     place = {"weight_gather": 0, "recompute": 1, "gradient_reduce": 3}
     return sorted(parts.items(), key=lambda item: place.get(item[0], 2))

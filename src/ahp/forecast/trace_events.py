@@ -1,4 +1,4 @@
-"""Events of Chrome's trace event format: names, spans, arrows. Times go in in seconds."""
+"""Events of Chrome's trace event format: names, spans, arrows. Times are given in seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Event = dict[str, Any]
 
 
 def named(what: str, rank: int, stream: int | None, **args: str | int) -> Event:
-    """What a process, or one of its threads, is called or where it is shown (a metadata event)."""
+    """A metadata event: the name of a process or of one of its threads, or where it is shown."""
     thread = {} if stream is None else {"tid": stream}
     return {"ph": "M", "name": what, "pid": rank, **thread, "args": args}
 
@@ -28,7 +28,7 @@ def span(name: str, rank: int, stream: int, start_s: float, end_s: float, args: 
 
 
 def arrow(number: int, sender: tuple[int, float], receiver: tuple[int, float]) -> tuple[Event, Event]:
-    """An arrow between two spans of thread 0, by the rank and a time within the span."""
+    """An arrow between two spans of thread 0, each given as (rank, a time within the span)."""
     either = {"cat": "send", "name": "send", "id": number, "tid": 0}
     return (
         {"ph": "s", **either, "pid": sender[0], "ts": round(sender[1] * US_PER_S, NS_DIGITS)},
@@ -37,7 +37,7 @@ def arrow(number: int, sender: tuple[int, float], receiver: tuple[int, float]) -
 
 
 def stretched(event: Event, times: float) -> Event:
-    """The same event where all takes so many times as long."""
+    """The event with all its times multiplied by ``times``."""
     if times == 1.0:
         return event
     start_us = round(event["ts"] * times, NS_DIGITS)

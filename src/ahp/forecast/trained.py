@@ -1,4 +1,4 @@
-"""How much of a model a job trains, and in what its moments are held: known where both are."""
+"""How much of a model a job trains, and how much of that has moments in 8 bits: known once both job and graph are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ahp.job import Job
 
 
 def on_graph(job: Job, graph: ModelGraph) -> Job:
-    """The job with what prices need of the model that it trains."""
+    """The job with the facts about its model that prices need."""
     if job.lora is None and job.optimizer.name != "adamw8bit":
         return job
     trained = [p for segment in graph.segments() for p in segment.parameters if p.trainable]

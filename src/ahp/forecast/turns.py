@@ -1,9 +1,8 @@
 """Workers that share cores: while some wait in a pipeline, those that compute have the cores to themselves.
 
-Probe times workers that all compute at once, each waiting for its turns on a core. A schedule leaves some idle, and then
-the others wait less. All that compute at one moment are faster by one factor, so that they stay in step, and the schedule
-runs as it does with all at once, only that time passes faster: each moment takes the part of a node's workers that compute
-in it, of several nodes the largest.
+Probe times workers that all compute at once, each waiting for its turns on a core. A schedule leaves some workers idle, and
+the others then wait less. All that compute at one moment speed up by one factor, so that the schedule runs as before, only
+faster: each moment is scaled by the share of a node's workers that compute in it, the largest share of all nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ahp.schedule.simulate import Timeline
 
 
 def turns(nodes: NodeGroup) -> float:
-    """Workers that took turns on a core while they were timed; 1 where each had its own, or nobody timed them."""
+    """How many workers took turns on a core while probe timed them; 1 where each had its own core, or probe did not run."""
     cores = nodes.host.cores
     if not is_cpu(nodes.device) or cores is None or nodes.measured is None or not nodes.measured.matmul:
         return 1.0
@@ -30,18 +29,18 @@ def turns(nodes: NodeGroup) -> float:
 
 
 def least_share(turns: float, pipeline: int | NDArray[np.int64]) -> Floats:
-    """Of its seconds with all workers at once, what a schedule over so many pipeline ranks takes at least."""
+    """Least factor on a schedule's seconds with all workers at once, for ``pipeline`` ranks."""
     return np.where(np.asarray(pipeline) > 1, 1.0 / turns, 1.0)
 
 
 def share(timeline: Timeline, axis: PipelineAxis, devices_per_node: int, turns: float) -> float:
-    """Of its seconds with all workers at once, what a schedule takes: the mean over time of the part of a node's workers that
-    compute, at least a worker for each core."""
+    """Factor on a schedule's seconds with all workers at once: the mean over time of the share of a node's workers that
+    compute, at least one worker for each core."""
     spans = [
         (np.array(starts), np.array(ends)) for starts, ends in zip(timeline.starts_s, timeline.ends_s, strict=True)
     ]
     edges_s = np.unique(np.concatenate([[0.0, timeline.makespan_s], *(edge for span in spans for edge in span)]))
-    # A rank does one thing after another: it computes where more has started than ended.
+    # A rank does one action after another: it computes where more actions have started than ended.
     computes = [
         np.searchsorted(starts, edges_s[:-1], "right") - np.searchsorted(ends, edges_s[:-1], "right")
         for starts, ends in spans
@@ -51,7 +50,7 @@ def share(timeline: Timeline, axis: PipelineAxis, devices_per_node: int, turns: 
 
 
 def _of_nodes(axis: PipelineAxis, devices_per_node: int) -> Floats:
-    """[nodes, places] Of each node's workers, those of each place of the pipeline; nodes that are alike once."""
+    """[nodes, places] Share of each node's workers that are at each place of the pipeline; equal nodes appear once."""
     ranks = Counter(
         ((place * axis.stride + offset) // devices_per_node, place)
         for place in range(axis.places)

@@ -15,31 +15,31 @@ class Unit:
     times: SegmentTimes
     memory: SegmentMemory
     tensor_forward_s: float
-    """Tensor-parallel collectives of the forward pass, as far as they show."""
+    """Seconds of the forward pass's tensor-parallel collectives that computation does not hide."""
     tensor_again_s: float
-    """Of them, those that make what the backward pass reads, so that a second run of the forward pass needs them."""
+    """The part of ``tensor_forward_s`` whose results the backward pass reads, so that recompute must run it again."""
     tensor_gather_s: float
-    """Of them, all-gathers."""
+    """The part of ``tensor_forward_s`` that all-gathers take."""
     tensor_backward_s: float
-    """The same of the backward pass, before products for weight gradients hide any."""
+    """Like ``tensor_forward_s`` for the backward pass, before products for weight gradients hide any of it."""
     tensor_launches: int
-    """Tensor-parallel collectives of one pass."""
+    """Number of tensor-parallel collectives in one pass."""
     context_forward_s: float
-    """What attention needs of the other context-parallel ranks, as far as the wait for it shows."""
+    """Seconds that attention waits for what it needs from other context-parallel ranks."""
     context_again_s: float
-    """Of it, what selective recompute sends again where it sends anything: around a ring it keeps the result."""
+    """The part of it that selective recompute sends again, where it sends anything: 0 for a ring, whose result is kept."""
     context_backward_s: float
     context_hidden_s: tuple[float, float]
-    """Seconds of the forward and of the backward pass that what goes round a ring hides behind."""
+    """Seconds of the forward and of the backward pass that hide a ring's messages."""
     expert_s: float
-    """Tokens sent to their experts and back, in one pass."""
+    """Seconds that one pass waits while tokens go to their experts and back."""
     tensors: tuple[int, ...]
-    """Elements of each of its weights, in the order of the forward pass."""
+    """Elements of each weight, in the order of the forward pass."""
     parameters: int
-    """Elements of its weights that the rank holds, before sharding over data ranks."""
+    """Elements of the weights that the rank holds, before sharding over data ranks."""
     experts: int
-    """Of them, those of experts, which fewer data ranks hold alike."""
+    """Elements of ``parameters`` in experts, which fewer data ranks hold in common."""
     shapes: int
-    """Of them, one of each shape: all but those of every expert but one."""
+    """Elements of one weight of each shape: ``parameters`` with one expert instead of all."""
     stalled_launches: float = 0.0
-    """Operators of a forward pass during whose launch the device has nothing to do."""
+    """Operators of a forward pass that the host launches while the device is idle."""

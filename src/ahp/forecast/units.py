@@ -1,4 +1,4 @@
-"""What one segment costs on one rank: time, memory, parameters and tensor-parallel traffic of a micro-batch."""
+"""The cost of one segment on one rank: time, memory, parameters and tensor-parallel traffic of a micro-batch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ahp.schedule.chunks import num_chunks
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """Every kind of segment of a model, for one micro-batch size and one set of axes. The pricer makes each once: two are
-    equal where they are the same."""
+    """Every kind of segment of a model, for one micro-batch size and one set of axes. The pricer makes each once, so two are
+    equal only if they are one object."""
 
     embedding: Unit
     blocks: tuple[Unit, ...]
@@ -35,13 +35,13 @@ class Units:
     tied_parameters: int
     """Elements the rank holds of weights that the embedding and the head share."""
     hidden_bytes: int
-    """What a rank holds of the hidden states between two blocks, and sends to the next stage."""
+    """Bytes of the hidden states between two blocks that a rank holds, and sends to the next stage."""
     forward_flops: int
-    """Of the whole model and one micro-batch."""
+    """FLOPs of the whole model's forward pass for one micro-batch."""
 
 
 def least_of(ways: list[Units]) -> Units:
-    """Of units that differ in how context ranks see tokens, the least of each figure."""
+    """The least of each figure over units that differ only in how context ranks see each other's tokens."""
     if len(ways) == 1:
         return ways[0]
     blocks = tuple(map(_least_unit, zip(*(units.blocks for units in ways), strict=True)))
@@ -76,13 +76,13 @@ class UnitPricer:
         self._units: dict[tuple[int, Axes, KernelOptions], Units] = {}
         self._least: dict[tuple[int, Axes, Traits], Units] = {}
         self._communicating: dict[tuple[object, ...], Unit] = {}
-        """By the divided segment, and the groups that it communicates in."""
+        """Keyed by the divided segment and the groups that it communicates in."""
         self._tokens: dict[tuple[Divided, Group, ContextWay], SharedTokens] = {}
-        """By the divided segment, the context group, and how its ranks see tokens."""
+        """Keyed by the divided segment, the context group, and how its ranks see each other's tokens."""
 
     def units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
         """The units for a micro-batch size and the groups that divide it; where the engine has several ways to share sequences,
-        no way takes less than they say."""
+        the least of each figure over these ways."""
         key = micro_batch_size, axes, traits
         if key not in self._least:
             ways = self.ways(axes, traits)
@@ -90,7 +90,7 @@ class UnitPricer:
         return self._least[key]
 
     def ways(self, axes: Axes, traits: Traits) -> list[ContextWay]:
-        """How the context ranks may see each other's tokens."""
+        """The ways in which the context ranks can see each other's tokens."""
         if axes.context.size == 1 or len(traits.context.ways) == 1:
             return [traits.context.ways[0]]
         return [way for way in traits.context.ways if self._can(way, axes)]
@@ -104,7 +104,7 @@ class UnitPricer:
         return self._tokens[key]
 
     def _can(self, way: ContextWay, axes: Axes) -> bool:
-        """Whether every rank can have as many heads."""
+        """Whether the layout can use ``way``: all-to-all needs the same number of heads on every rank."""
         ranks = axes.context.size * axes.tensor.size
         return way != "all-to-all" or not any(heads % ranks for heads in self._heads)
 
@@ -138,7 +138,7 @@ class UnitPricer:
         if how.loss_chunk_tokens is None:
             return self._unit(graph, graph.head, "head", 0, axes, how)
         count = num_chunks(graph.micro_batch_size, graph.sequence_length // axes.context.size, how.loss_chunk_tokens)
-        # A chunk is to the micro-batch as the part of a context-parallel rank is.
+        # Chunks divide the micro-batch in the same way as context-parallel ranks do.
         context = replace(axes.context, size=axes.context.size * count)
         one = self._unit(graph, graph.head, "head", 0, axes._replace(context=context), how)
         return chunked_head(
@@ -192,13 +192,13 @@ class UnitPricer:
             context_backward_s=shared.backward_s,
             context_hidden_s=(shared.hidden_forward_s, shared.hidden_backward_s),
             expert_s=self._expert_s(of, micro_batch_size, axes, how),
-            # The host has waited for the number of tokens of each expert, and only then prepares their products.
+            # The host waits for each expert's number of tokens before it prepares the experts' products.
             stalled_launches=how.expert_operators[0] if of.weights.experts and not how.one_graph else 0.0,
             **of.weights._asdict(),
         )
 
     def _expert_s(self, of: Divided, micro_batch_size: int, axes: Axes, how: KernelOptions) -> float:
-        """Seconds that a pass waits for every token to reach the ranks of its experts, and for the answers."""
+        """Seconds that a pass waits for every token to reach the ranks of its experts, and for the results."""
         grouped = of.grouped
         if axes.expert.size == 1 or grouped is None:
             return 0.0
@@ -211,6 +211,6 @@ class UnitPricer:
 
 
 def _tied_parameters(graph: ModelGraph) -> int:
-    """Elements of the embedding's weights that have a second name outside it."""
+    """Elements of the embedding's weights that are tied to a weight outside it."""
     tied = {name for group in graph.tied for name in group}
     return sum(p.numel for p in graph.embedding.parameters if p.name in tied)

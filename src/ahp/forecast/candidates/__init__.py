@@ -1,1 +1,1 @@
-"""What many layouts take and hold at once, as columns: the figures of which a search makes its bounds."""
+"""Time and memory of many layouts at once, in columns: the figures from which a search makes its bounds."""

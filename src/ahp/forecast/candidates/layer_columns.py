@@ -1,6 +1,6 @@
-"""The layers of a block's layouts, and what stages of them cost for all ways to share states and kinds of recompute at once.
+"""The layers of a block's layouts, and the costs of their stages for all ways to shard states and kinds of recompute at once.
 
-Dims: J = splits that are alike in the engine's traits, R = kinds of recompute, K = kinds of layers, S = stages.
+Dims: J = splits with equal engine traits, R = kinds of recompute, K = kinds of layers, S = stages.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
 
 BESIDE = ("first_gather", "gathered", "host")
-"""Seconds that a stage's first forward waits for weights, in which all of them are gathered, and that each forward waits for the host."""
+"""Seconds that a stage's first forward waits for weights, that all its gathers take, and that each forward waits for the host."""
 
 
 ENDS = ((True, False), (False, True), (True, True), (False, False))
-"""Whether a rank has the embedding, and the head."""
+"""(has the embedding, has the head) of a rank."""
 
 
 class LayerColumns:
@@ -54,8 +54,8 @@ class LayerColumns:
     def __init__(
         self, units: Units, recompute: Sequence[Recompute], data: DataParallel, *, some_layers: bool = False
     ) -> None:
-        """``data``: of any split of these blocks; ``some_layers``: not all are recomputed: they keep as much as if all were, and
-        take as long as if none was."""
+        """``data``: of any split of these blocks; ``some_layers``: not all layers are recomputed, and they count with the memory as if
+        all were, and with the time as if none were."""
         self.units, self.recompute, self.data, self._some_layers = units, recompute, data, some_layers
         none: Recompute = "none"
         self._timed: list[Recompute] = [none if some_layers else kind for kind in recompute]
@@ -71,7 +71,7 @@ class LayerColumns:
 
     @cached_property
     def work_forward(self) -> Floats:
-        """[K] Seconds of each kind of layer that gathers may hide behind."""
+        """[K] Seconds of each kind of layer that gathers can hide behind."""
         return self._kinds(window_forward_s)
 
     @cached_property
@@ -86,47 +86,47 @@ class LayerColumns:
 
     @cached_property
     def experts(self) -> Floats:
-        """[K] Of the parameters, those of experts."""
+        """[K] Parameters of experts."""
         return self._kinds(lambda u: u.experts)
 
     @cached_property
     def dense(self) -> Floats:
-        """[K] The others."""
+        """[K] Parameters outside experts."""
         return self.parameters - self.experts
 
     @cached_property
     def weights(self) -> tuple[CommUnit, ...]:
-        """Of each kind of layer, as they are sent."""
+        """The unit of communication of each kind of layer."""
         return tuple(CommUnit.of(unit) for unit in self.units.blocks)
 
     @cached_property
     def kept(self) -> Floats:
-        """[R, K] Bytes of activations that a layer keeps of one micro-batch, at least."""
+        """[R, K] Least bytes of activations that a layer keeps of one micro-batch."""
         kept = np.array([kept_of_kinds(self.units, kind) for kind in self.recompute], dtype=float)
         return np.minimum(kept, kept_of_kinds(self.units, "none")) if self._some_layers else kept
 
     @cached_property
     def least_needs(self) -> Floats:
-        """[R] Bytes at the peak of a layer's backward pass, beyond what is kept, of the layer that needs the least."""
+        """[R] Bytes at the peak of the backward pass, beyond what is kept, of the layer that needs the least."""
         return np.array([needs_of_kinds(self.units, kind).min(initial=np.iinfo(np.int64).max) for kind in self._timed])
 
     @property
     def beside_layers(self) -> tuple[int, int, int, int]:
-        """Bytes of one micro-batch that the embedding keeps, the head, and the output of a stage without the head; and at the peak of the head,
-        beyond what is kept."""
+        """Bytes of one micro-batch that are kept by the embedding, by the head, and as the output of a stage without the head; and bytes at
+        the peak of the head, beyond what is kept."""
         head = self.units.head.memory
         kept = self.units.embedding.memory.saved, head.saved, self.units.hidden_bytes
         return *kept, max(head.forward_extra, head.backward_extra)
 
     @cached_property
     def ends_weights(self) -> RankWeights:
-        """[4] Of ranks with the embedding, the head, both and neither, and no layers."""
+        """[4] Weights of ranks without layers that have the embedding, the head, both, neither."""
         stages = StageTable.of((), len(self.units.blocks), [(0, 0, *ends) for ends in ENDS])
         return self.weights_of(stages).of_ranks(np.arange(len(ENDS))[:, None])
 
     @property
     def overlap(self) -> float:
-        """1 where collectives can run beside computation, else 0."""
+        """1 where collectives can overlap with computation, else 0."""
         return self.data.overlap
 
     @cached_property
@@ -136,7 +136,7 @@ class LayerColumns:
 
     @cached_property
     def backward_of_kinds(self) -> Floats:
-        """[R, K] The same of a backward pass."""
+        """[R, K] Device seconds of a backward pass."""
         return self._kinds_recomputed(
             lambda u, kind: self._backward_s(u) + segment_again_s(u, kind, self.data), self._timed
         )
@@ -146,7 +146,7 @@ class LayerColumns:
 
     @cached_property
     def first_backward_of_kinds(self) -> Floats:
-        """[K] The same without what is made again."""
+        """[K] Device seconds of a backward pass without recompute."""
         return self._kinds(self._backward_s)
 
     @cached_property
@@ -156,13 +156,13 @@ class LayerColumns:
 
     @cached_property
     def _launches_s(self) -> Floats:
-        """[3, K] Seconds in which the host launches a forward pass, a backward pass with nothing made again, and what of this makes weight
-        gradients, without what the engine does at each unit."""
+        """[3, K] Seconds in which the host launches a forward pass, a backward pass without recompute, and the weight gradients in it; the
+        engine's own work at each unit is not counted."""
         found = [launches(unit) for unit in self.units.blocks]
         return self.data.launch_s * np.array(found, dtype=float).reshape(-1, 3).T
 
     def _beside_s(self, which: int) -> Floats:
-        """[R, K] What the host does beside these to recompute layers, in the forward pass (0) and in the backward pass (1)."""
+        """[R, K] Seconds of the host's further work to recompute layers, in the forward pass (0) and in the backward pass (1)."""
         host = self.data.traits.host
         return self.data.launch_s * self._kinds_recomputed(
             lambda u, kind: launched_beside(u, kind, host)[which], self._timed
@@ -175,13 +175,13 @@ class LayerColumns:
 
     @cached_property
     def host_backward_of_kinds(self) -> Floats:
-        """[R, K] The same of a backward pass."""
+        """[R, K] Seconds in which the host launches a backward pass."""
         again = self._kinds_recomputed(lambda u, kind: recomputed(u, kind).launches, self._timed)
         return self._launches_s[1] + self._beside_s(1) + self.data.launch_s * again
 
     @property
     def host_weight_gradient_of_kinds(self) -> Floats:
-        """[K] Of a backward pass, those of what makes weight gradients."""
+        """[K] Seconds in which the host launches the weight gradients of a backward pass."""
         return self._launches_s[2]
 
     @cached_property
@@ -191,8 +191,8 @@ class LayerColumns:
 
     @cached_property
     def least_s(self) -> tuple[float, ...]:
-        """Device seconds of the layer that has the least of each: of the forward pass, of the backward pass with nothing made again, of what of
-        this makes no weight gradients, nothing that comes once per step; and of the head in both passes."""
+        """Device seconds of the layer with the least of each: the forward pass, the backward pass without recompute, the same without
+        weight gradients, 0 for all that comes once per step; and of the head in both passes."""
         backward = self.first_backward_of_kinds
         inputs = (backward - self.weight_gradient_of_kinds).min(initial=np.inf)
         if not self.units.blocks:
@@ -201,7 +201,7 @@ class LayerColumns:
 
     @cached_property
     def least_host_s(self) -> tuple[float, ...]:
-        """The same of the host, and none of the head."""
+        """The same seconds of the host, with 0 for the head."""
         forward, backward, weights = self._launches_s
         least_s = (float(each.min()) if self.units.blocks else 0.0 for each in (forward, backward, backward - weights))
         return *least_s, 0.0, 0.0, 0.0, 0.0, 0.0
@@ -213,12 +213,12 @@ class LayerColumns:
 
     @cached_property
     def micro_batch_s(self) -> float:
-        """Device seconds of both passes over all layers and both ends, with nothing made again."""
+        """Device seconds of both passes over all layers and both ends, without recompute."""
         return float(self._counts @ (self.forward_of_kinds + self.first_backward_of_kinds)) + self.ends_s
 
     @cached_property
     def host_micro_batch_s(self) -> float:
-        """Seconds in which the host launches both passes over all layers, with nothing made again."""
+        """Seconds in which the host launches both passes over all layers, without recompute."""
         return float(self._counts @ self._launches_s[:2].sum(axis=0))
 
     @cached_property
@@ -228,7 +228,7 @@ class LayerColumns:
 
     @cached_property
     def again_of_kinds(self) -> Floats:
-        """[R, K] Device seconds of a backward pass, those that compute and send again what was not kept."""
+        """[R, K] Device seconds in which a backward pass computes and sends again what was not kept."""
         return self.backward_of_kinds - self.first_backward_of_kinds
 
     @cached_property
@@ -238,12 +238,12 @@ class LayerColumns:
 
     @cached_property
     def embedding_s(self) -> float:
-        """The same of the embedding."""
+        """Device seconds of the embedding in both passes of a micro-batch."""
         return segment_forward_s(self.units.embedding) + self._backward_s(self.units.embedding)
 
     @property
     def ends_s(self) -> float:
-        """Of both."""
+        """Device seconds of both ends in both passes of a micro-batch."""
         return self.embedding_s + self.head_s
 
     def weights_of(self, stages: StageTable) -> StageWeights:
@@ -251,7 +251,7 @@ class LayerColumns:
         return stage_weights(self.units, stages)
 
     def kept_bytes(self, stages: StageTable) -> Floats:
-        """[R, S] Activations of one micro-batch between its forward and its backward."""
+        """[R, S] Bytes of activations of one micro-batch between its forward and its backward."""
         if self._some_layers:
             return self.kept @ stages.counts.T + kept_beside_layers(self.units, stages)
         return np.array([kept_bytes(self.units, kind, stages) for kind in self.recompute], dtype=float)
@@ -261,7 +261,7 @@ class LayerColumns:
         return np.array([temporary_bytes(self.units, kind, stages) for kind in self._timed], dtype=float).swapaxes(0, 1)
 
     def freed_bytes(self, stages: StageTable) -> Ints:
-        """[S] The gap that the head leaves."""
+        """[S] Bytes of the gap that the head leaves."""
         return self.units.head.memory.freed * stages.last
 
     def seconds(
@@ -273,10 +273,10 @@ class LayerColumns:
         passes_behind: Ints,
         bytes_per_s: float,
     ) -> dict[str, Floats]:
-        """What stages take, ``StageCosts.seconds`` and what of that ``BESIDE`` tells apart, with some ways to share states that have equal traits and ``m`` micro-batches: at
-        or below the forecast, since collectives for several units are as large as any may be.
+        """Seconds of stages (``StageCosts.seconds``, and the parts in ``BESIDE``) for some ways to shard states with equal traits and ``m``
+        micro-batches: at or below the forecast, since collectives for several units count with the largest size they can have.
 
-        ``passes_behind``: as ``stage_costs`` takes them, at most.
+        ``passes_behind``: the most that ``stage_costs`` can get.
         """
         data = shardings.data(which[0], m)
         shared = shardings.shared(StageUnits.of(self.units, data.traits, stages), which, m)

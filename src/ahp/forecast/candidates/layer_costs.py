@@ -1,9 +1,9 @@
-"""What one more layer adds to its stage at least, under many ways to share states at once.
+"""Least seconds that one more layer adds to its stage, under many ways to shard states at once.
 
-``sharing`` prices whole stages, of which the first layers have nothing to hide collectives behind. Here every layer has neighbours, the
-longest of the model, so that no stage takes less than the sum of its layers.
+``sharing`` prices whole stages, whose first layers have nothing to hide collectives behind. Here every layer has neighbors, as long as
+the longest of the model, so that no stage takes less than the sum of its layers.
 
-Dims: N = ways to share states, of one or several sets of layers; R = kinds of recompute, K = kinds of layers.
+Dims: N = ways to shard states, of one or several sets of layers; R = kinds of recompute, K = kinds of layers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ahp.forecast.states import TraitColumns, last_copy_bytes
 
 
 class LayerCosts(NamedTuple):
-    """Seconds that a layer adds to its stage: in the passes of a micro-batch and once per step, each [N, R, K]; or [N, R] of one layer."""
+    """Seconds that a layer adds to its stage: in the passes of a micro-batch and once per step, each [N, R, K]; or [N, R] for one layer."""
 
     forward: Floats
     backward: Floats
     input_gradient: Floats
-    """Of the backward pass, all but what makes weight gradients."""
+    """The backward pass without weight gradients."""
     first_forward: Floats
-    """But for what is gathered then."""
+    """Without the weights that are gathered then."""
     first_gather: Floats
     last_backward: Floats
 
@@ -47,13 +47,13 @@ def layer_costs(
     is_whole: NDArray[np.bool_],
     bytes_per_s: float,
 ) -> LayerCosts:
-    """[N, R, K] What each kind of layer adds.
+    """[N, R, K] Seconds that each kind of layer adds.
 
     Args:
-        ways: how states are shared.
-        sent: what gathering and reducing each kind of layer takes, [N, K].
+        ways: how states are sharded.
+        sent: seconds to gather and to reduce each kind of layer, [N, K].
         layers: sets of layers on devices of one kind.
-        of: which of them each way is for, [N].
+        of: the number of the set of layers that each way is for, [N].
         micro_batches: of each way, [N, 1].
         is_whole: whether a rank holds the whole model, so that no other stage hides gradients, [N, 1, 1].
         bytes_per_s: of memory.
@@ -99,11 +99,11 @@ def layer_costs(
 def launched(
     costs: LayerCosts, traits: TraitColumns, layers: Sequence[LayerColumns], of: Ints, shares: Floats
 ) -> LayerCosts | None:
-    """The same with the passes as long as the host takes to launch them, where that is longer for a layer of average kind, and without what comes
-    once as far as the device waits there anyway. The head is not among it: what it computes may lie behind that. None where the host holds
-    nothing up.
+    """``costs`` with each pass as long as its launch by the host where that is longer for a layer of average kind, and with the part of what
+    comes once that does not fit into the device's waits there. The head is not counted: its computation can hide behind these waits. None
+    where the host holds nothing up.
 
-    ``traits``: of each way; ``shares`` [K]: of all layers, those of each kind; the others as ``layer_costs`` has them.
+    ``traits``: of each way; ``shares`` [K]: each kind's share of all layers; the other arguments as for ``layer_costs``.
     """
     data = layers[0].data
     if data.host_is_device:
@@ -131,7 +131,7 @@ def launched(
 
 
 def _left(once_s: Floats, waits_s: Floats) -> Floats:
-    """[N, R, 1] Of what comes once, the share that is left at least behind the waits of its pass, whatever layers a stage has."""
+    """[N, R, 1] Least share of what comes once that the waits of its pass do not hide, whatever layers a stage has."""
     waits_s = np.maximum(waits_s, 0.0)
     hidden = np.divide(waits_s, once_s, out=np.where(waits_s > 0, np.inf, 0.0), where=once_s > 0)
     return np.maximum(1.0 - hidden.max(axis=-1, keepdims=True), 0.0)

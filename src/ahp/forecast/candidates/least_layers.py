@@ -1,7 +1,7 @@
-"""What the layers of a candidate take and keep at least, before they are priced: known soon, of every candidate.
+"""Lower bounds on the time and memory of a candidate's layers, quick to find for every candidate before layers are priced.
 
-Products at the rate that no kernel passes, with all else that layers compute, and the collectives within a replica as far as nothing
-can hide them. Where the rate is not known to be a ceiling the products count as nothing. Of activations what is kept when all else is
+Products count at the rate that no kernel exceeds, with all else that layers compute, and with the part of a replica's collectives that
+nothing can hide. Where no ceiling of the rate is known, products count as nothing. Activations count as what is kept when all else is
 recomputed.
 """
 
@@ -29,11 +29,11 @@ from ahp.graph.operators import Operator, Segment, TensorSpec
 from ahp.plan import Parallelism
 
 LEAST_WRITTEN = 2
-"""Bytes of an element that a product writes, at least: of one in 8 bits as well."""
+"""Least bytes of an element that a product writes, a product in 8 bits included."""
 
 
 class LeastLayers:
-    """Of one model, job and engine on one kind of nodes."""
+    """Lower bounds for one model, job and engine on one kind of node."""
 
     def __init__(self, pricer: Pricer) -> None:
         self._pricer, self._graph, self._job = pricer, pricer.graph, pricer.job
@@ -46,7 +46,7 @@ class LeastLayers:
         self._grouped = [next((op for op in of_block if op.name in GROUPED), None) for of_block in forward]
         share = np.bincount(self._graph.layers, minlength=len(self._graph.blocks)) / max(self._graph.num_layers, 1)
         self._share = share.tolist()
-        """Of all layers, those of each kind."""
+        """Each kind's share of all layers."""
         self._traits, self._how = cache(self._traits_of), cache(self._how_of)
         self._beside_products_s = pricer.unit_pricer.segments.beside_products_s
         self._group = cache(lambda size, local: Group(size, local, -(-size // local)))
@@ -56,7 +56,7 @@ class LeastLayers:
 
     @cached_property
     def kept_bytes(self) -> float:
-        """Bytes of a micro-batch as traced that a layer keeps however much of it is recomputed, on one device alone."""
+        """Bytes of a micro-batch as traced that a layer keeps on a single device, however much of it is recomputed."""
         blocks, traits = self._graph.blocks, self._of_engine.kernels
         fusion: Fusion = "traced" if is_cpu(self._pricer.nodes.device) and traits.fusion != "fused" else traits.fusion
         hidden = blocks[0].output.bytes if blocks and blocks[0].output else 0
@@ -65,14 +65,14 @@ class LeastLayers:
 
     @cached_property
     def parameters(self) -> tuple[int, int]:
-        """Of a layer, at least: those beside experts, and those of experts."""
+        """Least parameters of a layer: those outside experts, and those of experts."""
         stacked = [(expert_parameters(block), block.parameters) for block in self._graph.blocks]
         dense = [sum(p.numel for p in parameters if p.name not in names) for names, parameters in stacked]
         experts = [sum(p.numel for p in parameters if p.name in names) for names, parameters in stacked]
         return min(dense, default=0), min(experts, default=0)
 
     def products_s(self) -> float:
-        """Seconds of one device alone for the products of a step."""
+        """Seconds of a single device for the products of a step, without attention's."""
 
         def of(segment: Segment) -> float:
             return sum(self._least_s(op) for op in segment.operators if "attention" not in op.name)
@@ -83,13 +83,13 @@ class LeastLayers:
         return a_micro_batch_s / self._graph.micro_batch_size * self._job.global_batch_size
 
     def layer_forward_s(self) -> float:
-        """Seconds of one device alone for the forward pass of the cheapest layer on one sequence."""
+        """Seconds of a single device for the products in the forward pass of the cheapest layer on one sequence."""
         passes = [sum(map(self._least_s, block.phase("forward"))) for block in self._graph.blocks]
         return min(passes, default=0.0) / self._graph.micro_batch_size
 
     def layer_products_s(self) -> tuple[float, float, float]:
-        """Seconds of one device alone for the products of a layer on one sequence, but for attention's: of the forward pass, of the backward
-        pass, and of what of this makes no weight gradients; of the layer that has the least of each."""
+        """Seconds of a single device for the products of a layer on one sequence, without attention's: of the forward pass, of the backward
+        pass, and of the backward pass without weight gradients; for the layer with the least of each."""
         passes = [[0.0, 0.0, 0.0] for _ in self._graph.blocks] or [[0.0, 0.0, 0.0]]
         for block, sums in zip(self._graph.blocks, passes, strict=False):
             for op in block.operators:
@@ -101,7 +101,7 @@ class LeastLayers:
         return forward, backward, inputs
 
     def _least_s(self, op: Operator) -> float:
-        """Seconds that an operator takes at least; 0 for those that only move data."""
+        """Least seconds of an operator; 0 for one that only moves data."""
         if op.flops == 0:
             return 0.0
         precision = PRECISION_OF.get(op.inputs[0].dtype, "fp32")
@@ -115,7 +115,7 @@ class LeastLayers:
     def beside_products_s(
         self, tensor: int, context: int, expert: int, sequence: int, folded: int, micro_batch: int
     ) -> float:
-        """Seconds of all that a layer of average kind computes beside products, for one micro-batch."""
+        """Seconds of all that a layer of average kind computes besides products, for one micro-batch."""
         how = self._how(tensor, context, expert, sequence, folded)
         each = self._beside_products_s(micro_batch, tensor, bool(sequence) and tensor > 1, context, how)
         return self._of_kinds(each.__getitem__)
@@ -123,7 +123,7 @@ class LeastLayers:
     def collectives_s(
         self, tensor: int, context: int, expert: int, sequence: int, folded: int, micro_batch: int, *local: int
     ) -> float:
-        """Seconds of the collectives that a layer of average kind shows at least, for one micro-batch.
+        """Least exposed seconds of the collectives of a layer of average kind, for one micro-batch.
 
         ``local``: how many ranks of the tensor, the context and the expert group share a node.
         """
@@ -157,11 +157,11 @@ class LeastLayers:
         return self._pricer.unit_pricer.how(traits, traits.context.ways[0])
 
     def _of_kinds(self, each_s: Callable[[int], float]) -> float:
-        """Of a layer of average kind, from what one of each kind takes."""
+        """Seconds of a layer of average kind, from those of a layer of each kind."""
         return sum(share * each_s(kind) for kind, share in enumerate(self._share))
 
     def _time_s(self, kind: CollectiveKind, tensors: Iterable[TensorSpec], group: Group, size: float) -> float:
-        # Weight products in 8 bits may gather what they read in 8 bits.
+        # Weight products in 8 bits can gather what they read in 8 bits.
         part = 0.5 if kind == "all_gather" and self._job.precision == "fp8" else 1.0
         return sum(self._network.time_s(kind, part * size * spec.bytes, group) for spec in tensors)
 
@@ -175,10 +175,10 @@ class LeastLayers:
         backward_shown: float,
         again: bool,
     ) -> float:
-        """Tensor-parallel collectives of both passes.
+        """Seconds of the tensor-parallel collectives of both passes.
 
-        ``in_parts``: under sequence parallelism; ``size``: of the hidden states, over those traced; ``forward_shown``: the part
-        of a forward pass's collectives that shows at least; ``again``: whether the backward pass gathers what products read.
+        ``in_parts``: under sequence parallelism; ``size``: of the hidden states, over those traced; ``forward_shown``: the least
+        exposed share of a forward pass's collectives; ``again``: whether the backward pass gathers what products read.
         """
 
         def of_kind(kind: int) -> float:
@@ -206,7 +206,7 @@ class LeastLayers:
         return forward, backward + self._time_s("reduce_scatter", parts.backward_reduce, group, size)
 
     def _contexts_s(self, group: Group, ways: tuple[ContextWay, ...], size: float) -> float:
-        """Keys, values and their gradients between context ranks. ``size``: of all ranks' together, over those traced."""
+        """Seconds to exchange keys, values and their gradients between context ranks. ``size``: all ranks' keys, over those traced."""
 
         def of_kind(kind: int) -> float:
             return sum(min(self._context_s(op, way, group, size) for way in ways) for op in self._attention[kind])
@@ -214,7 +214,7 @@ class LeastLayers:
         return self._of_kinds(of_kind) if group.size > 1 else 0.0
 
     def _context_s(self, op: Operator, way: ContextWay, group: Group, size: float) -> float:
-        """What attention of both passes needs of other context ranks, at least."""
+        """Least seconds that attention of both passes waits for other context ranks."""
         if way == "all-to-all":
             sent = (size * spec.bytes / group.size for spec in (*op.inputs[:3], op.outputs[0]))
             return 2 * sum(self._network.time_s("all_to_all", amount, group) for amount in sent)
@@ -223,7 +223,7 @@ class LeastLayers:
         return 3 * shown * self._network.time_s("all_gather", keys, group)
 
     def _experts_s(self, group: Group, size: float) -> float:
-        """Tokens to expert ranks and back, in both passes. ``size``: of what a rank sends, over what was traced."""
+        """Seconds to send tokens to expert ranks and back, in both passes. ``size``: what a rank sends, over what was traced."""
         tokens, traits = self._graph.micro_batch_size * self._graph.sequence_length, self._of_engine
         how = self._pricer.unit_pricer.how(traits, traits.context.ways[0])
         once, overlap = how.tokens_once_to_a_node, how.expert_overlap(group.nodes)

@@ -1,6 +1,6 @@
-"""Ways to share states as columns of figures, of one block or of several one behind the other.
+"""Ways to shard states as columns of figures, of one block or of several blocks one after the other.
 
-Dims: N = ways to share states; W = ranks (or whatever has weights).
+Dims: N = ways to shard states; W = ranks (or whatever has weights).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ahp.forecast.states import (
 
 @dataclass(frozen=True)
 class ShardingColumns:
-    """What each way leaves on a rank and asks of it; the columns of one figure are [N, 1]."""
+    """Memory and work of each way on a rank; the columns of one figure are [N, 1]."""
 
     figures: Floats
-    """[figures, N] Those of ``Shards``, of ``Outside`` and of the traits."""
+    """[figures, N] The figures of ``Shards``, of ``Outside`` and of the traits."""
 
     @classmethod
     def of(cls, shards: Shards, outside: Outside, traits: Sequence[Traits]) -> ShardingColumns:
@@ -44,7 +44,7 @@ class ShardingColumns:
 
     @classmethod
     def joined(cls, parts: Sequence[ShardingColumns]) -> ShardingColumns:
-        """One behind the other."""
+        """The parts, one after the other."""
         return cls(np.concatenate([part.figures for part in parts], axis=1))
 
     def part(self, rows: slice | Ints) -> ShardingColumns:
@@ -63,20 +63,20 @@ class ShardingColumns:
         return TraitColumns.of_figures(self.figures[5:])
 
     def moved_bytes(self, micro_batches: int | Ints) -> tuple[Floats, Floats]:
-        """[N, 1] each: moved for each parameter of a micro-batch, to make the compute copy and to copy its gradient.
+        """[N, 1] each: bytes moved per parameter and micro-batch, to make the compute copy and to copy its gradient.
         ``micro_batches``: one number or [N, 1]."""
         shards = self.shards.dense
         copied = gradient_copy_bytes(self.traits, shards, micro_batches)
         return np.asarray(cast_bytes(self.traits, shards)), np.asarray(copied)
 
     def states(self, weights: RankWeights, micro_batches: int | Ints) -> tuple[Floats, Floats]:
-        """[N, W] Bytes that do not depend on the schedule, and of them the gradients that activations may replace: with one
-        micro-batch gradients grow as activations go. ``micro_batches``: one number or [N, 1]."""
+        """[N, W] Bytes that do not depend on the schedule, and the gradients among them whose place activations can take: with
+        one micro-batch gradients grow as activations go. ``micro_batches``: one number or [N, 1]."""
         parts = state_bytes(weights, self.traits, self.shards, micro_batches)
         return np.asarray(sum(parts.values())), np.where(np.equal(micro_batches, 1), parts["gradients"], 0.0)
 
     def units(self, weights: RankWeights, micro_batches: int) -> UnitBytes:
-        """[N, W, 1] each: what units of weights and gradients take beside that."""
+        """[N, W, 1] each: bytes of whole units' weights and gradients beyond ``states``."""
         found = unit_bytes(weights, self.traits, self.shards, micro_batches)
         return UnitBytes(*(np.asarray(count)[..., None] for count in found))
 
@@ -85,17 +85,17 @@ class ShardingColumns:
         return np.asarray(weights.updated(self.shards))
 
     def states_of_layer(self, dense: Figures, experts: Figures, micro_batches: int) -> tuple[Floats, Floats]:
-        """[N, 1] each: what a layer with so many parameters adds to ``states`` of its rank at least, beside whatever others."""
+        """[N, 1] each: least bytes that a layer adds to ``states`` of its rank, whatever else is there."""
         states, gradients = layer_state_bytes(dense, experts, self.traits, self.shards, micro_batches)
         return np.asarray(states), np.where(micro_batches == 1, gradients, 0.0)
 
     def most_allocated(self, device_bytes: float) -> Floats:
-        """[N, 1] Bytes in tensors that a device with so many may have at most."""
+        """[N, 1] The most bytes in tensors that a device with ``device_bytes`` can have."""
         return np.asarray(memory.most_allocated(device_bytes, self.outside))
 
     def device_bytes(self, allocated: Floats, pooled: Figures = 0.0, freed: Figures = 0.0) -> Floats:
-        """[N, ...] What a device must have for so many bytes in tensors; ``allocated``, ``pooled``: [N, ...]; ``freed``: [...] what a head
-        leaves free."""
+        """[N, ...] Bytes that a device must have for ``allocated`` bytes in tensors; ``allocated``, ``pooled``: [N, ...]; ``freed``: [...] the
+        gap that a head leaves."""
         shape = (-1, *(1,) * (allocated.ndim - 1))
         outside = Outside(*(np.reshape(part, shape) for part in self.outside))
         gap = freed * np.reshape(self.traits.reduce.on_own_stream, shape)

@@ -1,6 +1,6 @@
-"""The ways to share states among the replicas of a block, and what each leaves on a rank.
+"""The ways to shard states among the replicas of a block, and what each leaves on a rank.
 
-Blocks that differ in the micro-batch alone have these in common. Dims: J = splits, W = ranks (or whatever has weights).
+Blocks that differ only in the micro-batch share them. Dims: J = splits, W = ranks (or whatever has weights).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CollectiveTimes:
 
     @classmethod
     def joined(cls, parts: Sequence[CollectiveTimes]) -> CollectiveTimes:
-        """One behind the other."""
+        """The parts, one after the other."""
         return cls(*(np.concatenate([getattr(one, field.name) for one in parts]) for field in fields(cls)))
 
     def at(self, splits: list[int]) -> CollectiveTimes:
@@ -45,7 +45,7 @@ class CollectiveTimes:
 
 
 class Shardings:
-    """Every split of a block, with how the engine behaves there."""
+    """Every split of a block, with the engine's traits for it."""
 
     def __init__(self, layouts: list[Parallelism], traits: list[Traits], nodes: NodeGroup, network: Network) -> None:
         """``layouts``: one for each split; all else is equal. Equal ``traits`` are one object."""
@@ -65,7 +65,7 @@ class Shardings:
 
     @property
     def ranks_of_an_expert(self) -> int:
-        """Ranks that have a part of all experts each."""
+        """How many ranks hold all experts together, a part on each."""
         return self.layouts[0].expert_parallel_degree * (1 if self._folded else self.tensor)
 
     @cached_property
@@ -75,7 +75,7 @@ class Shardings:
 
     @cached_property
     def alike(self) -> dict[Traits, list[int]]:
-        """The splits by the engine's traits."""
+        """The splits, keyed by the engine's traits."""
         known = {id(of): of for of in self.traits}
         found: dict[int, list[int]] = {}
         for index, of in enumerate(self.traits):
@@ -84,11 +84,11 @@ class Shardings:
 
     @cached_property
     def _data(self) -> list[DataParallel]:
-        """What goes over the groups of each split, of a single micro-batch."""
+        """The data-parallel groups and traffic of each split, for a single micro-batch."""
         groups: dict[tuple[object, ...], tuple[tuple[Group, Group], tuple[Group, Group]]] = {}
         found = []
         for layout, traits in zip(self.layouts, self.traits, strict=True):
-            # Stages share their groups.
+            # ZeRO stages share their groups.
             key = layout.data_parallel_shard_degree, layout.weight_shards, layout.mesh_order
             if key not in groups:
                 groups[key] = self._groups(layout)
@@ -101,11 +101,11 @@ class Shardings:
         return data, data if alike else expert_groups(layout, per_node, self._folded)
 
     def data(self, split: int, micro_batches: int) -> DataParallel:
-        """What goes over the groups of one split."""
+        """The data-parallel groups and traffic of one split."""
         return replace(self._data[split], micro_batches=micro_batches)
 
     def collectives(self, weights: CommUnit) -> CollectiveTimes:
-        """Of one unit of communication with these weights, [J]."""
+        """[J] Times of one unit of communication with these weights."""
         if weights not in self._collectives:
             passes = (DataParallel.gather_s, DataParallel.reduce_s, DataParallel.replicas_s)
             found = (np.array([of(one, weights, self._network) for one in self._data]) for of in passes)
@@ -113,7 +113,7 @@ class Shardings:
         return self._collectives[weights]
 
     def collectives_of_kinds(self, kinds: tuple[CommUnit, ...]) -> CollectiveTimes:
-        """Of the kinds of layers, [J, K]."""
+        """[J, K] Times of the kinds of layers."""
         if kinds not in self._of_kinds:
             found = [self.collectives(weights) for weights in kinds]
             parts = [one.gather for one in found], [one.reduce for one in found], [one.replicas for one in found]
@@ -122,7 +122,7 @@ class Shardings:
         return self._of_kinds[kinds]
 
     def shared(self, units: StageUnits, which: list[int], micro_batches: int) -> SharedWeights:
-        """What the units of stages take with some splits."""
+        """Times of the units of stages with some splits."""
         of_kinds = self.collectives_of_kinds(units.kinds).at(which)
         ends = units.before.tolist(), units.after.tolist()
         outside = [[self.collectives(CommUnit(count)).at(which) for count in end] for end in ends]
