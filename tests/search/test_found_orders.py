@@ -238,6 +238,11 @@ def test_those_with_the_lowest_floors_and_the_fastest_take_turns() -> None:
         (SimpleNamespace(number=number, forecast=SimpleNamespace(step_time_s=time_s)), SimpleNamespace(floor_s=floor_s))
         for number, (floor_s, time_s) in enumerate(zip(floors_s, times_s, strict=True))
     ]
-    found = [plan.number for plan, _ in promising(pairs)]  # type: ignore[arg-type, attr-defined]
+
+    def found(limit_s: float) -> list[int]:
+        return [plan.number for plan, _ in promising(pairs, limit_s)]  # type: ignore[arg-type, attr-defined]
+
     # By floors 0 2 4 1 3 5 6, by times 3 0 2 5 1 6 4: each once, the first six.
-    assert found == [0, 3, 2, 4, 1, 5]
+    assert found(9.0) == [0, 3, 2, 4, 1, 5]
+    # Those that no order makes fast enough take nobody's turn: by floors 0 2 4 1, by times 0 2 1 4.
+    assert found(6.0) == [0, 2, 4, 1]

@@ -73,7 +73,7 @@ def _where_it_pays(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
         return _told(ranking, f"no schedule made for its stages: {reason}") if best in waiting else ranking
     able, reasons = _able(asked, waiting)
     found, left = [], MOST_ACTIONS
-    for plan, to_order in _promising(able):
+    for plan, to_order in _promising(able, limit_s):
         best_s = min([limit_s, *(order.priced.forecast.step_time_s for _, order in found)])
         if to_order.floor_s < best_s and (left := left - _actions(plan)) >= 0:
             order = to_order.found(effort=_effort(to_order))
@@ -89,10 +89,11 @@ def _where_it_pays(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
     return _ranked(asked, replace(ranking, own_order=replace(own, leads=True)), [first, *others], keep)
 
 
-def _promising(able: list[tuple[Plan, ToOrder]]) -> list[tuple[Plan, ToOrder]]:
-    """The plans with the lowest floors and the plans that are fastest already, in turns, up to ``LAYOUTS``."""
-    by_floor = sorted(able, key=lambda one: one[1].floor_s)
-    by_time = sorted(able, key=lambda one: _step_s(one[0]))
+def _promising(able: list[tuple[Plan, ToOrder]], limit_s: float) -> list[tuple[Plan, ToOrder]]:
+    """Of the plans that an order can bring below ``limit_s``, those with the lowest floors and those that are fastest already, in turns, up to
+    ``LAYOUTS``."""
+    by_floor = sorted((one for one in able if one[1].floor_s < limit_s), key=lambda one: one[1].floor_s)
+    by_time = sorted(by_floor, key=lambda one: _step_s(one[0]))
     in_turns = {id(one): one for both in zip(by_floor, by_time, strict=True) for one in both}
     return list(in_turns.values())[:LAYOUTS]
 
