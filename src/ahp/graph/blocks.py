@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from ahp.errors import BadInput
+from ahp.graph.likeness import Values, own_attributes
 
 MAX_CLASSES = 4
 """A stack mixes at most this many block classes (hybrids have two: attention and state space); a list with more is no stack."""
-
-NOT_PLAIN = object()
 
 
 class NoBlocks(BadInput):
@@ -32,9 +30,9 @@ class BlockList:
     path: str
     blocks: Stack
 
-    def kinds(self) -> tuple[int, ...]:
+    def kinds(self, counts_that_matter: Collection[str] = ()) -> tuple[int, ...]:
         """The kind of each block; see ``block_kinds``."""
-        return block_kinds(self.blocks)
+        return block_kinds(self.blocks, counts_that_matter)
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -67,46 +65,42 @@ def _is_stack(candidate: Stack) -> bool:
     return len(candidate) == 1 or (0 < len(classes) <= MAX_CLASSES and len(classes) < len(candidate))
 
 
-def block_kinds(blocks: Stack) -> tuple[int, ...]:
+def block_kinds(blocks: Stack, counts_that_matter: Collection[str] = ()) -> tuple[int, ...]:
     """``kinds[i]`` is the kind of block ``i``; kinds are numbered from 0 in order of first appearance.
 
-    Two blocks are of one kind when they have the same classes, the same shapes of parameters and buffers, and the same
-    plain attributes, in themselves and in all their submodules. An attribute that merely counts the blocks
-    (``layer_idx``) is ignored, so Gemma's sliding and full layers differ and LLaMA's layers do not.
+    Two blocks are of one kind when they have the same classes, the same shapes of parameters and buffers, the same hooks inside, and
+    equal attributes, in themselves and in all their submodules. An attribute that merely counts the blocks (``layer_idx``) is
+    ignored, so Gemma's sliding and full layers differ and LLaMA's layers do not, unless the forward was seen to read it
+    (``counts_that_matter``, named as ``counting_keys`` does).
     """
-    facts = [dict(_facts(block)) for block in blocks]
-    counting = _counting_keys(facts)
+    values = Values()
+    facts = [dict(_facts(block, values)) for block in blocks]
+    ignored = _counting_keys(facts) - set(counts_that_matter)
     numbers: dict[frozenset[tuple[str, Any]], int] = {}
     return tuple(
-        numbers.setdefault(frozenset((k, v) for k, v in fact.items() if k not in counting), len(numbers))
+        numbers.setdefault(frozenset((k, v) for k, v in fact.items() if k not in ignored), len(numbers))
         for fact in facts
     )
 
 
-def _facts(block: nn.Module) -> Iterator[tuple[str, Any]]:
+def counting_keys(blocks: Stack) -> set[str]:
+    """The attributes that count the blocks, as ``path.name`` within a block."""
+    values = Values()
+    return _counting_keys([dict(_facts(block, values)) for block in blocks])
+
+
+def _facts(block: nn.Module, values: Values) -> Iterator[tuple[str, Any]]:
     """Everything in which blocks can differ, as hashable values under dotted keys."""
     for path, module in block.named_modules():
         yield f"{path}:class", type(module)
-        for name, value in vars(module).items():
-            plain = _plain(value)
-            if not name.startswith("_") and plain is not NOT_PLAIN:
-                yield f"{path}.{name}", plain
+        for name, value in own_attributes(module):
+            yield f"{path}.{name}", values.of(value)
+        if path:  # those of the block itself run around it
+            yield f"{path}:hooks", values.of([[*module._forward_pre_hooks.values()], [*module._forward_hooks.values()]])
         for name, parameter in module.named_parameters(recurse=False):
             yield f"{path}.{name}:parameter", (tuple(parameter.shape), parameter.dtype)
         for name, buffer in module.named_buffers(recurse=False):
             yield f"{path}.{name}:buffer", (tuple(buffer.shape), buffer.dtype)
-
-
-def _plain(value: Any) -> Any:
-    """A hashable stand-in for a plain value, with its type because ``True == 1``; NOT_PLAIN for anything else."""
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
-        return (type(value), value)
-    if isinstance(value, (tuple, list)):
-        items = tuple(_plain(item) for item in value)
-        return NOT_PLAIN if NOT_PLAIN in items else items
-    if callable(value) and hasattr(value, "__qualname__"):
-        return value.__qualname__
-    return NOT_PLAIN
 
 
 def _counting_keys(facts: list[dict[str, Any]]) -> set[str]:

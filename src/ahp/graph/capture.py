@@ -71,15 +71,8 @@ class Capture:
 
 
 def weights_of(block: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, shared ones under each of their names; those of a module that occurs in several places only under
-    its first, because each has one place in memory to be put into."""
-    found: dict[str, torch.Tensor] = {}
-    modules = list(block.named_modules())
-    for path, module in modules:
-        found.update(module.named_parameters(path, recurse=False, remove_duplicate=False))
-    for path, module in modules:
-        found.update(module.named_buffers(path, recurse=False, remove_duplicate=False))
-    return found
+    """Parameters and buffers by name. A tensor with several names has its first, because it has one placement."""
+    return {**dict(block.named_parameters()), **dict(block.named_buffers())}
 
 
 def tensor_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -97,7 +90,8 @@ def capture(
     does. Raises whatever the block raises: data-dependent control flow cannot be traced.
     """
     fakes = [leaf for leaf in tensor_leaves(args, kwargs) if isinstance(leaf, FakeTensor)]
-    mode = fakes[0].fake_mode if fakes else FakeTensorMode()
+    # A tensor that is neither a parameter nor a buffer (a table made in ``__init__``) is a constant of the graph.
+    mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
     wanted = {name: TensorLike.of(tensor) for name, tensor in weights_of(block).items()} | (shapes or {})
     leaves, spec = pytree.tree_flatten((args, kwargs))
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -109,7 +103,7 @@ def capture(
             filled[i] = activation
         call_args, call_kwargs = pytree.tree_unflatten(filled, spec)
         held = dict(zip(wanted, weights, strict=True))
-        out = functional_call(block, held, call_args, call_kwargs, tie_weights=False)
+        out = functional_call(block, held, call_args, call_kwargs, tie_weights=True)
         _write_back(held, dict(zip(wanted, weights, strict=True)))
         flat, tree = pytree.tree_flatten(out)
         output_spec[:] = [tree]

@@ -14,12 +14,14 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from ahp.errors import BadInput
-from ahp.graph.blocks import find_blocks
+from ahp.graph.blocks import counting_keys, find_blocks
 from ahp.graph.call import Documents, call_model, logits_of
 from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves
 from ahp.graph.experts import Watch
 from ahp.graph.fake_mode import as_on_data
 from ahp.graph.fake_run import others_pass_on
+from ahp.graph.flow import BEFORE, Flow
+from ahp.graph.likeness import Values, watched
 from ahp.graph.torch_compat import FakeTensorMode, pytree
 
 OF_OPERATORS = "GeneratedBackwardFor_"
@@ -52,8 +54,8 @@ class Outline:
     num_outputs: int
     """Length of the tuple that a block returns; 1 if it returns a bare tensor."""
     shares_inputs: bool
-    """Whether blocks are given trainable tensors besides the hidden states (a table of relative positions): whatever makes
-    these must be on every stage."""
+    """Whether blocks read, besides the hidden states, trainable tensors or results from before the blocks (a table of relative positions,
+    the embeddings once more): whatever makes these must be on every stage."""
     uncuttable: str | None
     """Why the model cannot be cut between its blocks, None when it can."""
     written: frozenset[str]
@@ -65,6 +67,12 @@ class Outline:
     """A function up to the last block with a backward of its own, which a graph of the forward alone lacks; None = there is none."""
     captures: tuple[Capture | BadInput, ...] = field(repr=False)
     """For each kind of block, its forward graph, or why it cannot be traced."""
+    changes: str | None = None
+    """The block that changes an object which the model passes to it, if there is one: neither its graph nor a stand-in for it does that."""
+    reads_unseen: str | None = None
+    """The block that reads an activation which is not among its arguments, if there is one: its graph has no input for it."""
+    reads_beside: bool = False
+    """Whether the model computes with what its blocks return besides their hidden states."""
     experts: tuple[str, ...] = ()
     """Modules of the blocks that hold a mixture's experts (``ahp.graph.experts``)."""
 
@@ -90,9 +98,13 @@ def outline(
     mode = FakeTensorMode()
     with mode:
         fake = fake_copy(module, dtype)
-    found = find_blocks(fake)
+    found = find_blocks(module)  # where tensors have values
     record = _Record(fake, found.path, found.kinds())
-    logits = _run(record, mode, batch_size, sequence_length, documents)
+    counts = _where(fake.get_submodule(found.path), counting_keys(found.blocks))
+    with watched({part: {name: vars(part)[name] for name in names} for part, names in counts.items()}) as read:
+        logits = _run(record, mode, batch_size, sequence_length, documents)
+    if read:
+        record.kinds = found.kinds({key for part, name in read for key in counts[part][name]})
     if (reason := record.puts_others()) is not None:
         raise BadInput(
             f"model = {type(module).__name__}: {reason}, and a layout that divides blocks needs those that will run"
@@ -100,11 +112,23 @@ def outline(
     return record.outline(logits, mode)
 
 
+def _where(blocks: nn.Module, keys: set[str]) -> dict[nn.Module, dict[str, list[str]]]:
+    """{module: {attribute: keys}} for the modules of the blocks: a module can occur in several places and so under several keys."""
+    found: dict[nn.Module, dict[str, list[str]]] = {}
+    for block in blocks.children():
+        for path, part in block.named_modules():
+            for key in keys:
+                at, _, name = key.rpartition(".")
+                if at == path and name in vars(part):
+                    found.setdefault(part, {}).setdefault(name, []).append(key)
+    return found
+
+
 def _run(
     record: _Record, mode: Any, batch_size: int, sequence_length: int, documents: Documents | None
 ) -> torch.Tensor:
     """Run the recorded copy; its logits."""
-    with as_on_data(document_mask=documents is not None), mode, torch.enable_grad():
+    with as_on_data(document_mask=documents is not None), mode, torch.enable_grad(), record.flow:
         input_ids = torch.zeros((batch_size, sequence_length), dtype=torch.int64)
         position_ids = torch.zeros_like(input_ids) if documents else None
         try:
@@ -179,6 +203,12 @@ class _Record:
         self.last_output: torch.Tensor | None = None
         self.outputs: list[torch.Tensor] = []
         """Outputs of the blocks, in the order in which they ran."""
+        self.last_version = 0
+        """The version of the last block's output when the block returned it: writing in place raises it."""
+        self.flow = Flow()
+        self.objects: list[tuple[Any, Any]] = []
+        """Arguments of the block that runs which are neither tensors nor plain values, each with its content before."""
+        self.changes: str | None = None
         self.shared: list[torch.Tensor] | None = None
         self.uncuttable: str | None = None
         self.experts = Watch(fake, [f"{blocks_path}.{number}" for number in range(len(self.blocks))])
@@ -193,6 +223,8 @@ class _Record:
     def _note(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self.ran.append((name, module, args, output))
+            if self.first_block_at is None:
+                self.flow.mark(tensor_leaves((output,), {}), frozenset({BEFORE}))
             if isinstance(output, torch.Tensor):
                 self.versions[name] = output._version
 
@@ -202,37 +234,54 @@ class _Record:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self.first_block_at is None:
                 self.first_block_at = len(self.ran)
-            self.calls.setdefault(self.kinds[index], (args, kwargs))
+            self.calls.setdefault(index, (args, kwargs))
             self.order.append(index)
             self._look_between(index, args, kwargs)
+            self.flow.enter(index, block_input(args, kwargs), tensor_leaves(args, kwargs))
+            self.objects = _objects(args, kwargs)
 
         return hook
 
     def _look_between(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A cut is possible when a block's output is the next one's input unchanged, and nothing else trainable passes."""
         hidden = block_input(args, kwargs)
-        given = [x for x in tensor_leaves(args, kwargs) if x is not hidden]
+        given = tensor_leaves(args, kwargs)
+        del given[next(i for i, x in enumerate(given) if x is hidden)]  # once: block 0 may be given them a second time
         others = [x for x in given if x.requires_grad]
         if self.shared is None:
             self.shared = others
-        elif hidden is not self.last_output:
+        elif hidden is not self.last_output or hidden._version != self.last_version:
             self.uncuttable = (
                 f"the model changes the hidden states between blocks {index - 1} and {index} of {self.blocks_path}"
             )
         elif len(others) != len(self.shared) or any(a is not b for a, b in zip(others, self.shared, strict=True)):
             self.uncuttable = f"block {index} of {self.blocks_path} is given trainable tensors that block 0 is not (a skip connection?)"
-        elif any(x is earlier for x in given for earlier in self.beside):
+        elif self.flow.of(given) - {BEFORE} or any(x is earlier for x in given for earlier in self.beside):
             self.uncuttable = (
                 f"block {index} of {self.blocks_path} is given more of an earlier block than its hidden states"
             )
+        if index and BEFORE in self.flow.of(given):
+            self.flow.reads_before = True
 
     def _note_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.flow.leave()
+        changed = next((what for what, facts in self.objects if Values().of(what) != facts), None)
+        if changed is not None:
+            block = f"block {self.order[-1]} of {self.blocks_path}"
+            self.changes = (
+                f"{block} changes the {type(changed).__name__} that it is given, which only its own forward does"
+            )
         self.block_output = "tuple" if isinstance(output, tuple) else "tensor"
-        hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        hidden: Any = output[0] if isinstance(output, tuple) and output else output
+        if not isinstance(hidden, torch.Tensor):
+            raise _NoHidden(
+                f"model: its blocks return {type(hidden).__name__}; hidden states were expected, alone or first in a tuple"
+            )
         if isinstance(output, tuple):
             self.num_outputs = len(output)
             self.beside += tensor_leaves(output[1:], {})
-        self.last_output = hidden
+            self.flow.watch(tensor_leaves(output[1:], {}), beside=hidden)
+        self.last_output, self.last_version = hidden, hidden._version
         self.outputs.append(hidden)
 
     def _before(self) -> list[Any]:
@@ -244,30 +293,40 @@ class _Record:
 
     def why_uncuttable(self, logits: torch.Tensor) -> str | None:
         before = self._before()
-        return self.puts_others() or self._runs_otherwise() or self.uncuttable or self._reads_earlier(before, logits)
+        return (
+            self.puts_others()
+            or self._runs_otherwise()
+            or self.uncuttable
+            or self._reads_beside()
+            or self._reads_earlier(before, logits)
+        )
 
     def outline(self, logits: torch.Tensor, mode: FakeTensorMode) -> Outline:
         before, after = self._before(), self.ran[self.first_block_at :]
+        again = {name for name, *_ in before} & {name for name, *_ in after}
         args, kwargs = next(iter(self.calls.values()))
         hidden = block_input(args, kwargs)
         return Outline(
             blocks_path=self.blocks_path,
             kinds=self.kinds,
             before=tuple(name for name, *_ in before),
-            after=tuple(name for name, *_ in after),
+            after=tuple(name for name, *_ in after if name not in again),
             token_embedding=self._token_embedding(before, logits),
-            head=next((n for n, m, _, out in reversed(after) if _is_head(m) and out is logits), None),
+            head=self._head(after, logits),
             hidden=TensorLike.of(hidden),
             logits=TensorLike.of(logits),
             block_output=self.block_output,
             num_outputs=self.num_outputs,
-            shares_inputs=bool(self.shared),
+            shares_inputs=bool(self.shared) or self.flow.reads_before,
             uncuttable=self.why_uncuttable(logits),
             written=frozenset(
                 name for name, _, _, out in before if name in self.versions and out._version > self.versions[name]
             ),
-            read_after=self._read_after(before, after, logits),
+            read_after=self._read_after(before, after, logits) | again,
             own_backward=_own_backward(self.outputs[-1]),
+            reads_beside=self.flow.reads_watched,
+            changes=self.changes,
+            reads_unseen=self._reads_unseen(),
             experts=self.experts.found(),
             captures=tuple(self._capture(kind, mode) for kind in range(max(self.kinds) + 1)),
         )
@@ -288,8 +347,23 @@ class _Record:
             return f"the model runs block {early} of {self.blocks_path} before block {self.order.index(early)}"
         return None
 
+    def _reads_unseen(self) -> str | None:
+        block = self.flow.reads_unseen
+        if block is None:
+            return None
+        return f"block {block} of {self.blocks_path} reads a tensor that was computed before it and is not among its arguments"
+
+    def _reads_beside(self) -> str | None:
+        """A reason if a block reads what an earlier one left in a shared object or a module, else None."""
+        if self.flow.reads_other is None:
+            return None
+        block, earlier = self.flow.reads_other
+        return f"block {block} of {self.blocks_path} reads what block {earlier} left behind beside its hidden states"
+
     def _reads_earlier(self, before: list[Any], logits: torch.Tensor) -> str | None:
         """A reason if the logits depend on something before the last block's output other than through that output, else None."""
+        if self.flow.of([logits]) - {self.order[-1]}:
+            return f"what follows {self.blocks_path} reads more than the output of the last block"
         *earlier, last = self.outputs
         made = {x.grad_fn for x in (*earlier, *tensor_leaves(tuple(out for *_, out in before), {})) if x.grad_fn}
         waiting, seen = [logits.grad_fn], {last.grad_fn}
@@ -324,13 +398,46 @@ class _Record:
             for n, m, *_ in before
             if isinstance(m, nn.Embedding) and m.num_embeddings == logits.shape[-1] and _is_plain(m)
         ]
-        return names[0] if names else None
+        return names[0] if names and self._read_by_modules_alone(names[0], logits) else None
+
+    def _head(self, after: list[Any], logits: torch.Tensor) -> str | None:
+        """The linear module whose output is the logits, if it does nothing else."""
+        name = next((n for n, m, _, out in reversed(after) if _is_head(m) and out is logits), None)
+        if (
+            name is None
+            or sum(ran == name for ran, *_ in self.ran) > 1
+            or not self._read_by_modules_alone(name, logits)
+        ):
+            return None
+        return name
+
+    def _read_by_modules_alone(self, name: str, logits: torch.Tensor) -> bool:
+        """Whether the weights of a module outside of the blocks are read only by forwards of such modules. Any other reader (a mean of the
+        embeddings, ``x @ head.weight``) would get one rank's part."""
+        own = {id(p) for p in self.fake.get_submodule(name).parameters(recurse=False)}
+        times = dict.fromkeys(own, 0)
+        for _, module, *_ in self.ran:
+            for p in module.parameters(recurse=False):
+                if id(p) in own:
+                    times[id(p)] += 1
+        waiting, seen = [logits.grad_fn], set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            for source, _ in node.next_functions:
+                if (weight := id(getattr(source, "variable", None))) in own:
+                    times[weight] -= 1
+            waiting += [source for source, _ in node.next_functions]
+        return min(times.values()) >= 0
 
     def _capture(self, kind: int, mode: FakeTensorMode) -> Capture | BadInput:
-        block = self.blocks[self.kinds.index(kind)]
-        if kind not in self.calls:
+        number = next((i for i in self.order if self.kinds[i] == kind), self.kinds.index(kind))
+        block = self.blocks[number]
+        if number not in self.calls:
             return BadInput(f"block {type(block).__name__} cannot be traced: the model never runs it")
-        args, kwargs = self.calls[kind]
+        args, kwargs = self.calls[number]
         for hooks in (block._forward_pre_hooks, block._forward_pre_hooks_with_kwargs, block._forward_hooks):
             hooks.clear()
         try:
@@ -338,6 +445,12 @@ class _Record:
                 return capture(block, args, kwargs)
         except Exception as error:
             return BadInput(f"block {type(block).__name__} cannot be traced: {type(error).__name__}: {error}")
+
+
+def _objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """A call's arguments that are neither tensors nor plain values, each with its content."""
+    plain = (torch.Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
+    return [(leaf, Values().of(leaf)) for leaf in pytree.tree_leaves((args, kwargs)) if not isinstance(leaf, plain)]
 
 
 def _own_backward(hidden: torch.Tensor) -> str | None:

@@ -15,6 +15,7 @@ __all__ = [
     "forward_number",
     "memory_of",
     "pytree",
+    "sets_gradient_mode",
 ]
 
 
@@ -32,3 +33,8 @@ def backward_number() -> int:
 def memory_of(tensor: torch.Tensor) -> int:
     """A number that is the same for tensors that share memory, even on the meta device, where there is no memory."""
     return tensor.untyped_storage()._cdata
+
+
+def sets_gradient_mode(target: object) -> bool:
+    """Whether a call in a traced graph turns the making of gradients on or off, as its argument says."""
+    return target is torch._C._set_grad_enabled

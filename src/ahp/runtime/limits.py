@@ -89,6 +89,7 @@ def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | N
             raise BadInput(reason)
     _refuse_for_fsdp2(module, blocks, plan)
     _refuse_gradient_hooks(module, plan)
+    _refuse_max_norm(module, plan)
     if plan.engine.loss_chunk_tokens is not None:
         _refuse_chunks(plan.engine.loss_chunk_tokens, blocks)
     check_experts(module, found, p.expert_parallel_degree)
@@ -154,6 +155,21 @@ def _refuse_gradient_hooks(module: nn.Module, plan: Plan) -> None:
     for key, value, drops, valid in asked:
         if drops:
             raise bad_input(key, value, rule, [valid, "or a parameter without it"])
+
+
+def _refuse_max_norm(module: nn.Module, plan: Plan) -> None:
+    """Refuse an embedding that scales the rows it looks up: each rank would scale those of its own tokens, or of a gathered copy."""
+    of_rows = (nn.Embedding, nn.EmbeddingBag)
+    named = module.named_modules()
+    name = next((n for n, part in named if isinstance(part, of_rows) and part.max_norm is not None), None)
+    if name is None:
+        return
+    p = plan.parallelism
+    rule = f"{name} has a max_norm, by which each rank would change the rows of its own tokens alone"
+    if p.data_parallel_replicate_degree > 1:
+        raise bad_input("data_parallel_replicate_degree", p.data_parallel_replicate_degree, rule, [1])
+    if any(each.weight_shards > 1 for each in p.layouts_of_ranks):
+        raise bad_input("zero_stage", p.zero_stage, rule, [0])
 
 
 def _scalar(module: nn.Module) -> str | None:

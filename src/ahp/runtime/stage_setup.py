@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from ahp.errors import bad_input
 from ahp.graph.call import Documents
 from ahp.graph.outline import Outline
 from ahp.plan import Plan
@@ -50,6 +51,9 @@ def _stages(module: nn.Module, found: Outline | None, plan: Plan) -> list[Stage]
     if p.num_stages == 1:
         return [Stage(module, None)]
     assert found is not None, "a model without blocks is not cut"
+    beside = f"the model computes with what {found.blocks_path} return beside their hidden states, which a stage has of its own blocks alone"
+    if (rule := found.changes or (beside if found.reads_beside else None)) is not None:
+        raise bad_input("pipeline_parallel_degree", p.pipeline_parallel_degree, rule, [1])
     ranges = layer_ranges(layers_of_stages(p, found.num_layers))
     stages = [cut(module, found, layers, COMPUTE_DTYPE[plan.job.precision]) for layers in ranges]
     if splits_backward(p):

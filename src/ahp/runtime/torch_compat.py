@@ -33,6 +33,7 @@ from ahp.graph.torch_compat import FakeTensorMode as FakeTensorMode
 from ahp.graph.torch_compat import TorchDispatchMode as TorchDispatchMode
 from ahp.graph.torch_compat import memory_of as memory_of
 from ahp.graph.torch_compat import pytree as pytree
+from ahp.graph.torch_compat import sets_gradient_mode as sets_gradient_mode
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch import nn
 from ahp.errors import BadInput
 from ahp.graph.call import Documents, call_model, logits_of
 from ahp.graph.capture import tensor_leaves
+from ahp.graph.likeness import plain_tensors
 from ahp.graph.outline import Outline, block_input
 from ahp.runtime.experts.balance_loss import Routers
 from ahp.runtime.pipeline.borders import Border
@@ -159,7 +160,7 @@ def cut(module: nn.Module, found: Outline, layers: range, dtype: torch.dtype) ->
     if found.uncuttable is not None:
         raise BadInput(f"{found.uncuttable}, so it cannot be cut into stages")
     first, last = layers.start == 0, layers.stop == found.num_layers
-    memo: dict[int, Any] = {id(p): p for p in module.parameters()}
+    memo: dict[int, Any] = {id(p): p for p in module.parameters()} | plain_tensors(module)
     # deepcopy of a fake tensor asks for its address, and torch warns that it has none.
     memo.update({id(b): b.detach().clone() for b in module.buffers()})
     memo.update({id(b): b for b in module.get_submodule(found.blocks_path).buffers()})

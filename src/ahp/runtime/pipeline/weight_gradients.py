@@ -19,6 +19,13 @@ aten = torch.ops.aten
 LINEAR = {F.linear, aten.linear.default}
 ADDMM = {torch.addmm, aten.addmm.default}
 PRODUCTS = LINEAR | ADDMM
+MOVES = {
+    "AccumulateGrad", "_ToTorchTensorBackward", "_SumGradientBackward", "ToCopyBackward0", "CloneBackward0", "AliasBackward0", "ViewBackward0",
+    "UnsafeViewBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "SplitBackward0", "SplitWithSizesBackward0",
+    "SliceBackward0", "SelectBackward0", "UnbindBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
+}  # fmt: skip
+"""Autograd nodes allowed between a parameter and its product. They keep nothing for backward, so gradients can pass them at any time and any
+number of times."""
 
 
 class WeightGradients:
@@ -51,12 +58,25 @@ class Deferring(TorchFunctionMode):
         # Products of a compiled graph are handled in runtime/pipeline/compiled_weight_gradients.py.
         if func not in PRODUCTS or torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
-        if func in LINEAR and torch.is_grad_enabled() and _operand(1, "weight", args, kwargs).requires_grad:
+        if func in LINEAR and torch.is_grad_enabled() and _waits(_operand(1, "weight", args, kwargs)):
             return _linear(self.later, *args, **(kwargs or {}))
-        if func in ADDMM and torch.is_grad_enabled() and len(args) == 3 and not kwargs and args[2].requires_grad:
+        if func in ADDMM and torch.is_grad_enabled() and len(args) == 3 and not kwargs and _waits(args[2]):
             bias, x, weight = args
             return _Product.apply(x, weight, bias, False, self.later)
         return func(*args, **(kwargs or {}))
+
+
+def _waits(weight: torch.Tensor) -> bool:
+    """Whether the gradient of a weight can be computed later: the weight is a parameter or a view of one. The graph of a computed weight is freed
+    by then, and its gradient may go on to the stage's input."""
+    if not weight.requires_grad or weight.dim() != 2:
+        return False
+    node = weight.grad_fn
+    while node is not None:
+        if type(node).__name__ not in MOVES:
+            return False
+        node = node.next_functions[0][0] if node.next_functions else None
+    return True
 
 
 def _operand(position: int, name: str, args: Any, kwargs: Any) -> torch.Tensor:

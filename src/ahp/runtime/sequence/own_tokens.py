@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ahp.errors import BadInput, bad_input
 from ahp.graph.call import Documents
-from ahp.graph.capture import capture
+from ahp.graph.capture import Capture, capture
 from ahp.graph.outline import Outline, block_input, fake_copy, outline
 from ahp.job import Job
 from ahp.plan import ContextMethod, Parallelism, Plan
@@ -29,7 +29,15 @@ from ahp.runtime.ranks.mesh import Mesh
 from ahp.runtime.sequence.context import Context
 from ahp.runtime.sequence.ulysses import InContext
 from ahp.runtime.torch_compat import FakeTensorMode, pytree
-from ahp.search.slicing.token_parts import BATCH, Attention, TokenParts, check_tokens_apart, token_parts, traced_length
+from ahp.search.slicing.token_parts import (
+    BATCH,
+    Attention,
+    TokenParts,
+    check_numbers,
+    check_tokens_apart,
+    token_parts,
+    traced_length,
+)
 
 
 class SequenceSharding:
@@ -39,6 +47,9 @@ class SequenceSharding:
         """``found``: the model's outline for sequences of the job's length; ``documents``: as given to that outline."""
         degree = plan.parallelism.context_parallel_degree
         self.found = found
+        if found.reads_beside:
+            rule = f"the model computes with what {found.blocks_path} return beside their hidden states, of which a rank has a part"
+            raise bad_input("context_parallel_degree", degree, rule, [1])
         try:
             self.parts = _parts_of_kinds(module, found, plan.job, documents)
         except BadInput as reason:
@@ -92,8 +103,7 @@ class TakeOwnTokens:
 
 
 class ShapedByOwnTokens(TorchFunctionMode):
-    """Within, hidden states that the model reshapes to the shape of its input (GPT-2's last ``view``) keep this rank's number
-    of tokens."""
+    """Within, a tensor that the model reshapes to the shape of its input (GPT-2's last ``view``) keeps this rank's number of tokens."""
 
     def __init__(self, hidden: torch.Tensor, ranks: int) -> None:
         super().__init__()
@@ -105,6 +115,12 @@ class ShapedByOwnTokens(TorchFunctionMode):
             hidden, size = args[0], tuple(args[1]) if isinstance(args[1], (tuple, list)) else args[1:]
             if hidden.shape[1:] == (self.tokens, self.width) and size[1:] == (self.whole, self.width):
                 return hidden
+            if (
+                size[1:2] == (self.whole,)
+                and -1 not in size
+                and math.prod(size) == hidden.numel() * self.whole // self.tokens
+            ):
+                return func(hidden, (size[0], self.tokens, *size[2:]))
         return func(*args, **(kwargs or {}))
 
 
@@ -112,15 +128,25 @@ def _parts_of_kinds(module: nn.Module, found: Outline, job: Job, documents: Docu
     """The token parts of each kind of block. Raises BadInput also if what runs after the blocks mixes tokens."""
     sizes = {size for tensor in [*module.parameters(), *module.buffers()] for size in tensor.shape}
     length, dtype = traced_length(sizes, job.sequence_length), found.hidden.dtype
+    blocks, after = _traced(module, length, dtype, documents)
+    kinds = tuple(token_parts(block, length) for block in blocks)
+    check_tokens_apart(after, (1, None), length)
+    others, after_others = _traced(module, traced_length(sizes, length - 1), dtype, documents)
+    for one, other in zip((*blocks, after), (*others, after_others), strict=True):
+        check_numbers(one, other)
+    return kinds
+
+
+def _traced(
+    module: nn.Module, length: int, dtype: torch.dtype, documents: Documents | None
+) -> tuple[tuple[Capture | BadInput, ...], Capture]:
+    """The graphs of each kind of block for sequences of ``length``, and of what runs after the blocks."""
     traced = outline(module, batch_size=BATCH, sequence_length=length, dtype=dtype, documents=documents)
-    kinds = tuple(token_parts(block, length) for block in traced.captures)
-    num_layers = found.num_layers
+    num_layers = traced.num_layers
     with FakeTensorMode():
         end = cut(fake_copy(module, dtype), replace(traced, before=()), range(num_layers, num_layers), dtype)
         hidden, ids = torch.empty(traced.hidden.shape, dtype=dtype), torch.empty(BATCH, length, dtype=torch.int64)
-    after = capture(end, (hidden,), {"input_ids": ids})
-    check_tokens_apart(after, (1, None), length)
-    return kinds
+    return traced.captures, capture(end, (hidden,), {"input_ids": ids})
 
 
 def _method(p: Parallelism, attentions: list[Attention]) -> ContextMethod:

@@ -18,7 +18,7 @@ from ahp.graph.experts import EXPERTS
 from ahp.runtime.compute.fp8 import InGraph
 from ahp.runtime.tensor.collectives import step_function
 from ahp.runtime.tensor.sliced_dropout import drops, with_own_numbers
-from ahp.runtime.torch_compat import take_codegen
+from ahp.runtime.torch_compat import sets_gradient_mode, take_codegen
 from ahp.search.slicing.conversion import Step, steps
 from ahp.search.slicing.packing import CUTS, cut_dim, cut_sizes, slice_range
 from ahp.search.slicing.placement import P, Placement, R, Split, Strategy, args_of, kwargs_of, shape_of, tensor_inputs
@@ -58,13 +58,17 @@ class _Rewriter:
         self.degree = group.size()
         self.graph = Graph()
         self.local: dict[Node, Node] = {}
-        self.converted: dict[tuple[Node, Step], Node] = {}
+        self.converted: dict[tuple[Node, Step, bool], Node] = {}
+        """Converted tensors; the last part of the key is whether gradients are recorded: autograd passes no collective run under ``no_grad``."""
+        self.makes_gradients = True
         self.with_gradient = capture.with_gradient()
 
     def run(self) -> GraphModule:
         for node in self.capture.nodes:
             if node.op == "call_function":
                 self.local[node] = self._call(node)
+                if sets_gradient_mode(node.target):
+                    self.makes_gradients = bool(args_of(node)[0])
             elif node.op == "output":
                 self._output(node)
             else:
@@ -156,11 +160,18 @@ class _Rewriter:
         assert way is not None, f"{node.format_node()} cannot become {wanted}"
         local = self.local[node]
         for step in way:
-            if (node, step) not in self.converted:
-                function = _named(step_function(step, self.group), step.kind)
-                self.converted[node, step] = self.graph.call_function(function, (local,))
-            local = self.converted[node, step]
+            local = self._stepped(node, step, local)
         return local
+
+    def _stepped(self, node: Node, step: Step, local: Node) -> Node:
+        """``local`` after one step, once for all readers."""
+        known = self.converted.get((node, step, True))
+        if known is None and not self.makes_gradients:
+            known = self.converted.get((node, step, False))
+        if known is None:
+            function = _named(step_function(step, self.group), step.kind)
+            known = self.converted[node, step, self.makes_gradients] = self.graph.call_function(function, (local,))
+        return known
 
 
 def _addmm_order(node: Node) -> tuple[Node, Node, Node]:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.fx import GraphModule
 
 from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves, weights_of
+from ahp.graph.likeness import Values, plain_tensors
 from ahp.graph.outline import block_input
 from ahp.runtime.compute.fp8 import Fp8, InGraph
 from ahp.runtime.experts.router_outputs import Collect, WithRouterOutputs
@@ -62,8 +63,9 @@ def slice_module(
         template = meta_copy(block)
         in_graph = None if fp8 is None else InGraph(fp8, template)
         inside = {path.removeprefix(prefix) for path in experts if path.startswith(prefix)}
+        buffers = {name for name, _ in block.named_buffers()}
         for name, split in _splits(solution.weights):
-            if name.rpartition(".")[0] not in inside:
+            if name.rpartition(".")[0] not in inside and name not in buffers:
                 replace_parameter(block, name, (split,), tp, replaced)
                 cuts[prefix + name] = split
         for path in inside:
@@ -137,9 +139,10 @@ def _replace_twins(module: nn.Module, replaced: dict[int, nn.Parameter]) -> None
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """A copy without memory: same structure and shapes, every tensor on the meta device. The module's own hooks are left out: they
-    run around the forward that is made from the copy. Hooks on its submodules are a part of that forward."""
-    memo: dict[int, Any] = {}
+    """A copy without memory: same structure and shapes, every weight on the meta device. The module's own hooks are left out: they
+    run around the forward that is made from the copy. Hooks on its submodules are a part of that forward. The copy shares tensors that are plain
+    attributes with the module: the graph holds their values."""
+    memo: dict[int, Any] = dict(plain_tensors(module))
     for tensor in [*module.parameters(), *module.buffers()]:
         empty = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
@@ -167,6 +170,8 @@ class SlicedForward:
     ) -> None:
         self.block, self.template, self.solution, self.group, self.programs = block, template, solution, group, programs
         self.context_degree, self.fp8 = context_degree, fp8
+        buffers = {name for name, _ in block.named_buffers()}
+        self.parts_of_buffers = {name: split for name, split in _splits(solution.weights) if name in buffers}
         self.in_parts = self.first = self.last = False
         self.compiler: Callable[[GraphModule], Callable[..., Any]] | None = None
         """Compiles the graph; None = it runs as it is."""
@@ -213,13 +218,22 @@ class SlicedForward:
         program, output_spec = self.programs[key]
         for called, module in self.experts.values():
             called.module = module
-        local = [w.to_local() if isinstance(w, DTensor) else w for w in weights.values()]
+        local = [self._local(name, w) for name, w in weights.items()]
         out = pytree.tree_unflatten(program(local, activations), output_spec)
         if self.collect is None:
             return out
         for collected in out[1]:
             self.collect(collected)
         return out[0]
+
+    def _local(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """This rank's part. Buffers stay whole, because the model may read them elsewhere, and are cut at each use."""
+        if isinstance(weight, DTensor):
+            return weight.to_local()
+        if name in self.parts_of_buffers:
+            split = self.parts_of_buffers[name]
+            return cut_segments(weight, split.dim, split.segments, self.group.size(), self.group.rank())
+        return weight
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """``weights_of`` the block, without a walk through its modules at each call: FSDP2 puts other tensors in the same places."""
@@ -292,8 +306,8 @@ def _fact(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         # A gradient that is not needed is not summed: the first block's input needs none if embeddings are frozen.
         return leaf.shape, leaf.dtype, leaf.requires_grad
-    # With the type, because 1, 1.0 and True are one key; the repr of a model's own object may be pages long.
-    return (type(leaf), leaf) if isinstance(leaf, (bool, int, float, str, NoneType)) else repr(leaf)
+    # With the type, because 1, 1.0 and True are one key; a model's own object by its content, which may have changed.
+    return (type(leaf), leaf) if isinstance(leaf, (bool, int, float, str, NoneType)) else Values().of(leaf)
 
 
 def with_block_input(

@@ -63,6 +63,10 @@ def slice_outline(found: Outline, degree: int, *, enable_sequence_parallel: bool
             f"{found.own_backward} brings a backward of its own, and a sliced block has that of torch's operators alone"
         )
         raise bad_input("tensor_parallel_degree", degree, rule, [1])
+    if (reason := found.changes or found.reads_unseen) is not None:
+        raise bad_input(
+            "tensor_parallel_degree", degree, f"{reason}, and a sliced block is a graph of its forward", [1]
+        )
     for captured in found.captures:
         if isinstance(captured, BadInput):
             raise BadInput(f"tensor_parallel_degree = {degree}: {captured}")

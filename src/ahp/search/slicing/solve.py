@@ -127,8 +127,8 @@ def solve(
     """The cheapest placement of a block over ``degree`` ranks; its input is whole on every rank, and so is its output.
 
     ``pinned`` fixes the placement of weights (names as in ``capture.names``). ``hidden``: the number of the activation
-    that holds the hidden states [batch, sequence, hidden]; if given, they and the outputs of their shape are split along
-    the sequence. ``permission``: the conversions that may be used; None = as few as leave something split. ``returns``: the placement of
+    that holds the hidden states [batch, sequence, hidden]; if given, they and the first output are split along the
+    sequence. ``permission``: the conversions that may be used; None = as few as leave something split. ``returns``: the placement of
     the output instead, for a given permission and without ``hidden``. Raises BadInput when it or ``pinned`` cannot be met.
     """
     if hidden is not None:
@@ -169,7 +169,8 @@ def problem(
             raise BadInput("enable_sequence_parallel = True: the block writes into its input, which has to be whole")
         split = Split(1, (shape_of(inputs[hidden])[1],), tokens=True)
         boundary[inputs[hidden]] = split
-        outputs = [split if shape_of(i) == shape_of(inputs[hidden]) else R for i in tensor_inputs(nodes[-1])]
+        # What a block returns beside its hidden states the model may read as it is, whatever shape it has.
+        outputs[:1] = [split if shape_of(i) == shape_of(inputs[hidden]) else R for i in tensor_inputs(nodes[-1])[:1]]
     return Problem(
         capture=capture,
         context=Context(degree, find_packings(nodes), tokens),
@@ -323,7 +324,7 @@ def flops_of(node: Node) -> int:
     """Twice the multiply-adds of the products whose arithmetic the degree divides."""
     aten = torch.ops.aten
     if node.target is aten.linear.default:
-        return 2 * numel_of(node) * shape_of(args_of(node)[1])[1]
+        return 2 * numel_of(node) * shape_of(args_of(node)[1])[-1]
     if node.target is aten.addmm.default:
         return 2 * numel_of(node) * shape_of(args_of(node)[2])[0]
     if node.target in (aten.matmul.default, aten.mm.default, aten.bmm.default) or is_grouped(node):

@@ -24,6 +24,7 @@ from ahp.search.slicing.placement import (
     args_of,
     argument,
     is_tensor,
+    kwargs_of,
     shape_of,
     tensor_inputs,
 )
@@ -40,6 +41,13 @@ UNIFORM = {
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
 }  # fmt: skip
 """Operators that make tensors of one value, of which any part is like the whole."""
+
+
+MIXING = {
+    "mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm", "amax", "amin", "max", "min", "logsumexp",
+    "softmax", "log_softmax", "cumsum", "cumprod",
+}  # fmt: skip
+"""Operators that reduce or normalize along the dims in their second argument."""
 
 
 class Special(Enum):
@@ -141,8 +149,22 @@ def _placed(node: Node, inputs: list[Place], context: Context) -> Place | None:
     for strategy in strategies(node, context):
         if strategy.inputs == tuple(inputs) and isinstance(strategy.output, Split):
             return strategy.output
-    in_a_row = any(isinstance(place, Split) and len(place.segments) > 1 for place in inputs)
-    return ROW if in_a_row else None
+    rows = [place for place in inputs if isinstance(place, Split) and len(place.segments) > 1]
+    return ROW if rows and not _mixes(node, rows[0].dim) else None
+
+
+def _mixes(node: Node, row: int) -> bool:
+    """Whether values of all tokens in a row are combined. Whole numbers are allowed: routers count tokens."""
+    name = str(node.target).split(".")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
+    source = tensor_inputs(node)[0].meta["val"]
+    if name == "batch_norm":
+        return True
+    if name not in MIXING or not source.is_floating_point():
+        return False
+    dims = argument(node, 1, "dim")
+    return dims is None or row in {
+        dim % source.dim() for dim in ([dims] if isinstance(dims, int) else dims or range(source.dim()))
+    }
 
 
 def _made(node: Node, length: int) -> Place:
@@ -161,3 +183,43 @@ def _attended(inputs: list[Place], length: int) -> Place | None:
     tokens = Split(2, (length,), tokens=True)
     masks = (R, Split(3, (length,), tokens=True))
     return tokens if inputs[:3] == [tokens] * 3 and all(place in masks for place in inputs[3:]) else None
+
+
+def check_numbers(one: Capture | BadInput, other: Capture | BadInput) -> None:
+    """Raises BadInput if a graph computes with a number made of the sequence's length, which differs on a part and is in no tensor.
+
+    ``one``, ``other``: the same code, traced with sequences of two lengths.
+    """
+    if isinstance(one, BadInput) or isinstance(other, BadInput):
+        return
+    if [node.target for node in _calls(one)] != [node.target for node in _calls(other)]:
+        raise BadInput("other operators run for a sequence of another length, and a part of one has another")
+    for a, b in zip(_calls(one), _calls(other), strict=True):
+        values = zip(_numbers(a, one), _numbers(b, other), strict=False)
+        if any(type(x) is not type(y) or x != y for x, y in values):
+            raise BadInput(
+                f"{a.target} is given a number made of the sequence's length, and of a part it would be another"
+            )
+
+
+def _calls(capture: Capture) -> list[Node]:
+    return [node for node in capture.nodes if node.op == "call_function"]
+
+
+def _numbers(node: Node, capture: Capture) -> list[object]:
+    """The numbers that an operator computes with, without sizes and positions of what it moves."""
+    held = [_constant(i, capture) for i in node.all_input_nodes if i.op == "get_attr"]
+    given = [x for x in (*args_of(node), *kwargs_of(node).values()) if isinstance(x, (bool, int, float))]
+    computes = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    fills = node.target in UNIFORM
+    return [*held, *(x for x in given if computes or fills or isinstance(x, float))]
+
+
+def _constant(node: Node, capture: Capture) -> object:
+    """The value of a one-element tensor that the graph holds, else None."""
+    held = getattr(capture.graph, str(node.target), None)
+    plain = isinstance(held, torch.Tensor) and held.numel() == 1 and held.device.type != "meta"
+    try:
+        return held.item() if plain else None  # type: ignore[union-attr]
+    except Exception:  # a tensor without data
+        return None

@@ -21,8 +21,10 @@ from ahp.search.slicing.placement import (
 
 
 def linear(node: Node, context: Context) -> Iterator[Strategy]:
-    """aten.linear(x [*, k], weight [n, k], bias [n])"""
+    """aten.linear(x [*, k], weight [n, k], bias [n]); a weight [k] has no columns, and stays whole."""
     x, weight = shape_of(args_of(node)[0]), shape_of(args_of(node)[1])
+    if len(weight) != 2:
+        return
     yield from _product(context, x, n=weight[0], n_dim=0, k_dim=1, has_bias=len(tensor_inputs(node)) == 3)
 
 

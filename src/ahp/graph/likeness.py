@@ -1,0 +1,99 @@
+"""The attributes of modules that can change what a forward computes, as values that can be compared."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+DEEPEST = 8
+"""How deep into nested objects values are compared; deeper ones are equal only if they are the same object."""
+
+OF_TORCH = {*vars(nn.Module()), "_is_hf_initialized"}
+"""Attributes that every module has, and transformers' mark of initialized weights."""
+
+
+def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in vars(module).items() if name not in OF_TORCH)
+
+
+def plain_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
+    """Tensors that are plain attributes, neither parameters nor buffers, keyed by their id. They need no copy, and one that autograd made (the
+    old ``weight_norm``) cannot be copied."""
+    held = (value for part in module.modules() for value in vars(part).values())
+    return {id(value): value for value in held if isinstance(value, torch.Tensor)}
+
+
+class Values:
+    """Hashable stand-ins for values: two stand-ins are equal only if the values are, as far as can be seen. Each object is looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, value: Any, depth: int = 0) -> Any:
+        if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)):
+            return (type(value), value)  # with its type because ``True == 1``
+        if isinstance(value, (nn.Module, types.ModuleType)) or depth == DEEPEST:
+            return (type(value), id(value))
+        known = self._known.get(id(value))
+        if known is None:
+            self._known[id(value)] = value, (type(value), id(value))  # for an object that refers to itself
+            known = self._known[id(value)] = value, (type(value), self._inside(value, depth + 1))
+        return known[1]
+
+    def _inside(self, value: Any, depth: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            return (tuple(value.shape), value.dtype, _digest(value))
+        if isinstance(value, (tuple, list)):
+            return tuple(self.of(item, depth) for item in value)
+        if isinstance(value, dict):
+            return tuple((self.of(key, depth), self.of(item, depth)) for key, item in value.items())
+        if isinstance(value, (set, frozenset)):
+            return frozenset(self.of(item, depth) for item in value)
+        if isinstance(value, functools.partial):
+            return tuple(self.of(part, depth) for part in (value.func, value.args, value.keywords))
+        if isinstance(value, types.MethodType):
+            return (self.of(value.__func__, depth), self.of(value.__self__, depth))
+        if isinstance(value, types.FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+            return (value.__code__, self.of([cells, value.__defaults__, value.__kwdefaults__], depth))
+        if hasattr(value, "__dict__") and not hasattr(value, "__array__"):
+            return self.of(vars(value), depth)
+        return id(value)
+
+
+def _digest(tensor: torch.Tensor) -> Any:
+    """Stands for a tensor's values, which a traced block holds as constants."""
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
+        return id(tensor)
+    return hash(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+@contextmanager
+def watched(hidden: dict[nn.Module, dict[str, Any]]) -> Iterator[set[tuple[nn.Module, str]]]:
+    """Within, notes which of the ``hidden`` attributes, {module: {name: value}}, are read. Yields the set of those that were."""
+    read: set[tuple[nn.Module, str]] = set()
+    usual: Callable[[nn.Module, str], Any] = nn.Module.__getattr__
+
+    def noting(module: nn.Module, name: str) -> Any:
+        values = hidden.get(module)
+        if values is None or name not in values:
+            return usual(module, name)
+        read.add((module, name))
+        return values[name]
+
+    for module, values in hidden.items():
+        for name in values:
+            del module.__dict__[name]
+    try:
+        with mock.patch.object(nn.Module, "__getattr__", noting):
+            yield read
+    finally:
+        for module, values in hidden.items():
+            module.__dict__.update({name: value for name, value in values.items() if name not in module.__dict__})

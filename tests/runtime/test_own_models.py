@@ -1,0 +1,383 @@
+"""Models of the user's own in idioms that none of the families has: every layout computes what one process does, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ahp.errors import BadInput
+from tests.runtime.models import BUILDERS, VOCABULARY, Block, Custom
+from tests.runtime.test_equality import LAYOUTS, assert_same_curve, assert_same_weights, train, world_size
+from tests.runtime.test_families import CALM, EPS
+from tests.runtime.workers import Pool
+
+STEPS, WIDTH, NUM_LAYERS = 2, 32, 4
+MORE = {**LAYOUTS, "context": {"context_parallel_degree": 2, "micro_batch_size": 4}}
+
+
+class Own(Custom):
+    """Blocks of a kind that is given, each built with its number."""
+
+    def __init__(self, kind: Callable[[int], nn.Module]) -> None:
+        super().__init__(WIDTH, layers=0)
+        self.blocks = nn.ModuleList(kind(number) for number in range(NUM_LAYERS))  # type: ignore[assignment]
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.tokens(input_ids) + self.positions[: input_ids.shape[1]]
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Numbered(Block):
+    """``mix`` is what a kind of block does with its input, and with what a usual one would return."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(WIDTH, 4)
+        self.prepare(number)
+
+    def prepare(self, number: int) -> None:
+        pass
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.up(self.norm_2(x)))
+
+
+class Counted(Numbered):
+    def prepare(self, number: int) -> None:
+        self.layer_idx = number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y / (self.layer_idx + 1) if self.layer_idx % 2 else y
+
+
+class Configured(Numbered):
+    def prepare(self, number: int) -> None:
+        self.settings = {"scale": 1.0 + number}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.settings["scale"])
+
+
+class Closed(Numbered):
+    def prepare(self, number: int) -> None:
+        self._scaled = lambda x: x * (1 + number)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._scaled(super().forward(x))
+
+
+class HookedWithin(Numbered):
+    def prepare(self, number: int) -> None:
+        def scale(module: nn.Module, given: Any, out: torch.Tensor) -> torch.Tensor:
+            return out * (1 + number)
+
+        self.down.register_forward_hook(scale)
+
+
+class Table(Numbered):
+    def prepare(self, number: int) -> None:
+        self.table = torch.linspace(0.5, 1.0 + number, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.table)
+
+
+class Buffered(Numbered):
+    table: torch.Tensor
+
+    def prepare(self, number: int) -> None:
+        self.register_buffer("table", torch.linspace(0.5, 1.0 + number, 2 * WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.down(self.inner(x) * self.table)
+
+
+class GateUnseen(Numbered):
+    """The first reader of the norm's result makes no gradients, the second one does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm_2(x)
+        with torch.no_grad():
+            gate = torch.sigmoid(self.down(F.gelu(self.up(y))))
+        return super().forward(x) + self.down(F.relu(self.up(y))) * gate
+
+
+class WholeNumbers(Numbered):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.inner(x)
+        places = (4 * F.linear(inner, self.down.weight)).to(torch.int32)
+        return super().forward(x) + self.down(inner) + 0.1 * places
+
+
+class TiedWithin(Numbered):
+    """A split bias is a norm's that is read whole, and a split product's matrix is another one's."""
+
+    def prepare(self, number: int) -> None:
+        self.more = nn.Linear(WIDTH, WIDTH)
+        self.out.weight, self.more.bias = self.more.weight, self.norm_1.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.out(F.gelu(self.more(x)))
+
+
+class Vector(Numbered):
+    def prepare(self, number: int) -> None:
+        self.gate = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * torch.sigmoid(F.linear(x, self.gate)).unsqueeze(-1)
+
+
+class ComputedWeight(Numbered):
+    """One depends on a parameter alone, the other on what the block is given too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = F.normalize(self.up.weight, dim=1)
+        inner = F.linear(x, weight) * torch.sigmoid(F.linear(x, weight * (1 + x.mean((1, 2)).tanh().mean())))
+        return super().forward(x) + self.down(inner)
+
+
+class Beside(Numbered):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        y = super().forward(x)
+        return y, y * 2
+
+
+class ReadsBeside(Own):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = beside = self.embed(input_ids)
+        for block in self.blocks:
+            x, beside = block(x)
+        return self.head(self.norm(x) * beside.square().mean((1, 2), keepdim=True))
+
+
+class WithFirst(Numbered):
+    def forward(self, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x + 0.5 * first)
+
+
+class GivesFirst(Own):
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        first = self.first(x)
+        for block in self.blocks:
+            x = block(x, first)
+        return self.head(self.norm(x))
+
+
+class GivesFirstDetached(GivesFirst):
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+
+class EmbedsAgain(Own):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x) + self.tokens(input_ids).detach())
+
+
+class HeadTwice(Own):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return self.head(x * torch.sigmoid(self.head(x).amax(-1, keepdim=True)))
+
+
+class Centred(Own):
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().embed(input_ids) - self.tokens.weight.mean(0)
+
+
+class LooksBack(Own):
+    """What follows the blocks reads what is before them, with no gradient."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        first = x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x) * first.detach().std(-1, keepdim=True))
+
+
+class ScalesBetween(Own):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+            x *= 0.5
+        return self.head(self.norm(x))
+
+
+class Earlier(Numbered):
+    def forward(self, x: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x + earlier)
+
+
+class GivesEarlier(Own):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        earlier = torch.zeros_like(x)
+        for block in self.blocks:
+            x, earlier = block(x, earlier), x.detach()
+        return self.head(self.norm(x))
+
+
+class Notes:
+    """What blocks hand on to each other beside their arguments."""
+
+    count = 0
+    first: torch.Tensor | None = None
+
+
+class Counting(Numbered):
+    def forward(self, x: torch.Tensor, notes: Notes) -> torch.Tensor:  # type: ignore[override]
+        notes.count += 1
+        return super().forward(x / notes.count)
+
+
+class Noting(Numbered):
+    def forward(self, x: torch.Tensor, notes: Notes) -> torch.Tensor:  # type: ignore[override]
+        assert notes.first is not None
+        return super().forward(x + notes.first)
+
+
+class GivesNotes(Own):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x, notes = self.embed(input_ids), Notes()
+        notes.first = x
+        for block in self.blocks:
+            x = block(x, notes)
+        return self.head(self.norm(x))
+
+
+class ByLength(Numbered):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * (8 / x.shape[1]))
+
+
+class OverRows(Numbered):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, WIDTH)
+        return super().forward((rows - rows.mean(0)).view(x.shape))
+
+
+class Renormed(Own):
+    """Its embedding changes the rows that a rank looks up, in place."""
+
+    def __init__(self, kind: Callable[[int], nn.Module]) -> None:
+        super().__init__(kind)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH, max_norm=1.0)
+
+
+class InList(Numbered):
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:  # type: ignore[override]
+        return [super().forward(x)]
+
+
+class TakesFirst(Own):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)[0]
+        return self.head(self.norm(x))
+
+
+def built(kind: type[Own], block: type[Numbered]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        module = kind(block)
+        for parameter in module.parameters():  # else a norm that is forgotten, or a bias, would not show
+            parameter.data += 0.05 * torch.randn_like(parameter)
+        return module
+
+    return build
+
+
+EQUAL: list[tuple[type[Own], type[Numbered], str]] = [
+    *((Own, kind, "tp") for kind in (Counted, Configured, Closed, HookedWithin, Table, Buffered, TiedWithin, Vector)),
+    *((Own, kind, "tp") for kind in (GateUnseen, WholeNumbers)),
+    (Own, Counted, "sequence"),
+    (Own, ComputedWeight, "zero-bubble"),
+    (ReadsBeside, Beside, "sequence"),
+    *((kind, WithFirst, layout) for kind in (GivesFirst, GivesFirstDetached) for layout in ("1f1b", "tp")),
+    (EmbedsAgain, Numbered, "1f1b"),
+    (HeadTwice, Numbered, "tp"),
+    (Centred, Numbered, "tp"),
+]
+REFUSED: list[tuple[type[Own], type[Numbered], str, str]] = [
+    (LooksBack, Numbered, "1f1b", "what follows blocks reads more than the output of the last block"),
+    (ScalesBetween, Numbered, "1f1b", "changes the hidden states between blocks"),
+    (GivesEarlier, Earlier, "1f1b", "is given more of an earlier block than its hidden states"),
+    (ReadsBeside, Beside, "1f1b", "computes with what blocks return beside their hidden states"),
+    (ReadsBeside, Beside, "context", "computes with what blocks return beside their hidden states"),
+    (GivesNotes, Counting, "tp", "changes the Notes that it is given"),
+    (GivesNotes, Counting, "1f1b", "changes the Notes that it is given"),
+    (GivesNotes, Noting, "tp", "reads a tensor that was computed before it and is not among its arguments"),
+    (Own, ByLength, "context", "is given a number made of the sequence's length"),
+    (Own, OverRows, "context", "aten.mean.dim reads other tokens than its own"),
+    *((Renormed, Numbered, layout, "tokens has a max_norm") for layout in ("zero0", "zero3")),
+    (TakesFirst, InList, "tp", "its blocks return list"),
+]
+
+
+def name_of(kind: type[Own], block: type[Numbered]) -> str:
+    return f"own models: {kind.__name__} of {block.__name__}"
+
+
+BUILDERS.update({name_of(kind, block): built(kind, block) for kind, block, *_ in (*EQUAL, *REFUSED)})
+
+
+def train_own(rank: int, world: int, name: str, layout: str) -> dict[str, Any]:
+    """Runs in each worker, which finds the models by importing this file."""
+    return train(rank, world, name, MORE[layout], STEPS, CALM)
+
+
+@pytest.mark.parametrize(("kind", "block", "layout"), EQUAL)
+def test_a_layout_computes_what_one_process_does(
+    pool: Pool, plain_run: Callable[..., dict[str, Any]], kind: type[Own], block: type[Numbered], layout: str
+) -> None:
+    # Where a block looks at all of its micro-batch, other micro-batches would be another model.
+    results = pool.run(train_own, world_size(MORE[layout]), name_of(kind, block), layout)
+    if block is ComputedWeight:
+        expected = pool.run(train_own, 1, name_of(kind, block), "one")[0]
+    else:
+        expected = plain_run(name_of(kind, block), STEPS, EPS)
+    assert_same_curve(results[0], expected)
+    assert_same_weights(results, expected)
+
+
+def why_refused(rank: int, world: int, name: str, layout: str) -> str:
+    from ahp.runtime.parallel import parallelize
+
+    with pytest.raises(BadInput) as refused:
+        parallelize(BUILDERS[name](), {"job": CALM, "parallelism": MORE[layout]})
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("kind", "block", "layout", "told"), REFUSED)
+def test_what_a_layout_would_compute_otherwise_is_refused(
+    pool: Pool, kind: type[Own], block: type[Numbered], layout: str, told: str
+) -> None:
+    for message in pool.run(why_refused, world_size(MORE[layout]), name_of(kind, block), layout):
+        assert told in message
+
+
+def test_vocabulary_size_divides() -> None:
+    """Else heads and embeddings would stay whole, and their tests say nothing."""
+    assert VOCABULARY % 2 == 0
