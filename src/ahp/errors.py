@@ -49,6 +49,11 @@ def bad_input(key: str, value: Any, rule: str, valid: Iterable[Any] | None = Non
     return BadInput(text)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or ["no reason"])[0]
+
+
 def listed(choices: Iterable[Any]) -> str:
     """The choices as a user would write them: null, not None."""
     return ", ".join("null" if choice is None else str(choice) for choice in choices)

@@ -94,3 +94,13 @@ def test_a_sequence_of_like_modules_is_a_stack_and_a_mixed_one_is_not() -> None:
     assert find_blocks(Model()).path == "layers"
     with pytest.raises(NoBlocks):
         find_blocks(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)))
+
+
+def test_a_module_that_knows_its_own_name_is_no_kind_of_its_own() -> None:
+    def named(number: int, start: str) -> nn.Module:
+        block = nn.Linear(4, 4)
+        block.settings = {"target": f"{start}.{number}.mlp"}  # type: ignore[assignment]
+        return block
+
+    assert block_kinds(nn.ModuleList(named(number, "model.layers") for number in range(3))) == (0, 0, 0)
+    assert block_kinds(nn.ModuleList(named(0, f"of{number}") for number in range(3))) == (0, 1, 2)

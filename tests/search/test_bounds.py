@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ahp.arrays import Floats
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints
 from ahp.engines.registry import names
@@ -17,6 +18,7 @@ from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.plan import Forecast, Parallelism
 from ahp.schedule.stages import layers_of_stages
+from ahp.search.bounds.block_bounds import block_bounds_s
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.exact import Place
 from ahp.search.lighten import ways_of
@@ -32,7 +34,11 @@ ROUNDING = 1 + 1e-9
 def holds(asked: Problem, space: Space, places: list[Place]) -> None:
     """Every bound of these rows is under their forecast, and those of their blocks under theirs."""
     bounds = Bounds(asked, space)
-    most, blocks_s, blocks_bytes = bounds.most_that_fits_bytes(), bounds.blocks_s(), bounds.blocks_bytes()
+    most, blocks_s, blocks_bytes = (
+        bounds.most_that_fits_bytes(),
+        blocks_with_or_without_room_s(bounds),
+        bounds.blocks_bytes(),
+    )
     for block, row in places:
         rows, layout = bounds.rows(block, np.inf), space.layout(block, row)
         forecast = asked.price(layout)
@@ -53,6 +59,12 @@ def holds(asked: Problem, space: Space, places: list[Place]) -> None:
                 assert max(blocks_s[block], work_s) <= of_cut.step_time_s * ROUNDING, cut
                 assert blocks_bytes[block] <= sum(of_cut.memory.values()) + 1, cut
                 assert not of_cut.fits or any_cut_s <= of_cut.step_time_s * ROUNDING, cut
+
+
+def blocks_with_or_without_room_s(bounds: Bounds) -> Floats:
+    """Lower bound in seconds of every row of each block, whether it fits or not."""
+    which = np.arange(len(bounds.space.blocks))
+    return block_bounds_s(bounds.problem, bounds.space, bounds._pipelines, which, bounds._copies_s)[1]
 
 
 def other_cuts(asked: Problem, layout: Parallelism) -> Iterator[tuple[Parallelism, Forecast]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import zlib
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +16,7 @@ from ahp.cluster.measure import DISTURBED, busy_share, is_busy, probe
 from ahp.cluster.model import CLUSTER_SCHEMA_VERSION, Cluster
 from ahp.cluster.parse import to_text
 from ahp.errors import BadInput
+from ahp.runtime.run.progress import say
 from ahp.whole_files import write_aside
 
 FORMAT = 2
@@ -34,10 +34,10 @@ def measured(workers: int | None, run_folder: Path, cache: Path) -> Cluster:
     file = cache / "machines" / f"{_facts_hash(count)}.yaml"
     known = _kept(file)
     if known is not None and DISTURBED in known.source and not is_busy(busy_share()):
-        _say(f"other programs used the processor when {file} was measured, and do not now")
+        say(f"other programs used the processor when {file} was measured, and do not now")
         known = None
     if known is not None:
-        _say(f"this machine was measured before: {known.source}; delete {file} to measure it again")
+        say(f"this machine was measured before: {known.source}; delete {file} to measure it again")
         return known
     cluster = _probed(count, run_folder)
     _keep(cluster, file)
@@ -71,15 +71,15 @@ def _kept(file: Path) -> Cluster | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        _say(f"the machine is measured again: {file}: {error.strerror}")
+        say(f"the machine is measured again: {file}: {error.strerror}")
         return None
     if first != _first_line(rest):
-        _say(f"the machine is measured again: {file} has changed since it was written")
+        say(f"the machine is measured again: {file} has changed since it was written")
         return None
     try:
         return Cluster.load(file)
     except BadInput as error:
-        _say(f"the machine is measured again: {error}")
+        say(f"the machine is measured again: {error}")
         return None
 
 
@@ -89,9 +89,9 @@ def _keep(cluster: Cluster, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_aside(file, _first_line(content) + b"\n" + content)
     except OSError as error:
-        _say(f"the measurement is not kept for other runs: {file}: {error.strerror}")
+        say(f"the measurement is not kept for other runs: {file}: {error.strerror}")
     else:
-        _say(f"kept for every run on this machine: {file}")
+        say(f"kept for every run on this machine: {file}")
 
 
 def _first_line(content: bytes) -> bytes:
@@ -99,7 +99,7 @@ def _first_line(content: bytes) -> bytes:
 
 
 def _probed(workers: int, run_folder: Path) -> Cluster:
-    _say("measuring this machine once, for all runs: half a minute")
+    say("measuring this machine once, for all runs: half a minute")
     bar = Progress(BarColumn(bar_width=24), TextColumn("probing: {task.description}"), transient=True)
     bar.console.stderr = True
     with bar:
@@ -110,7 +110,3 @@ def _probed(workers: int, run_folder: Path) -> Cluster:
             progress=lambda what, share: bar.update(task, description=what, completed=share),
             folder=run_folder,
         )
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

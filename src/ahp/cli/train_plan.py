@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from typing import TYPE_CHECKING, Any
 
 from ahp.cluster.model import Cluster
@@ -12,6 +11,7 @@ from ahp.cluster.most_workers import refuse_workers
 from ahp.config import Config, Constraints
 from ahp.errors import AhpError, HardwareMismatch, NotExpressible
 from ahp.plan import EngineChoice, Parallelism, Plan
+from ahp.runtime.run.progress import say
 from ahp.whole_files import write_aside
 from ahp.words import number_of
 
@@ -102,11 +102,11 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
 
     asked, config = config, with_kept_model(config, folder)
     engine, note = _engine(config)
-    _say(f"analyzing {config.model if isinstance(config.model, str) else config.model.get('model_type', 'the model')}")
+    say(f"analyzing {config.model if isinstance(config.model, str) else config.model.get('model_type', 'the model')}")
     graph = analyze(config.model, config.job, attention=engine.attention)
     wanted = workers or num_workers(config.parallelism) or _most_here(config)
     cluster = _local(folder, wanted) if config.cluster == "local" else _those_there(config.cluster, workers)
-    _say(f"searching layouts, world size {cluster.num_devices}")
+    say(f"searching layouts, world size {cluster.num_devices}")
     ranking = ranked(graph, cluster, config.job, constraints=config.parallelism, engine=engine, keep=top)
     if not quiet:
         console = tables.console()
@@ -212,7 +212,3 @@ def _those_there(named: str | dict[str, Any], workers: int | None) -> Cluster:
 def _plain(config: Config) -> dict[str, object]:
     """The keys that decide the plan, as read back from JSON: all except the run's own."""
     return json.loads(config.model_dump_json(exclude={"run"}))
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -40,6 +40,11 @@ class Device(Record):
     """Held by the driver and the context before the first tensor."""
     source: str = ""
 
+    def peak(self, precision: str) -> float:
+        """Dense peak in FLOP/s; a precision the device has no units for computes at its fp32 peak."""
+        peaks = self.peak_flops_per_s
+        return peaks.get(precision) or peaks.get("fp32") or max(peaks.values())
+
     @model_validator(mode="after")
     def _peaks_are_rates(self) -> Device:
         for precision, peak in self.peak_flops_per_s.items():

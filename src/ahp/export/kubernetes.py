@@ -27,7 +27,6 @@ NODE = "node"
 """Name of the job and the container in Kubeflow's torch runtime (manifests/base/runtimes/torch_distributed.yaml)."""
 SHARED_MEMORY = "16Gi"
 """[Empirical] A pod has 64 MB by default, and NCCL takes some for each pair of GPUs of a node. Once used it counts as memory of the pod."""
-KNOWN_THERE = {"kubernetes": "the training job"}
 DEVICES = {"MI": "amd.com/gpu"}
 """Resource, keyed by the beginning of the device's name; NVIDIA's if none matches."""
 
@@ -65,7 +64,7 @@ class Kubernetes:
                 raise BadInput(f"--{key} missing: pods need {why}, such as --{key} {EXAMPLES[key]}")
         if options.grace_s < 1:
             raise bad_input("--grace-s", options.grace_s, "must be at least 1")
-        shape = shape_of(source, options.nodes, options.workers_per_node, KNOWN_THERE)
+        shape = shape_of(source, options.nodes, options.workers_per_node, self.name)
         if shape.least != shape.most:
             raise bad_input("--nodes", options.nodes, "a TrainJob has one number of nodes", [shape.least, shape.most])
         name = options.name or f"ahp-{re.sub(r'[^a-z0-9]+', '-', source.file.stem.lower()).strip('-') or 'run'}"

@@ -10,6 +10,7 @@ import re
 
 from ahp.engines.megatron import SUPPORT
 from ahp.errors import NotExpressible
+from ahp.export.launch_line import EACH, NODES
 from ahp.export.megatron_job import RULES as OPTIMIZER_RULES
 from ahp.export.megatron_model import LAYERS
 from ahp.export.table import (
@@ -33,7 +34,6 @@ P, J = "parallelism.", "job."
 TENSOR, PIPE, CONTEXT, EXPERT = (
     f"--{kind}-parallel-size" for kind in ("tensor-model", "pipeline-model", "context", "expert-model")
 )
-NODES, EACH = "--nnodes", "--nproc-per-node"
 OPTIMIZER, FSDP, STRATEGY = "--use-distributed-optimizer", "--use-megatron-fsdp", "--data-parallel-sharding-strategy"
 INSTANCES, OVERLAP, GATHER = "--num-distributed-optimizer-instances", "--overlap-grad-reduce", "--overlap-param-gather"
 LAYOUT, VIRTUAL, PER_VIRTUAL = (

@@ -17,7 +17,6 @@ GRACE_S = 300
 """[Empirical] Enough to finish a step and write a checkpoint; for large models on a slow file system it takes longer."""
 LONGEST_GRACE_S = 65_535
 """The most that sbatch takes after the @ of --signal."""
-KNOWN_THERE = {"slurm": "the allocation"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Slurm:
             value = getattr(options, key)
             if value is not None and not re.fullmatch(r"[\w.,@+-]+", value):
                 raise bad_input(f"--{key}", value, "must be a name in Slurm")
-        shape = shape_of(source, options.nodes, options.workers_per_node, KNOWN_THERE)
+        shape = shape_of(source, options.nodes, options.workers_per_node, self.name)
         if options.cpu and shape.gpus and shape.device != UNKNOWN:
             raise HardwareMismatch(
                 f"--cpu: {source.file} is for {shape.device}; plan again for cores: ahp plan MODEL NODESxCORESxcpu@GBPS"

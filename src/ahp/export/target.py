@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,17 +74,17 @@ class Shape:
         return str(self.most) if self.least == self.most else f"{self.least}-{self.most}"
 
 
-def shape_of(source: Source, nodes: str | None, workers: int | None, managers: Mapping[str, str]) -> Shape:
+def shape_of(source: Source, nodes: str | None, workers: int | None, manager: str) -> Shape:
     """How many nodes of how many workers: from a plan, or from a config that describes its cluster; else from the options.
 
-    ``managers``: names of a config's ``cluster`` that is known only where the job runs, each with what knows it.
+    ``manager``: the name of a config's ``cluster`` that is known only where the job runs.
     """
     least, most = _range(nodes)
     if source.plan is not None:
         return _of_plan(source.plan, source.file, nodes, workers)
     assert source.config is not None
     named = source.config.cluster
-    if isinstance(named, str) and (named == "local" or named.partition("@")[0] in managers):
+    if isinstance(named, str) and (named == "local" or named.partition("@")[0] == manager):
         if least is None or most is None or workers is None:
             missing = [name for name, value in (("--nodes", nodes), ("--workers-per-node", workers)) if value is None]
             raise BadInput(
@@ -93,7 +92,7 @@ def shape_of(source: Source, nodes: str | None, workers: int | None, managers: M
                 "the workers of each, one for each GPU, such as --nodes 2 --workers-per-node 8"
             )
         return Shape(least, most, workers, workers, UNKNOWN)
-    _refuse_foreign_manager(named, managers)
+    _refuse_foreign_manager(named, manager)
     from ahp.cluster.model import Cluster
 
     found = _of_cluster(Cluster.resolve(named), None, "cluster")
@@ -104,10 +103,10 @@ def shape_of(source: Source, nodes: str | None, workers: int | None, managers: M
     return Shape(least or found.most, most or found.most, found.workers, found.gpus, found.device)
 
 
-def _refuse_foreign_manager(named: Any, managers: Mapping[str, str]) -> None:
+def _refuse_foreign_manager(named: Any, manager: str) -> None:
     word = named.partition("@")[0] if isinstance(named, str) else ""
-    if word in ("slurm", "kubernetes") and word not in managers:
-        raise bad_input("cluster", named, "this target has nodes of another manager", [*managers, "local"])
+    if word in ("slurm", "kubernetes") and word != manager:
+        raise bad_input("cluster", named, "this target has nodes of another manager", [manager, "local"])
 
 
 def _of_plan(plan: Plan, file: Path, nodes: str | None, workers: int | None) -> Shape:

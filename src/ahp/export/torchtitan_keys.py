@@ -34,6 +34,7 @@ P, J = "parallelism.", "job."
 FSDP, ETP = "parallelism.fsdp_reshard_after_forward", "parallelism.expert_tensor_parallel_degree"
 DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree", "pipeline_parallel_degree",
            "context_parallel_degree", "expert_parallel_degree")  # fmt: skip
+RANKS_UNKNOWN = f"{P}data_parallel_shard_degree = -1: the batch depends on the ranks there are; give the degree"
 SP, PARTS = "parallelism.enable_sequence_parallel", "parallelism.module_fqns_per_model_part"
 SCHEDULE, PER_STAGE = "parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_layers_per_stage"
 
@@ -149,9 +150,7 @@ def sequences() -> Rule:
         micro = whole(settings.get(cut, 1), cut) if piped else mine
         ranks = degree(settings, "data_parallel_replicate_degree") * degree(settings, "data_parallel_shard_degree")
         if ranks < 0:
-            raise Unreadable(
-                f"{P}data_parallel_shard_degree = -1: the batch depends on the ranks there are; give the degree"
-            )
+            raise Unreadable(RANKS_UNKNOWN)
         batch = mine * ranks if batch == -1 else batch
         if piped and batch != mine * ranks:
             raise Unreadable(
@@ -187,9 +186,7 @@ def tokens() -> Rule:
         number = whole(settings.get(several, 1), several) if piped else 1
         total = whole(settings.get(step, -1), step, -1)
         if ranks < 0 and total == -1:
-            raise Unreadable(
-                f"{P}data_parallel_shard_degree = -1: the batch depends on the ranks there are; give the degree"
-            )
+            raise Unreadable(RANKS_UNKNOWN)
         total = each * number * ranks if total == -1 else total
         if each % length or total % length:
             raise Unreadable(f"{micro} = {each}: not a multiple of {context} = {length}, so no whole sequences")

@@ -37,9 +37,6 @@ def flop_convention(job: Job) -> str:
     return f"3 x {whole}" if job.lora is None else f"2 x {whole}: frozen weights have no gradient"
 
 
-"""What ``Forecast.mfu`` counts."""
-
-
 def passes_behind(parallelism: Parallelism, stage: int) -> int:
     """Backward passes that a rank computes between the last one of ``stage`` and the last one of its next stage: they hide what
     ``stage`` still sends; the next stage's last pass hides that stage's own."""

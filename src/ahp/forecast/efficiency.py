@@ -64,11 +64,6 @@ class Rates:
         # The same shapes come up for every micro-batch and degree that a search tries.
         self._gpu_product_s = lru_cache(maxsize=1 << 14)(self.gpu.product_s) if self.gpu else None
 
-    def peak(self, precision: str) -> float:
-        """Dense peak in FLOP/s; a precision the device has no units for computes at its fp32 peak."""
-        peaks = self.device.peak_flops_per_s
-        return peaks.get(precision) or peaks.get("fp32") or max(peaks.values())
-
     def fastest(self, precision: str, *, attention: bool) -> float:
         """FLOP/s that no product, or no fused ``attention``, exceeds; infinite where no such limit is known."""
         samples = self._samples.get(precision)
@@ -76,7 +71,9 @@ class Rates:
             return float("inf")
         if samples is not None:
             return float("inf") if attention else float(samples[1].max())
-        return self.gpu.reach(precision).sustained if self.gpu is not None else self.peak(precision) * CPU_PRODUCT
+        return (
+            self.gpu.reach(precision).sustained if self.gpu is not None else self.device.peak(precision) * CPU_PRODUCT
+        )
 
     def output_s(self, written: float) -> float:
         """Least seconds of writing its output that an unmeasured product does not hide."""
@@ -103,7 +100,7 @@ class Rates:
             return flops / _measured_rate(samples, batch * m, n, k)
         if self._gpu_product_s is not None:
             return self._gpu_product_s(batch, m, n, k, precision, output_bytes=output_bytes, accumulate=accumulate)
-        return flops / (self.peak(precision) * CPU_PRODUCT * k / (k + HALF_DEPTH))
+        return flops / (self.device.peak(precision) * CPU_PRODUCT * k / (k + HALF_DEPTH))
 
     def grouped_s(
         self,
@@ -183,7 +180,7 @@ class Rates:
                 value_dim=value_dim,
             )
         samples = self._samples.get(precision)
-        best = self.peak(precision) if samples is None else float(samples[1].max())
+        best = self.device.peak(precision) if samples is None else float(samples[1].max())
         return flops / (best * CPU_ATTENTION.get(precision, min(CPU_ATTENTION.values())))
 
 

@@ -178,7 +178,7 @@ class Gpu:
         """
         data = self._data["attention"]
         like = data["like"][kernel].get(self.generation, self.generation)
-        peak = self._peak(precision)
+        peak = self.device.peak(precision)
         if like != self.generation:  # a kernel for an older generation is no faster on a newer SM than on its own
             peak = min(peak, data["flops_per_sm"][like] * self._sms)
         power = self._power()
@@ -191,7 +191,7 @@ class Gpu:
     @property
     def _exponentials_per_s(self) -> float:
         """Exponentials/s of the whole device, from its fp32 peak, which is proportional to clock and SMs."""
-        return self._exponentials_per_fma * self._peak("fp32") / 2.0
+        return self._exponentials_per_fma * self.device.peak("fp32") / 2.0
 
     @property
     def _exponentials_per_fma(self) -> float:
@@ -202,7 +202,7 @@ class Gpu:
     def _sm_clocks_per_s(self) -> float:
         """SMs times their clock: an SM does 64 multiply-adds per clock where its 16 exponentials are a quarter of them, else 128."""
         of_generation = self._data["attention"]["exponentials_per_fma"][self.generation]
-        return self._peak("fp32") / 2.0 * min(of_generation, self._exponentials_per_fma) / 16
+        return self.device.peak("fp32") / 2.0 * min(of_generation, self._exponentials_per_fma) / 16
 
     def unvectorized_s(self, elements: float) -> float:
         """Seconds of an element-wise kernel that computes an address for each of its ``elements``, without the time of memory."""
@@ -279,17 +279,13 @@ class Gpu:
 
     def _reached(self, precision: str) -> Reach:
         shares = self._shares(precision)
-        rate = self._peak(precision) * self._power()
+        rate = self.device.peak(precision) * self._power()
         return Reach(rate * shares[0], rate * shares[-1])
 
     def _shares(self, precision: str) -> list[float]:
         """Shares of the peak: for a moment and for minutes; a single one where they do not differ."""
         key = "half" if precision in ("bf16", "fp16") else precision
         return self._entry.get(key) or self._entry["half"]
-
-    def _peak(self, precision: str) -> float:
-        peaks = self.device.peak_flops_per_s
-        return peaks.get(precision) or peaks.get("fp32") or max(peaks.values())
 
     def _power(self) -> float:
         """The share of its clock that a limit below the device's rated power leaves."""

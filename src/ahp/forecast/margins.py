@@ -6,22 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from ahp.shipped import shipped
+from ahp.shipped import Constant, shipped
 
 
 @dataclass(frozen=True, kw_only=True)
-class Margin:
+class Margin(Constant):
     """One constant with its provenance; the keys are explained at the top of margins.yaml."""
 
-    value: float
-    unit: str
-    meaning: str
-    derivation: str
     devices: tuple[str, ...] = ()
     """Devices of the catalogue that the constant holds for; empty = all."""
-
-    def __post_init__(self) -> None:
-        assert self.value > 0, self
 
 
 @cache

@@ -435,7 +435,7 @@ class MixedPricer:
         world = layout.parallelism.world_size
         rank, cell, used = self._fullest(layout, replicas)
         own = layout.own[rank]
-        peaks = {name: self.groups[name].unit_pricer.rates.peak(self.job.precision) for name in layout.placement.used}
+        peaks = {name: self.groups[name].nodes.device.peak(self.job.precision) for name in layout.placement.used}
         all_flops = sum(count * peaks[name] for name, count in layout.placement.used.items())
         flops = step_flops(self.job, own, self.units(own, cell.group))
         low_s, high_s = band_s(step_s, self._step_error(layout.placement))

@@ -456,7 +456,7 @@ class Pricer:
     ) -> Forecast:
         device, world = self.nodes.device, parallelism.world_size
         low_s, high_s = band_s(step_s, step_error(self.nodes), centred=self.nodes.calibration is not None)
-        peak = self.unit_pricer.rates.peak(self.job.precision)
+        peak = device.peak(self.job.precision)
         model_flops = step_flops(self.job, parallelism, units)
         probability = memory.fit_probability(used.total, device.memory_bytes)
         return Forecast(

@@ -63,10 +63,6 @@ class TensorSplit:
     gathered_heads: tuple[TensorSpec, ...] = ()
     """Outputs of column products that are gathered before attention; their gradients are reduce-scattered."""
 
-    def share(self, index: int, degree: int) -> float:
-        """The part of operator ``index`` that one rank of the group computes."""
-        return 1.0 / degree if index in self.divided else 1.0
-
 
 def way_of_keys(block: Segment, degree: int, few: FewKeys) -> KeysWay:
     """How ``degree`` ranks make the keys and values of a block. ``few``: what the engine does where ranks are more than key heads."""

@@ -73,8 +73,7 @@ def block_kinds(blocks: Stack, counts_that_matter: Collection[str] = ()) -> tupl
     ignored, so Gemma's sliding and full layers differ and LLaMA's layers do not, unless the forward was seen to read it
     (``counts_that_matter``, named as ``counting_keys`` does).
     """
-    values = Values()
-    facts = [dict(_facts(block, values)) for block in blocks]
+    facts = _facts_of_each(blocks)
     ignored = _counting_keys(facts) - set(counts_that_matter)
     numbers: dict[frozenset[tuple[str, Any]], int] = {}
     return tuple(
@@ -85,8 +84,12 @@ def block_kinds(blocks: Stack, counts_that_matter: Collection[str] = ()) -> tupl
 
 def counting_keys(blocks: Stack) -> set[str]:
     """The attributes that count the blocks, as ``path.name`` within a block."""
+    return _counting_keys(_facts_of_each(blocks))
+
+
+def _facts_of_each(blocks: Stack) -> list[dict[str, Any]]:
     values = Values()
-    return _counting_keys([dict(_facts(block, values)) for block in blocks])
+    return [dict(_facts(block, values.of_block(number))) for number, block in enumerate(blocks)]
 
 
 def _facts(block: nn.Module, values: Values) -> Iterator[tuple[str, Any]]:

@@ -21,10 +21,11 @@ from ahp.errors import BadInput
 from ahp.graph.blocks import find_blocks
 from ahp.graph.call import Documents, Sight, call_model
 from ahp.graph.capture import Capture, tensor_leaves
+from ahp.graph.copies import fake_copy
 from ahp.graph.document_mask import NotApart, Probe
 from ahp.graph.fake_mode import as_on_data
 from ahp.graph.fake_run import in_training
-from ahp.graph.outline import fake_copy, outline
+from ahp.graph.outline import outline
 from ahp.graph.torch_compat import FakeTensorMode
 
 BATCH = 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,20 +24,21 @@ def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, value) for name, value in vars(module).items() if name not in OF_TORCH)
 
 
-def plain_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
-    """Tensors that are plain attributes, neither parameters nor buffers, keyed by their id. They need no copy, and one that autograd made (the
-    old ``weight_norm``) cannot be copied."""
-    held = (value for part in module.modules() for value in vars(part).values())
-    return {id(value): value for value in held if isinstance(value, torch.Tensor)}
-
-
 class Values:
     """Hashable stand-ins for values: two stand-ins are equal only if the values are, as far as can be seen. Each object is looked at once."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Any]] = {}
+        self._own_number: re.Pattern[str] | None = None
+
+    def of_block(self, number: int) -> Values:
+        """From now on the values are those of this block: its number counts for nothing in names of modules (peft's adapters know where they are)."""
+        self._own_number = re.compile(rf"(?<=[A-Za-z_]\.){number}(?=\.|$)")
+        return self
 
     def of(self, value: Any, depth: int = 0) -> Any:
+        if isinstance(value, str) and self._own_number is not None:
+            value = self._own_number.sub("*", value)
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)):
             return (type(value), value)  # with its type because ``True == 1``
         if isinstance(value, (nn.Module, types.ModuleType)) or depth == DEEPEST:

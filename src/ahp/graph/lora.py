@@ -6,7 +6,6 @@ to it. Nothing else is trained.
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
 from collections.abc import Iterator
@@ -79,14 +78,9 @@ def adapted_copy(module: nn.Module, lora: Lora | None) -> nn.Module:
     """Like ``with_adapters``, on a copy without memory; the module itself is left as it is."""
     if lora is None:
         return module
-    import torch
-    from torch import nn
+    from ahp.graph.copies import copy_without_memory  # needs torch
 
-    memo: dict[int, Any] = {}
-    for tensor in [*module.parameters(), *module.buffers()]:
-        empty = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return with_adapters(copy.deepcopy(module, memo), lora)
+    return with_adapters(copy_without_memory(module), lora)
 
 
 def layers_of(module: nn.Module) -> dict[str, Any]:

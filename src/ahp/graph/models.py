@@ -148,6 +148,14 @@ def is_masked(module: nn.Module) -> bool:
     return any(kind.__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() for kind in type(module).__mro__)
 
 
+def names_of_parameters(module: nn.Module) -> list[list[str]]:
+    """All names of each parameter, its first name first: several if it is tied."""
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(parameter), []).append(name)
+    return list(by_id.values())
+
+
 def read_keys(path: Path) -> dict[str, Any]:
     """The keys of a config.json, or of the one in a folder. Raises BadInput."""
     file = path / "config.json" if path.is_dir() else path

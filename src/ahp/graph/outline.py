@@ -5,7 +5,7 @@ Found by running the model's own forward once on fake tensors, so no family of m
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from ahp.errors import BadInput
 from ahp.graph.blocks import counting_keys, find_blocks
 from ahp.graph.call import Documents, call_model, logits_of
 from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves
+from ahp.graph.copies import fake_copy
 from ahp.graph.experts import Watch
 from ahp.graph.fake_mode import as_on_data
 from ahp.graph.fake_run import others_pass_on
@@ -162,21 +163,6 @@ def _why_uncuttable(
     with others_pass_on(found, kept):
         record = _Record(fake, found.path, found.kinds())
         return record.why_uncuttable(_run(record, mode, 1, sequence_length, documents))
-
-
-def fake_copy(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy whose tensors are fake (call it under a FakeTensorMode): same shapes, on the CPU, nothing in memory.
-
-    Frozen weights are trainable in the copy: hidden states between blocks then still have a gradient, and the origin of the logits is
-    read from autograd's graph.
-    """
-    memo: dict[int, Any] = {}
-    held = (value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Tensor))
-    for tensor in [*module.parameters(), *module.buffers(), *held]:  # TrOCR's table of positions is neither
-        to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        fake = torch.empty(tensor.shape, dtype=to)
-        memo[id(tensor)] = nn.Parameter(fake, fake.is_floating_point()) if isinstance(tensor, nn.Parameter) else fake
-    return copy.deepcopy(module, memo)
 
 
 class _NoHidden(BadInput):
@@ -366,30 +352,15 @@ class _Record:
             return f"what follows {self.blocks_path} reads more than the output of the last block"
         *earlier, last = self.outputs
         made = {x.grad_fn for x in (*earlier, *tensor_leaves(tuple(out for *_, out in before), {})) if x.grad_fn}
-        waiting, seen = [logits.grad_fn], {last.grad_fn}
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            if node in made:
-                return f"what follows {self.blocks_path} reads more than the output of the last block"
-            seen.add(node)
-            waiting += [source for source, _ in node.next_functions]
+        if any(node in made for node in _nodes_behind(logits, last.grad_fn)):
+            return f"what follows {self.blocks_path} reads more than the output of the last block"
         return None
 
     def _read_after(self, before: list[Any], after: list[Any], logits: torch.Tensor) -> frozenset[str]:
         held = {id(p) for _, module, *_ in after for p in module.parameters(recurse=False)}
         owners = {id(p): name for name, module, *_ in before for p in module.parameters(recurse=False)}
-        waiting, seen, found = [logits.grad_fn], {self.outputs[-1].grad_fn}, set()
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if (weight := id(getattr(node, "variable", None))) in owners and weight not in held:
-                found.add(owners[weight])
-            waiting += [source for source, _ in node.next_functions]
-        return frozenset(found)
+        read = {id(getattr(node, "variable", None)) for node in _nodes_behind(logits, self.outputs[-1].grad_fn)}
+        return frozenset(name for weight, name in owners.items() if weight in read and weight not in held)
 
     def _token_embedding(self, before: list[Any], logits: torch.Tensor) -> str | None:
         """The embedding with a row for each token; position and type embeddings have other sizes."""
@@ -454,17 +425,23 @@ def _objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, A
 
 
 def _own_backward(hidden: torch.Tensor) -> str | None:
-    waiting, seen = [hidden.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in _nodes_behind(hidden):
         name = type(node).__name__.removesuffix("Backward")
         if isinstance(node, BackwardCFunction) and not name.startswith(OF_OPERATORS) and name not in AS_TRACED:
             return name
-        waiting += [source for source, _ in node.next_functions]
     return None
+
+
+def _nodes_behind(tensor: torch.Tensor, end: Any = None) -> Iterator[Any]:
+    """Each node of autograd's graph that ``tensor`` depends on, but not ``end`` and what is reached through it alone."""
+    waiting, seen = [tensor.grad_fn], {end}
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        waiting += [source for source, _ in node.next_functions]
 
 
 def _is_plain(embedding: nn.Embedding) -> bool:

@@ -20,7 +20,7 @@ from ahp.graph.document_mask import documents_apart
 from ahp.graph.fake_run import EMBEDDING, HEAD, FakeRun, Subject, fake_run
 from ahp.graph.growth import grows_alike
 from ahp.graph.lora import adapted_copy, with_adapters
-from ahp.graph.models import ATTENTION, build_model, describe, is_masked, plain
+from ahp.graph.models import ATTENTION, build_model, describe, is_masked, names_of_parameters, plain
 from ahp.graph.operators import ModelGraph, Operator, Parameter, Segment
 from ahp.graph.outline import why_uncuttable
 from ahp.graph.positions import warn_of_longer
@@ -118,7 +118,7 @@ class _Tracer:
             ),
             layers=self._kinds,
             head=_segment("head", run, parts[HEAD], None, head),
-            tied=_tied(self._module),
+            tied=tuple(tuple(names) for names in names_of_parameters(self._module) if len(names) > 1),
             config=_facts(self._module, run.vocab_size),
             document_mask=self._job.document_mask,
             lora=None if self._job.lora is None else self._job.lora.model_dump(mode="json"),
@@ -203,13 +203,6 @@ def _operator(index: int, recorded: Recorded, number: dict[int, int], prefix: st
         bytes_written=recorded.bytes_written,
         saved_bytes=recorded.saved_bytes,
     )
-
-
-def _tied(module: nn.Module) -> tuple[tuple[str, ...], ...]:
-    groups: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
 def _shared(blocks: Stack) -> frozenset[int]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
 from ahp.report.html_parts import legend
-from ahp.report.tables import LEAST_SHARE
-from ahp.words import part_words, percent
+from ahp.report.tables import share_words
+from ahp.words import part_words
 
 COLOURS = 10
 """Colors ``p0`` to ``p9`` of page.css; further parts start again at the first."""
@@ -20,7 +20,7 @@ def one_bar(parts: Mapping[str, float], amount: Amount) -> str:
     there = sorted(((name, value) for name, value in parts.items() if value > 0), key=lambda part: -part[1])
     cuts = "".join(_cut(number, name, value, whole, amount) for number, (name, value) in enumerate(there))
     told = [
-        (colour(number), f"{part_words(name)} {amount(value)}, {_share(value / whole)}")
+        (colour(number), f"{part_words(name)} {amount(value)}, {share_words(value / whole)}")
         for number, (name, value) in enumerate(there)
     ]
     return f"<div class='bar'>{cuts}</div>{legend(told)}"
@@ -56,10 +56,6 @@ def _row(row: tuple[str, Mapping[str, float], float, str], names: Sequence[str],
     return (
         f"<div class='named'>{escape(name)}</div><div class='bar{over}'>{cuts}{limit}</div><div>{escape(words)}</div>"
     )
-
-
-def _share(share: float) -> str:
-    return percent(share) if share >= LEAST_SHARE else "< 0.1 %"
 
 
 def _cut(number: int, name: str, value: float, whole: float, amount: Amount) -> str:

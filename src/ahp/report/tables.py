@@ -186,6 +186,11 @@ def _largest_first(parts: Mapping[str, float], whole: float) -> list[str]:
     return sorted((part for part in parts if parts[part] > ROUNDING * whole), key=lambda part: -parts[part])
 
 
+def share_words(share: float) -> str:
+    """A part's share of the whole."""
+    return percent(share) if share >= LEAST_SHARE else "< 0.1 %"
+
+
 @dataclass(frozen=True)
 class _Bars:
     """One line for each part: name, amount, share, and a bar as long as the share."""
@@ -199,8 +204,7 @@ class _Bars:
         for name, amount, share in self.rows:
             halves = round(2 * BAR_CHARS * min(share, 1.0))
             bar = full * (halves // 2) + half * (halves % 2)
-            told = percent(share) if share >= LEAST_SHARE else "< 0.1 %"
-            figures = f"{name:<{longest}} {self.words(amount):>9} {told:>7}"
+            figures = f"{name:<{longest}} {self.words(amount):>9} {share_words(share):>7}"
             style = {"free": "dim", "too much": "red"}.get(name, "cyan")
             yield Text.assemble(figures, (f"  {bar}" if bar else "", style), no_wrap=True, overflow="ignore")
 

@@ -27,7 +27,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ahp.errors import BadInput
+from ahp.errors import BadInput, first_line
 from ahp.graph.torch_compat import FakeTensor as FakeTensor
 from ahp.graph.torch_compat import FakeTensorMode as FakeTensorMode
 from ahp.graph.torch_compat import TorchDispatchMode as TorchDispatchMode
@@ -318,7 +318,7 @@ def why_graph_broke(error: Exception) -> str | None:
     if isinstance(error, FailOnRecompileLimitHit):  # its own message is "Hard failure due to fullgraph=True"
         return f"torch.compile has made {MOST_GRAPHS} graphs of it, for sequences of other lengths or other trained weights, and makes no more"
     broke = isinstance(error, (Unsupported, UncapturedHigherOrderOpError))
-    return str(error).strip().splitlines()[0] if broke else None
+    return first_line(error) if broke else None
 
 
 MOST_GRAPHS = 256

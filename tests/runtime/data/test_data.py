@@ -434,7 +434,7 @@ def test_every_epoch_hands_out_every_sequence_once(
         return
     batches = Batches(corpus, sequence_length=sequence_length, global_batch_size=global_batch_size, seed=seed)
     count = batches.num_sequences
-    places = [batches.sequence(i // global_batch_size, i % global_batch_size) for i in range(3 * count)]
+    places = [batches._sequence(i) for i in range(3 * count)]
     for epoch in range(3):
         assert sorted(places[epoch * count : (epoch + 1) * count]) == list(range(count))
 

@@ -7,11 +7,12 @@ import pytest
 from ahp.schedule.legal import why_not
 from ahp.schedule.simulate import peak_in_flight, simulate
 from ahp.schedule.synthesis.bound import lower_bound
-from ahp.schedule.synthesis.codes import as_orders, as_schedule
+from ahp.schedule.synthesis.codes import as_schedule
 from ahp.schedule.synthesis.listing import MANY, Rule, list_schedule
 from ahp.schedule.synthesis.repeat import fewer, repeated, steady_part
 from ahp.schedule.synthesis.replay import fits, peak_bytes, replay
 from benchmarks.schedule_problems import PLACEMENTS, problem
+from tests.schedule.synthesis.codes import as_orders
 
 
 def random_rule(random, made, m):

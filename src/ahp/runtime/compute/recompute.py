@@ -157,7 +157,7 @@ class _Kept:
         self.results: deque[Results] = deque()
 
     def keep(self, compute: Callable[[], Results]) -> Results:
-        with _replacing(_WITHIN, _of_parts):
+        with _replacing(_WITHIN, _computed):
             found = compute()
         # Detached, so that the autograd graph of the results is not kept with them.
         self.results.append(tuple(result.detach() for result in found))
@@ -170,10 +170,6 @@ class _Kept:
 How = Callable[[Callable[[], Results]], Results]
 _WITHIN: ContextVar[How | None] = ContextVar("within selective recompute", default=None)
 """What ``saved_once`` does in this thread."""
-
-
-def _of_parts(compute: Callable[[], Results]) -> Results:
-    return compute()
 
 
 def _computed(compute: Callable[[], Any]) -> Any:
@@ -195,7 +191,7 @@ def _replacing(variable: ContextVar[Any], value: object) -> Iterator[None]:
 
 def _keeps(operator: Any) -> bool:
     # A random operator that is not run again shifts the numbers of the next one, so all random results are kept.
-    return _WITHIN.get() is not _of_parts and (operator in KEPT or is_random(operator))
+    return _WITHIN.get() is not _computed and (operator in KEPT or is_random(operator))
 
 
 def _policy(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

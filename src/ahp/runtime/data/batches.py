@@ -120,10 +120,6 @@ class Batches:
         input_ids = np.where(hidden, masking.token, np.where(replaced, anything, ids))
         return input_ids, np.where(scored, ids, NOT_SCORED)
 
-    def sequence(self, step: int, row: int) -> int:
-        """Which sequence of the corpus is row ``row`` of the batch of ``step``."""
-        return self._sequence(step * self.global_batch_size + row)
-
     def _sequence(self, index: int) -> int:
         epoch, place = divmod(index, self.num_sequences)
         return int(self._permutation(epoch)[place])

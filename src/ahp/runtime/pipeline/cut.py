@@ -18,7 +18,7 @@ from torch import nn
 from ahp.errors import BadInput
 from ahp.graph.call import Documents, call_model, logits_of
 from ahp.graph.capture import tensor_leaves
-from ahp.graph.likeness import plain_tensors
+from ahp.graph.copies import plain_tensors
 from ahp.graph.outline import Outline, block_input
 from ahp.runtime.experts.balance_loss import Routers
 from ahp.runtime.pipeline.borders import Border

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ahp.errors import first_line
+
 ACK_BYTES = 4
 SIZES_BYTES = (ACK_BYTES, 2**16, 2**20, 2**22, 2**24, 2**26)
 SLOWEST_S = 1.0
@@ -67,7 +69,7 @@ class LinkWorker:
             for sender in (low, high):
                 said[str(sender)] = self._one_way(partner, sends=self.host == sender)
         except RuntimeError as error:
-            said["error"] = str(error).strip().splitlines()[0]
+            said["error"] = first_line(error)
         if rank == 0 or "error" in said:
             print(json.dumps(said), flush=True)
         if dist.is_initialized():

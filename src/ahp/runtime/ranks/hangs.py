@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch.distributed as dist
 
-from ahp.errors import AhpError
+from ahp.errors import AhpError, first_line
 from ahp.runtime.ranks.meeting import NoAnswer, meet, named
 from ahp.runtime.ranks.mesh import AXES, Mesh
 from ahp.runtime.ranks.preflight import Hosts
@@ -69,10 +69,9 @@ def explained(
         who = f"{named(missing)} on {hosts.of(missing)} did not come to a collective on {_axes(mesh, missing)}"
     else:
         who = "a collective did not end, though every rank of the job came to one"
-    first_line = str(error).strip().splitlines()[0]
     return RankMissing(
         f"after step {step}: {who} within run.collective_timeout_s = {limit.total_seconds():g}; rank {rank} on {hosts.of([rank])} "
-        f"waited: {first_line}",
+        f"waited: {first_line(error)}",
         missing,
     )
 
@@ -87,9 +86,8 @@ def _gone(error: Exception, hosts: Hosts, step: int) -> RankMissing:
         who = f"{named(answer.missing)} on {hosts.of(answer.missing)} went, or failed first: the logs there say why"
     except RuntimeError:
         who = "the ranks' store went, with the process that kept it"
-    first_line = str(error).strip().splitlines()[0]
     return RankMissing(
-        f"after step {step}: {who}; rank {rank} on {socket.gethostname()} lost its connection: {first_line}"
+        f"after step {step}: {who}; rank {rank} on {socket.gethostname()} lost its connection: {first_line(error)}"
     )
 
 

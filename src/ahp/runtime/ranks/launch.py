@@ -21,7 +21,7 @@ from ahp.cluster.most_workers import refuse_workers
 from ahp.cluster.sense import physical_cores
 from ahp.runtime.ranks.ask_to_save import stopping_when
 from ahp.runtime.ranks.environment import gpu_variables
-from ahp.runtime.ranks.stop_signals import STOP_SIGNALS
+from ahp.runtime.ranks.stop_signals import on_stop_signals
 from ahp.runtime.ranks.stopped import ending_stopped
 from ahp.runtime.ranks.watch import Watch, watching
 
@@ -140,12 +140,8 @@ def _forwarding_signals(module: str) -> Iterator[_StopSignal]:
         if not workers:
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
-    try:
+    with on_stop_signals(pass_on):
         yield wish
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def last_words(log_folder: Path) -> str:

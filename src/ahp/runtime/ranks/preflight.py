@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ahp.errors import first_line
 from ahp.runtime.ranks.meeting import MEET_S, NoAnswer, absent, named
 from ahp.runtime.ranks.mesh import AXES, Mesh
 from ahp.runtime.ranks.torch_compat import default_store
@@ -78,7 +79,6 @@ def _exchange(mesh: Mesh, axis: str, hosts: Hosts, exchange_s: float) -> None:
         if (total := one.item()) != len(ranks):
             wrong = f"an all-reduce of ones gave {total}, not {len(ranks)}"
     except RuntimeError as error:
-        first_line = str(error).strip().splitlines()[0]
-        wrong = f"an all-reduce of one number did not end within {exchange_s:.0f} s: {first_line}"
+        wrong = f"an all-reduce of one number did not end within {exchange_s:.0f} s: {first_line(error)}"
     if wrong:
         raise NoAnswer(f"axis {axis}, {named(ranks)} on {hosts.of(ranks)}: {wrong}")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from ahp.config import COLLECTIVE_TIMEOUT_S
+from ahp.errors import first_line
 from ahp.runtime.ranks.meeting import NoAnswer
 from ahp.runtime.ranks.torch_compat import default_store, launchers_store
 
@@ -180,7 +181,6 @@ class Preparation:
         try:
             return self._count(rank, 0)
         except RuntimeError as error:
-            first_line = str(error).strip().splitlines()[0]
             raise NoAnswer(
-                f"the store that workers find each other by is gone, and so is the process that kept it: {first_line}"
+                f"the store that workers find each other by is gone, and so is the process that kept it: {first_line(error)}"
             ) from None

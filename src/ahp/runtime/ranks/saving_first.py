@@ -15,7 +15,7 @@ from types import FrameType
 import psutil
 
 from ahp.runtime.ranks.launch import SECOND_SIGNAL_S, workers_of
-from ahp.runtime.ranks.stop_signals import STOP_SIGNALS
+from ahp.runtime.ranks.stop_signals import on_stop_signals
 
 LOOK_S = 0.1
 """Time between two checks whether workers have ended."""
@@ -43,12 +43,8 @@ def workers_saving_first() -> Iterator[None]:
             time.sleep(LOOK_S)
         raise SignalException(f"stopped by {signal.Signals(number).name}", sigval=signal.Signals(number))
 
-    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
-    try:
+    with on_stop_signals(stop):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _lives(worker: psutil.Process) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ahp.about import install_extra
-from ahp.errors import AhpError, bad_input
+from ahp.errors import AhpError, bad_input, first_line
 from ahp.runtime.files import crc32
 from ahp.runtime.run.folder import Checkpoint
 
@@ -163,7 +163,7 @@ def manifest_of(checkpoint: Checkpoint) -> Manifest:
 
 def reason(error: BaseException) -> str:
     """An error in one line."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no reason'])[0]}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _parsed(content: bytes) -> Manifest | None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch.distributed.checkpoint import CheckpointException
 
-from ahp.errors import AhpError
+from ahp.errors import AhpError, first_line
 from ahp.plan import Plan
 from ahp.run_files import Status
 from ahp.runtime.files import is_full
@@ -192,7 +192,7 @@ def _reason(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     first = next(iter(failures.values()), None) if isinstance(failures, dict) else None
     found = _exception(first) or error
-    return f"{type(found).__name__}: {(str(found).strip().splitlines() or ['no reason'])[0]}"
+    return f"{type(found).__name__}: {first_line(found)}"
 
 
 def _exception(item: Any) -> BaseException | None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from ahp.runtime.ranks.stop_signals import STOP_SIGNALS
+from ahp.runtime.ranks.stop_signals import STOP_SIGNALS, on_stop_signals
 
 LAUNCHER_GONE = 128
 """Used like a signal's number. It is larger than every signal's, because ranks agree on the largest number that any of them has."""
@@ -45,12 +45,8 @@ def stops_at_once() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stopped(number)
 
-    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
-    try:
+    with on_stop_signals(stop):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @dataclass
@@ -67,15 +63,9 @@ class StopRequest:
         for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
-    @contextmanager
-    def ending_at_once(self) -> Iterator[None]:
+    def ending_at_once(self) -> AbstractContextManager[None]:
         """Inside the block, a signal to stop ends the process: nothing is left to save, and its code may wait in C++ for seconds."""
-        before = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return on_stop_signals(signal.SIG_DFL)
 
     def pending(self) -> int:
         """Number of the signal, LAUNCHER_GONE for an orphan, 0 for none."""

@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from ahp.errors import BadInput, bad_input
 from ahp.graph.call import Documents
 from ahp.graph.capture import Capture, capture
-from ahp.graph.outline import Outline, block_input, fake_copy, outline
+from ahp.graph.copies import fake_copy
+from ahp.graph.outline import Outline, block_input, outline
 from ahp.job import Job
 from ahp.plan import ContextMethod, Parallelism, Plan
 from ahp.runtime.pipeline.cut import cut

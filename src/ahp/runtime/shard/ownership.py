@@ -14,7 +14,7 @@ from ahp.plan import Parallelism
 from ahp.runtime.pipeline.schedules import stages_of_rank
 from ahp.runtime.ranks.mesh import Mesh
 from ahp.runtime.ranks.torch_compat import time_limit
-from ahp.runtime.shard.parameter_layout import ParameterLayout, Ranges, part_of, put_part
+from ahp.runtime.shard.parameter_layout import ParameterLayout, Ranges, cut_to, part_of, put_part
 from ahp.runtime.torch_compat import local_tensor
 
 SUMMED_ELEMENTS = 2**24
@@ -164,9 +164,5 @@ def _sum_whole_(gradient: torch.Tensor, name: str, layout: ParameterLayout, grou
 
 def _rows_between(own: Ranges, low: int, high: int) -> Iterator[tuple[slice, slice]]:
     """Where the rows that a rank holds in ``low .. high`` are: among its own rows, and within ``low .. high``."""
-    passed = 0
-    for first, end in own:
-        a, b = max(first, low), min(end, high)
-        if a < b:
-            yield slice(passed + a - first, passed + b - first), slice(a - low, b - low)
-        passed += end - first
+    for first, end, at in cut_to(own, low, high):
+        yield slice(at, at + end - first), slice(first - low, end - low)

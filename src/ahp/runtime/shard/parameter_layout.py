@@ -63,6 +63,17 @@ def _between(ranges: Ranges, low: int, high: int) -> Ranges:
     return found or [(ranges[0][0], ranges[0][0])]
 
 
+def cut_to(ranges: Ranges, low: int, high: int) -> list[tuple[int, int, int]]:
+    """The parts of the ranges in ``low .. high``: first, end, and how many rows of the ranges come before."""
+    found, passed = [], 0
+    for first, end in ranges:
+        a, b = max(first, low), min(end, high)
+        if a < b:
+            found.append((a, b, passed + a - first))
+        passed += end - first
+    return found
+
+
 @dataclass(frozen=True)
 class ParameterLayout:
     """Where the parameters of this rank's stages lie: the part that this rank holds, and how the whole is gathered."""

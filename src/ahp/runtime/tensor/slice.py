@@ -7,7 +7,6 @@ forward and see a part of the vocabulary.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import NoneType
@@ -21,7 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.fx import GraphModule
 
 from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves, weights_of
-from ahp.graph.likeness import Values, plain_tensors
+from ahp.graph.copies import copy_without_memory
+from ahp.graph.likeness import Values
 from ahp.graph.outline import block_input
 from ahp.runtime.compute.fp8 import Fp8, InGraph
 from ahp.runtime.experts.router_outputs import Collect, WithRouterOutputs
@@ -139,14 +139,9 @@ def _replace_twins(module: nn.Module, replaced: dict[int, nn.Parameter]) -> None
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """A copy without memory: same structure and shapes, every weight on the meta device. The module's own hooks are left out: they
-    run around the forward that is made from the copy. Hooks on its submodules are a part of that forward. The copy shares tensors that are plain
-    attributes with the module: the graph holds their values."""
-    memo: dict[int, Any] = dict(plain_tensors(module))
-    for tensor in [*module.parameters(), *module.buffers()]:
-        empty = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    copied = copy.deepcopy(module, memo)
+    """A copy without memory. The module's own hooks are left out: they run around the forward that is made from the copy. Hooks on its
+    submodules are a part of that forward."""
+    copied = copy_without_memory(module)
     forget_own_hooks(copied)
     return copied
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from ahp.errors import BadInput
 from ahp.graph.initialize import initialize, is_hub_model
+from ahp.graph.models import names_of_parameters
 from ahp.runtime.torch_compat import allocate
 from ahp.runtime.weights.initial import InitialWeights
 
@@ -81,7 +82,7 @@ def _refuse_unwritten(module: nn.Module, empty: dict[str, Mark]) -> None:
 
 def allocate_on(module: nn.Module, device: torch.device) -> None:
     """Give meta tensors memory without values, and move real ones to the device; tied parameters stay tied."""
-    tied = _tied(module)
+    tied = [names for names in names_of_parameters(module) if len(names) > 1]
     allocate(module, device)
     _retie(module, tied)
 
@@ -105,15 +106,8 @@ def store_frozen(module: nn.Module, dtype: torch.dtype) -> None:
                 part._parameters[leaf] = stored[id(parameter)]
 
 
-def _tied(module: nn.Module) -> list[list[str]]:
-    """Groups of names that share one parameter, which ``allocate`` would separate."""
-    by_id: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        by_id.setdefault(id(parameter), []).append(name)
-    return [names for names in by_id.values() if len(names) > 1]
-
-
 def _retie(module: nn.Module, groups: list[list[str]]) -> None:
+    """Make the names of each group share one parameter again, after ``allocate`` separated them."""
     for first, *others in groups:
         shared = module.get_parameter(first)
         for name in others:

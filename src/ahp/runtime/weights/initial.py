@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ahp.errors import BadInput
+from ahp.errors import BadInput, first_line
 from ahp.graph.lora import base_name
 from ahp.runtime.shard.parameter_layout import ParameterLayout, Ranges, part_of
 from ahp.runtime.torch_compat import TorchDispatchMode, local_tensor, pytree, recordable_trunc_normal
@@ -87,7 +87,7 @@ class InitialWeights:
                 initialise()
         except (NotImplementedError, RuntimeError) as error:
             raise BadInput(
-                f"module: its initialisation cannot run on the meta device ({str(error).splitlines()[0]}); start from weights "
+                f"module: its initialisation cannot run on the meta device ({first_line(error)}); start from weights "
                 "(init_from), or build the module with real ones, alike on every rank"
             ) from error
         self.parts = _parts({names[id(p)]: p for p in parameters}, tape.calls)

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from ahp.errors import BadInput, bad_input
-from ahp.runtime.shard.parameter_layout import ParameterLayout, Ranges
+from ahp.graph.models import names_of_parameters
+from ahp.runtime.shard.parameter_layout import ParameterLayout, Ranges, cut_to
 from ahp.runtime.torch_compat import local_tensor
 from ahp.runtime.weights.hub_names import InFiles, Piece, as_it_is, in_files, kept_buffers
 
@@ -55,7 +56,7 @@ class Pretrained:
         prefix = getattr(module, "base_model_prefix", "") or ""
         found: dict[str, InFiles] = {}
         missing: list[str] = []
-        for names in _aliases(module):
+        for names in names_of_parameters(module):
             shape = known[names[0]].shape
             given = [self._under_its_name(as_it_is(name, shape), prefix) for name in names]
             given.append(self._under_its_name(known[names[0]], prefix))
@@ -71,7 +72,9 @@ class Pretrained:
             given = [self._under_its_name(form, prefix) for form in (plain, known.get(name, plain))]
             if stored := given[0] or given[1]:
                 found[name] = stored
-        names = {piece.stored for form in known.values() for piece in form.pieces}.union(*_aliases(module), found)
+        names = {piece.stored for form in known.values() for piece in form.pieces}.union(
+            *names_of_parameters(module), found
+        )
         self._refuse_others({s for name in names for s in _spellings(name, prefix)}, missing, module)
         self._check_shapes(found)
         return found
@@ -113,7 +116,7 @@ class Pretrained:
         parts: list[tuple[tuple[slice, ...], torch.Tensor]] = []
         for piece in source.pieces:
             overlaps = [
-                _overlaps(of_dim, start, start + rows)
+                cut_to(of_dim, start, start + rows)
                 for of_dim, start, rows in zip(wanted, piece.starts, piece.sizes, strict=True)
             ]
             for block in itertools.product(*overlaps):
@@ -151,25 +154,6 @@ class Pretrained:
         if path not in self._opened:
             self._opened[path] = safe_open(path, framework="pt")
         return self._opened[path]
-
-
-def _overlaps(ranges: Ranges, low: int, high: int) -> list[tuple[int, int, int]]:
-    """The parts of the ranges in ``low .. high``: first, end, and how many rows of the ranges come before."""
-    found, passed = [], 0
-    for first, end in ranges:
-        a, b = max(first, low), min(end, high)
-        if a < b:
-            found.append((a, b, passed + a - first))
-        passed += end - first
-    return found
-
-
-def _aliases(module: nn.Module) -> list[list[str]]:
-    """All names of each parameter, its first name first."""
-    by_id: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        by_id.setdefault(id(parameter), []).append(name)
-    return list(by_id.values())
 
 
 def _spellings(name: str, prefix: str) -> Iterator[str]:

@@ -50,10 +50,4 @@ def as_schedule(name: str, orders: Orders, stage_rank: tuple[int, ...], m: int) 
     return Schedule(name, len(stage_rank), m, tuple(ranks), stage_rank)
 
 
-def as_orders(schedule: Schedule) -> Orders:
-    """The codes of a schedule whose stages take micro-batches in order, as all fixed patterns do."""
-    numbers = {Kind(letter): number * schedule.num_stages for number, letter in enumerate(KINDS)}
-    return [[numbers[action.kind] + action.stage for action in rank] for rank in schedule.ranks]
-
-
-__all__ = ["BACKWARD", "FORWARD", "INPUT_GRADIENT", "WEIGHT_GRADIENT", "Orders", "as_orders", "as_schedule", "numbered"]
+__all__ = ["BACKWARD", "FORWARD", "INPUT_GRADIENT", "WEIGHT_GRADIENT", "Orders", "as_schedule", "numbered"]

@@ -9,6 +9,7 @@ from operator import gt
 
 from ahp.schedule.actions import Schedule
 from ahp.schedule.makespan import makespan
+from ahp.schedule.orders import SYNTHESIZED
 from ahp.schedule.patterns import make
 from ahp.schedule.registry import PLAIN
 from ahp.schedule.simulate import StageTimes, Timeline, simulate
@@ -17,9 +18,6 @@ from ahp.schedule.synthesis.codes import as_schedule
 from ahp.schedule.synthesis.fixed import Fixed, best_fixed
 from ahp.schedule.synthesis.problem import ROUNDING, Problem
 from ahp.schedule.synthesis.search import Search
-
-NAME = "Synthesized"
-"""The value of ``pipeline_parallel_schedule`` for a schedule that was found."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,9 @@ def synthesize(problem: Problem, *, seed: int = 0, effort: float = 1.0) -> Synth
         orders, makespan_s = search.better((orders, makespan_s), limit_s)
     if fixed is not None and fixed.makespan_s <= makespan_s:
         m, p = problem.num_micro_batches, problem.num_ranks
-        schedule = replace(make(fixed.name, p, problem.num_stages // p, m), name=NAME)
+        schedule = replace(make(fixed.name, p, problem.num_stages // p, m), name=SYNTHESIZED)
         return Synthesized(problem, schedule, fixed.makespan_s, bound, fixed)
-    schedule = as_schedule(NAME, orders, problem.stage_rank, problem.num_micro_batches)
+    schedule = as_schedule(SYNTHESIZED, orders, problem.stage_rank, problem.num_micro_batches)
     return Synthesized(problem, schedule, makespan_s, bound, fixed)
 
 

@@ -78,7 +78,6 @@ class BlockRows:
         self.any = splits.layouts[0].model_copy(update={"micro_batch_size": size})
         self.p = self.any.pipeline_parallel_degree
         self.pricer, self.stages = asked.pricer, stages
-        self.nodes, self.network = self.pricer.nodes, self.pricer.network
         self.bytes_per_s = self.pricer.unit_pricer.rates.bytes_per_s
         self.units, self.recompute = stages.units, stages.recompute
         self._update_s = cache(self._updated)
@@ -99,7 +98,7 @@ class BlockRows:
         for index, pipe in enumerate(self.rows.pipes):
             times[:, index] += self._update_s(pipe.virtual, self._schedule(pipe).placement)
         after_s = self.pricer.after_s(self.any, self.units)
-        times = np.where(fits, (times + after_s) * self._slowest, np.inf)
+        times = np.where(fits, (times + after_s) * self.pricer.stretch, np.inf)
         return RowBounds(times.reshape(-1), needs.reshape(-1))
 
     @cached_property
@@ -164,10 +163,6 @@ class BlockRows:
         sent = [self.pricer.send_s(self.any, self.splits.traits[0], a, b, self.units) for a, b in pairs]
         between = np.array(sent, dtype=float)[at]
         return np.append(between, 0.0)[None], np.append(0.0, between)[None]
-
-    @property
-    def _slowest(self) -> float:
-        return self.pricer.stretch
 
     def _updated(self, virtual: int, placement: Placement) -> Floats:
         """[J, 1] Seconds of clipping and AdamW on the rank where they take longest; for Muon, which distributes whole matrices over a

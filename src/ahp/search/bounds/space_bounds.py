@@ -208,11 +208,6 @@ class Bounds:
         stages = self._layers.of(block)
         return BlockRows(self.problem, self._pipelines, self.space.rows(block), splits, stages, m, size)
 
-    def blocks_s(self) -> Floats:
-        """Lower bound in seconds of every row of each block, whether it fits or not."""
-        which = np.arange(len(self.space.blocks))
-        return block_bounds_s(self.problem, self.space, self._pipelines, which, self._copies_s[which])[1]
-
     def blocks_bytes(self) -> Floats:
         """Least bytes that every row of each block needs."""
         return block_needs_bytes(self.problem, self.space, np.arange(len(self.space.blocks)), self._shardings.states)

@@ -1,0 +1,43 @@
+"""Copies of a model that take no memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def plain_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
+    """Tensors that are plain attributes, neither parameters nor buffers, keyed by their id."""
+    held = (value for part in module.modules() for value in vars(part).values())
+    return {id(value): value for value in held if isinstance(value, torch.Tensor)}
+
+
+def fake_copy(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy whose tensors are fake (call it under a FakeTensorMode): same shapes, on the CPU, nothing in memory.
+
+    Frozen weights are trainable in the copy: hidden states between blocks then still have a gradient, and the origin of the logits is
+    read from autograd's graph.
+    """
+    memo: dict[int, Any] = {}
+    held = plain_tensors(module).values()  # such as TrOCR's table of positions
+    for tensor in [*module.parameters(), *module.buffers(), *held]:
+        to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        fake = torch.empty(tensor.shape, dtype=to)
+        memo[id(tensor)] = nn.Parameter(fake, fake.is_floating_point()) if isinstance(tensor, nn.Parameter) else fake
+    return copy.deepcopy(module, memo)
+
+
+def copy_without_memory(module: nn.Module) -> nn.Module:
+    """A copy with the same structure and shapes, every parameter and buffer on the meta device.
+
+    It shares tensors that are plain attributes: a traced graph holds their values, and one that autograd made (the old ``weight_norm``) cannot be
+    copied.
+    """
+    memo: dict[int, Any] = dict(plain_tensors(module))
+    for tensor in [*module.parameters(), *module.buffers()]:
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(module, memo)
