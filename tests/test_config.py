@@ -67,6 +67,12 @@ run: {folder: runs/x, track: []}
         ("1e", "1e"),
         ("[1, 2e1]", [1, 20.0]),
         ("'1e3'", "1e3"),
+        ("0x10", 16),
+        ("-0", 0),
+        ("0.5", 0.5),
+        ("010", "010"),  # eight and ninety by YAML 1.1, and neither is what was meant
+        ("1:30", "1:30"),
+        ("1:30.5", "1:30.5"),
     ],
 )
 def test_numbers_as_people_write_them(text: str, value: Any) -> None:
@@ -116,6 +122,9 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
         ("run: {checkpoint_every: yes}", ["run.checkpoint_every = True"]),
         ("run: {checkpoint_every: 30sec}", ["run.checkpoint_every = '30sec'", "2h"]),
         ("run: {checkpoint_every: 0min}", ["run.checkpoint_every = '0min'"]),
+        ("run: {checkpoint_every: 1:30}", ["run.checkpoint_every = '1:30'", "30min"]),
+        ("job: {steps: 0100}", ["job.steps = '0100': must be a whole number, not text"]),
+        ("run: {folder: ''}", ["run.folder = '': must name a folder"]),
         ("run: {on_nan: ignore}", ["run.on_nan = 'ignore'", "valid: stop, skip, rollback"]),
         ("run: {profile: [1, 2]}", ["run.profile = [1, 2]: must be a mapping of keys"]),
         ("run: {profile: {steps: [12, 10]}}", ["run.profile.steps = [12, 10]", "the last one no earlier"]),

@@ -162,6 +162,13 @@ class Run(Record):
     profile: Profile | None = None
     elastic: Elastic = Elastic()
 
+    @field_validator("folder", mode="after")
+    @classmethod
+    def _has_a_name(cls, value: str) -> str:
+        if not value.strip():  # as a path: the current folder
+            raise ValueError(f"run.folder = {value!r}: must name a folder (valid: runs/demo)")
+        return value
+
     @field_validator("checkpoint_every", mode="before")
     @classmethod
     def _steps_or_a_time(cls, value: Any) -> Any:

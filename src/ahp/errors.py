@@ -54,9 +54,14 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["no reason"])[0]
 
 
+LONGEST_CHOICE = 500
+"""Longer choices are cut to so many characters: one may be a name from the user's own file."""
+
+
 def listed(choices: Iterable[Any]) -> str:
     """The choices as a user would write them: null, not None."""
-    return ", ".join("null" if choice is None else str(choice) for choice in choices)
+    words = ("null" if choice is None else str(choice) for choice in choices)
+    return ", ".join(word if len(word) <= LONGEST_CHOICE else f"{word[: LONGEST_CHOICE - 3]}..." for word in words)
 
 
 def nearest(value: Any, choices: list[Any], count: int = 5) -> list[Any]:

@@ -20,7 +20,7 @@ from ahp.stage_place import (
     widths_of,
 )
 from ahp.step_forecast import Forecast as Forecast
-from ahp.violations import broken_rules, first_few, taken_for_numbers
+from ahp.violations import broken_rules, first_few, shortened, taken_for_numbers
 from ahp.whole_files import save
 from ahp.words import count, counted
 from ahp.yaml_text import parse_yaml, written_yaml
@@ -476,7 +476,9 @@ class Plan(Record):
             )
         version = data.get("schema_version", PLAN_SCHEMA_VERSION)
         if version != PLAN_SCHEMA_VERSION:
-            raise BadInput(f"schema_version = {version!r}: this version of AHP reads {PLAN_SCHEMA_VERSION}; plan again")
+            raise BadInput(
+                f"schema_version = {shortened(version)}: this version of AHP reads {PLAN_SCHEMA_VERSION}; plan again"
+            )
         return validated(cls, data, str(path))
 
 

@@ -19,13 +19,17 @@ LONGEST_NUMBER = 100
 """The most characters of a number; Python's time to read one grows with the square, and it refuses to print one of more than 4,300 digits."""
 
 
+MISREAD = re.compile(r"[-+]?(?:[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?|0[0-7_]+)")
+"""Numbers of base 60 and base 8 in YAML 1.1: 1:30 is ninety, 010 is eight. Users mean a time, or ten."""
+
+
 class NotYaml(yaml.YAMLError):
     """Why a text cannot be read, in one line."""
 
 
 def parse_yaml(text: str) -> Any:
-    """YAML of words, numbers, lists and mappings, as ``yaml.safe_load`` reads it, except that 1e-3 is a number, a date is text, and a key
-    that is given twice is an error.
+    """YAML of words, numbers, lists and mappings, as ``yaml.safe_load`` reads it, except that 1e-3 is a number; a date, 1:30 and 010 (90 and 8
+    in YAML 1.1) are text; and a key that is given twice is an error.
 
     Raises NotYaml for everything else, and for what would be too large when it is read.
     """
@@ -67,6 +71,11 @@ class _Loader(yaml.SafeLoader):
         if depth > DEEPEST:
             told = f"lists and mappings that lie more than {DEEPEST} deep in each other"
             raise ScannerError(None, None, told, self.get_mark())
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        if kind is yaml.ScalarNode and implicit[0] and MISREAD.fullmatch(value):
+            return "tag:yaml.org,2002:str"
+        return super().resolve(kind, value, implicit)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()

@@ -437,6 +437,7 @@ EARLY: dict[str, tuple[dict[str, str], int, str]] = {
     "validation": ({"--job.validation": "0.001"}, 2, "job.validation = 0.001: its"),
     "length": ({"--job.sequence-length": "2048"}, 2, "job.sequence_length = 2048"),
     "weights": ({"--init-from": "nowhere", "--model": "tiny"}, 2, "init_from = 'nowhere': no such folder"),
+    "folder-without-model": ({"--init-from": "."}, 2, "init_from = '.': it holds no config.json"),
     "weights-and-model": ({"--init-from": "nowhere"}, 2, "init_from = 'nowhere': no such folder"),
     "cluster": ({"--cluster": "1x64xH100"}, 4, "needs 64 of them on this node"),
     "degrees": (

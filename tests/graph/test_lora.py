@@ -99,6 +99,11 @@ def test_the_job_says_how_adapters_begin() -> None:
     ("model", "targets", "told"),
     [
         ("llama", ("q_pro",), r"target_modules = \['q_pro'\].*valid: q_proj"),
+        (
+            "llama",
+            ("q_proj", "v_pro"),
+            r"target_modules = \['q_proj', 'v_pro'\]: no layer is called v_pro \(valid: v_proj",
+        ),
         ("llama", ("embed_tokens",), r"embed_tokens is of Embedding, and AHP adapts linear layers alone"),
         ("tied gpt2", ("lm_head",), r"the weight of lm_head is tied"),
         (

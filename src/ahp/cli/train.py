@@ -207,6 +207,9 @@ def make_plan(request: Request, arguments: Arguments, folder: RunFolder, workers
     is_gone = wanted.init_from is not None and not Path(wanted.init_from).expanduser().is_dir()
     if is_gone and not folder.checkpoints():
         raise bad_input("init_from", wanted.init_from, "no such folder; give a folder as save_pretrained writes it")
+    begins_with = wanted.init_from if wanted.model == wanted.init_from and not folder.checkpoints() else None
+    if begins_with is not None and not (Path(begins_with).expanduser() / "config.json").is_file():
+        raise bad_input("init_from", begins_with, "it holds no config.json; give a folder as save_pretrained writes it")
     wanted = with_kept_model(wanted, folder)
     check_same_job(folder, wanted, extend=request.run.extend)
     found = train_plan.earlier(config, folder, workers) if config is not None else None

@@ -11,6 +11,7 @@ from ahp.cluster.model import Device, Link
 from ahp.errors import BadInput
 from ahp.job import Record
 from ahp.shipped import shipped
+from ahp.violations import shortened
 
 MIB_BYTES = 2**20
 GIB_BYTES = 2**30
@@ -63,7 +64,7 @@ def find(name: str, key: str = "device") -> Entry:
     entry = lookup(name)
     if entry is None:
         near = f" (nearest: {', '.join(found)})" if (found := _nearest(name)) else ""
-        raise BadInput(f"{key} = {name!r}: not in the catalogue; ahp devices lists it{near}")
+        raise BadInput(f"{key} = {shortened(name)}: not in the catalogue; ahp devices lists it{near}")
     return entry
 
 

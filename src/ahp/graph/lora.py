@@ -203,6 +203,11 @@ def _refuse_what_is_not_split(module: nn.Module, targets: Any, linear: list[str]
 
     key = "job.lora.target_modules"
     layers = layers_of(module)
+    for name in (
+        () if isinstance(targets, str) else targets
+    ):  # peft ignores a name that it does not find, next to others
+        if not any(f".{path}".endswith(f".{name}") for path in layers):
+            raise bad_input(key, targets, f"no layer is called {name}", nearest(name, linear))
     counts: dict[int, int] = {}
     for _, parameter in module.named_parameters(remove_duplicate=False):
         counts[id(parameter)] = counts.get(id(parameter), 0) + 1

@@ -27,7 +27,7 @@ from ahp.runtime.data.batches import NOT_SCORED, PADDING, Batches, Masking
 from ahp.runtime.data.corpus import Corpus, Damaged, prepare
 from ahp.runtime.data.documents import conversation
 from ahp.runtime.data.job_batches import batches_for, validation_batches_for
-from ahp.runtime.data.tokenizer import END_OF_TEXT, MASK, mask, save_for_transformers
+from ahp.runtime.data.tokenizer import END_OF_TEXT, MASK, end_of_text, mask, save_for_transformers
 from ahp.runtime.run.texts import Texts
 
 VOCABULARY = 300
@@ -401,6 +401,16 @@ def test_tokenizer_of_the_model_is_used_or_refused(folder: Path, tmp_path: Path)
         prepare(str(folder), size, tokenizer_file=folder / "0.txt")
     with pytest.raises(BadInput, match="at least 257"):
         prepare(str(folder), 256)
+
+
+def test_the_end_of_a_document_is_no_tag_of_html() -> None:
+    """Gemma's tokens have both."""
+    from tokenizers import Tokenizer, models
+
+    words = {"<eos>": 0, "</s>": 1, "a": 2}
+    assert end_of_text(Tokenizer(models.WordLevel(words, unk_token="a"))) == 0
+    del words["<eos>"]
+    assert end_of_text(Tokenizer(models.WordLevel(words, unk_token="a"))) == 1
 
 
 def test_transformers_reads_the_saved_tokenizer(folder: Path, tmp_path: Path) -> None:

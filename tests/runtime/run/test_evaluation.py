@@ -79,6 +79,7 @@ def test_what_is_no_number_is_refused(found: Any) -> None:
         ("not_there.at_all:look", r"No module named 'not_there'; it must lie in the folder"),
         ("tests.runtime.run.test_evaluation:lok", r"has no such function \(nearest: .*test_evaluation:look"),
         ("tests.runtime.run.test_evaluation:NOT_CALLABLE", r"it is of int, not a function"),
+        ("os:getcwd", r"it cannot be called with \(parallel, step\): too many positional arguments"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_before_anything_starts(

@@ -160,3 +160,54 @@ def test_names_with_and_without_the_base_models_prefix(folders: dict[str, Path],
     model = build_model(str(folders["gpt2"]), device="meta")
     found = Pretrained(tmp_path).check(model, in_files(model))
     assert [piece.stored for piece in found["transformer.h.0.ln_1.weight"].pieces] == ["h.0.ln_1.weight"]
+
+
+def test_tied_tensors_that_are_not_alike_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    """transformers ties nothing then, and another model than the config's comes out."""
+    state = load_file(folders["gpt2"] / "model.safetensors")
+    model = build_model(str(folders["gpt2"]), device="meta")
+    for factor in (1, 2):
+        head = factor * state["transformer.wte.weight"]
+        save_file({**state, "lm_head.weight": head}, tmp_path / "model.safetensors")
+        source = Pretrained(tmp_path)
+        if factor == 1:
+            source.check(model, in_files(model))
+            assert source.bytes_read == 0, "read to be compared, and again by whoever holds it"
+        else:
+            with pytest.raises(BadInput, match=r"lm_head\.weight have different values, and the model ties them"):
+                source.check(model, in_files(model))
+
+
+def test_files_are_those_that_transformers_reads(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "again"
+    shutil.copytree(folders["llama"], folder)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for name in set(index["weight_map"].values()):  # as of an earlier save in other pieces, which come last by name
+        old = {key: tensor + 1 for key, tensor in load_file(folder / name).items()}
+        save_file(old, folder / name.replace("-of-0", "-of-9"))
+    save_file({"layers.0.wq.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+    model = build_model(str(folder), device="meta")
+    source = Pretrained(folder)
+    source.check(model, in_files(model))
+    assert {key: path.name for key, path in source.files.items()} == index["weight_map"]
+    (folder / index["weight_map"]["model.norm.weight"]).unlink()
+    with pytest.raises(BadInput, match=r"index\.json names model-.*, which is not there"):
+        Pretrained(folder)
+    save_file({"one": torch.ones(2)}, folder / "model.safetensors")
+    assert Pretrained(folder).files.keys() == {"one"}
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(BadInput, match=r"index\.json cannot be read"):
+        Pretrained(folder)
+
+
+def test_tables_that_the_model_makes_itself_are_passed_over(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Llama 2's files have one in each block. What no checkpoint and no export would hold is not read either."""
+    state: dict[str, torch.Tensor] = {}
+    for file in sorted(folders["llama"].glob("*.safetensors")):
+        state |= load_file(file)
+    for name in ("layers.0.self_attn.rotary_emb", "rotary_emb"):
+        state[f"model.{name}.inv_freq"] = torch.ones(4)
+    save_file(state, tmp_path / "model.safetensors")
+    model = build_model(str(folders["llama"]), device="meta")
+    assert "model.rotary_emb.inv_freq" not in Pretrained(tmp_path).check(model, in_files(model))

@@ -19,8 +19,9 @@ NUM_BYTES = 256
 SMALLEST_VOCABULARY = NUM_BYTES + 1
 """Every byte and the end of a document: with fewer tokens some text cannot be written."""
 
-END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "[SEP]", "<eos>", "<|im_end|>")
-"""Names of the end of a document in published tokenizers (GPT-2, Llama 3, Llama 2, BERT, Gemma, Qwen chat)."""
+END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "[SEP]", "<|im_end|>")
+"""Names of the end of a document in published tokenizers (GPT-2, Llama 3, Gemma, Llama 2, BERT, Qwen chat). Gemma's name comes before Llama's,
+because its tokens can include HTML's tag ``</s>``."""
 MASK_NAMES = (MASK, "[MASK]", "<mask>")
 """Names of the token that hides another in published tokenizers (BERT, RoBERTa)."""
 

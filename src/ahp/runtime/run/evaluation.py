@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping
-from inspect import isfunction
+from inspect import isfunction, signature
 from typing import Any
 
 from ahp.errors import BadInput, bad_input
@@ -33,6 +33,12 @@ def find(name: str) -> Evaluation:
         raise bad_input(KEY, name, f"{path} has no such function", [f"{path}:{key}" for key in its_own])
     if not callable(found):
         raise bad_input(KEY, name, f"it is of {type(found).__name__}, not a function of (parallel, step)")
+    try:
+        signature(found).bind(None, 0)
+    except TypeError as error:
+        raise bad_input(KEY, name, f"it cannot be called with (parallel, step): {error}") from None
+    except ValueError:  # a function without a signature
+        pass
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -17,6 +18,9 @@ from ahp.graph.models import names_of_parameters
 from ahp.runtime.shard.parameter_layout import ParameterLayout, Ranges, cut_to
 from ahp.runtime.torch_compat import local_tensor
 from ahp.runtime.weights.hub_names import InFiles, Piece, as_it_is, in_files, kept_buffers
+
+ROWS = 4096
+"""How many rows of two tensors are read and compared at a time: some tens of megabytes of an embedding."""
 
 
 class Pretrained:
@@ -34,7 +38,7 @@ class Pretrained:
     def _index(self) -> dict[str, Path]:
         from safetensors import SafetensorError, safe_open
 
-        paths = sorted(self.folder.glob("*.safetensors"))
+        paths = self._paths()
         if not paths:
             what = "it holds no *.safetensors" if self.folder.is_dir() else "no such folder"
             raise bad_input(self.key, str(self.folder), f"{what}; give a folder as save_pretrained writes it")
@@ -46,6 +50,24 @@ class Pretrained:
             except SafetensorError as error:
                 raise bad_input(self.key, str(self.folder), f"{path.name} cannot be read ({error})") from None
         return index
+
+    def _paths(self) -> list[Path]:
+        """The files that transformers reads: the whole model, else the files that its index names, else all. Folders can hold other files too:
+        ``consolidated.safetensors`` from the hub, or old pieces if a folder was written twice."""
+        whole, index = self.folder / "model.safetensors", self.folder / "model.safetensors.index.json"
+        if whole.is_file():
+            return [whole]
+        if not index.is_file():
+            return sorted(self.folder.glob("*.safetensors"))
+        try:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            paths = [self.folder / name for name in names]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            told = f"{index.name} cannot be read ({type(error).__name__}: {error})"
+            raise bad_input(self.key, str(self.folder), told) from None
+        if missing := [path.name for path in paths if not path.is_file()]:
+            raise bad_input(self.key, str(self.folder), f"{index.name} names {missing[0]}, which is not there")
+        return paths
 
     def check(self, module: nn.Module, known: dict[str, InFiles]) -> dict[str, InFiles]:
         """Where each of a module's tensors is in the folder. Raises BadInput unless it is this module's.
@@ -61,13 +83,14 @@ class Pretrained:
             given = [self._under_its_name(as_it_is(name, shape), prefix) for name in names]
             given.append(self._under_its_name(known[names[0]], prefix))
             stored = next((one for one in given if one is not None), None)
+            self._refuse_unlike([one for one in given[: len(names)] if one is not None])
             if stored is None:
                 pieces = [piece.stored for piece in known[names[0]].pieces]
                 lacking = [name for name in pieces if not any(s in self.files for s in _spellings(name, prefix))]
                 missing += lacking if len(lacking) < len(pieces) else [names[0]]
             else:
                 found[names[0]] = stored
-        for name, buffer in module.named_buffers():
+        for name, buffer in kept_buffers(module):
             plain = as_it_is(name, tuple(buffer.shape))
             given = [self._under_its_name(form, prefix) for form in (plain, known.get(name, plain))]
             if stored := given[0] or given[1]:
@@ -75,9 +98,29 @@ class Pretrained:
         names = {piece.stored for form in known.values() for piece in form.pieces}.union(
             *names_of_parameters(module), found
         )
+        names |= {name for name, _ in module.named_buffers()}
         self._refuse_others({s for name in names for s in _spellings(name, prefix)}, missing, module)
         self._check_shapes(found)
         return found
+
+    def _refuse_unlike(self, tied: list[InFiles]) -> None:
+        """Refuse tensors with different values for one tied parameter: transformers would not tie them."""
+        before = self.bytes_read
+        self._check_shapes({one.pieces[0].stored: one for one in tied})
+        for other in tied[1:]:
+            size = tied[0].shape[0] if tied[0].shape else 1
+            blocks: list[dict[int, Ranges]] = [
+                {0: [(first, min(first + ROWS, size))]} for first in range(0, size, ROWS)
+            ]
+            if not all(self.part(tied[0], block).equal(self.part(other, block)) for block in blocks):
+                names = " and ".join(one.pieces[0].stored for one in (tied[0], other))
+                raise bad_input(
+                    self.key,
+                    str(self.folder),
+                    f"{names} have different values, and the model ties them; set tie_word_embeddings to false in its config.json, or leave one "
+                    "of them out",
+                )
+        self.bytes_read = before  # read to be compared, and again by whoever holds them
 
     def _under_its_name(self, wanted: InFiles, prefix: str) -> InFiles | None:
         """The same with the names that its pieces have in the folder, None if one is missing."""
@@ -91,7 +134,7 @@ class Pretrained:
 
     def _refuse_others(self, known: set[str], missing: list[str], module: nn.Module) -> None:
         """Raises BadInput for tensors that the folder lacks, or that the model has no place for."""
-        passed_over = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+        passed_over = _passed_over(module)
         unknown = [s for s in self.files if s not in known and not any(re.search(p, s) for p in passed_over)]
         if missing or unknown:
             told = [f"{what}: {', '.join(sorted(names)[:3])} ({len(names)} in all)"
@@ -154,6 +197,18 @@ class Pretrained:
         if path not in self._opened:
             self._opened[path] = safe_open(path, framework="pt")
         return self._opened[path]
+
+
+def _passed_over(module: nn.Module) -> list[str]:
+    """Patterns of tensors that transformers skips: those that the model's class names, and tables that older releases saved in each block and
+    that today's compute (Llama 2)."""
+    found: list[str] = list(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in module.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        found.append(r"rotary_emb\.inv_freq$")
+    if any(name.endswith("position_ids") for name in buffers):
+        found.append(r"(^|\.)position_ids$")
+    return found
 
 
 def _spellings(name: str, prefix: str) -> Iterator[str]:
