@@ -21,7 +21,7 @@ from ahp.search.space import Space
 from ahp.search.stages import Cut
 from ahp.search.ties import TIED
 
-BLOCKS = 16
+BLOCKS = 32
 """How many blocks are tried: those with the lowest bound of any cut."""
 
 FORECASTS = 24
