@@ -35,8 +35,8 @@ def axes_of(parallelism: Parallelism, devices_per_node: int, folded_experts: boo
 
 
 def has_opposite_pass(parallelism: Parallelism) -> bool:
-    """Whether a pass can overlap with the opposite pass of another micro-batch: the rank's order has one where the rank holds several
-    stages or all of them, and it is whole where recompute is not full.
+    """Whether a pass can overlap with the opposite pass of another micro-batch: the rank's order has one if the rank holds several
+    stages or the whole pipeline, and that pass is complete unless recompute is full.
 
     These are Megatron-Core's own rules for ``overlap_moe_expert_parallel_comm`` (as Megatron-Bridge 067f987d, training/comm_overlap.py,
     has them).

@@ -92,7 +92,7 @@ class SegmentTimes:
 def is_causal(graph: ModelGraph) -> bool:
     """Whether attention's kernel skips later tokens: a model whose loss shifts the labels predicts the next token.
 
-    torch counts the FLOPs of fused attention over all S x S scores; a causal kernel does half of them, a kernel that reads
+    torch counts the FLOPs of fused attention over all S x S scores; a causal kernel computes half of the scores, a kernel that reads
     a mask does all.
     """
     return not graph.document_mask and any(

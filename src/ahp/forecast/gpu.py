@@ -200,7 +200,7 @@ class Gpu:
 
     @property
     def _sm_clocks_per_s(self) -> float:
-        """SMs times their clock: an SM does 64 multiply-adds per clock where its 16 exponentials are a quarter of them, else 128."""
+        """SMs times their clock: an SM does 64 multiply-adds per clock if its 16 exponentials are a quarter of that number, else 128."""
         of_generation = self._data["attention"]["exponentials_per_fma"][self.generation]
         return self.device.peak("fp32") / 2.0 * min(of_generation, self._exponentials_per_fma) / 16
 

@@ -109,7 +109,7 @@ def stage_costs(
     bytes_per_s: float,
     passes_behind: Ints | int = 0,
 ) -> StageCosts:
-    """Price stages. ``data``: that of any of the ways to shard states whose times, or lower bounds of them, ``shared`` holds.
+    """Price stages. ``data``: of any way to shard states; ``shared`` holds the times of these ways, or lower bounds.
 
     ``passes_behind`` [S]: backward passes of other stages that the rank computes after this stage's last one, behind which
     gradients can still travel.
