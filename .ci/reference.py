@@ -12,11 +12,12 @@ import importlib.util
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -72,7 +73,30 @@ def config_page() -> str:
         sections.setdefault(head, []).extend(item(f"`{last}`", f"{kind}; default {default}. {_sentence(words)}"))
     for head, items in sections.items():
         lines += ["", f"## {head}" if head else "## The file", "", *items]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_parts(lines, ahp.config.Config)]) + "\n"
+
+
+def _parts(lines: list[str], *kinds: type[BaseModel]) -> list[str]:
+    """The fields of each mapping that a page names by its class and says nothing else about."""
+    there = {kind.__name__: kind for kind in _inside(kinds)}
+    found: dict[str, list[str]] = {}
+    while new := _mappings_in([*lines, *chain(*found.values())]) - set(NOUNS) - set(found):
+        found |= {name: _fields(there[name]) for name in new}
+    return ["", "## Mappings", *(line for name in sorted(found) for line in ("", f"### {name}", "", *found[name]))]
+
+
+def _mappings_in(lines: list[str]) -> set[str]:
+    return set(re.findall(r"a mapping \((\w+)\)", " ".join(" ".join(lines).split())))
+
+
+def _inside(kinds: Iterable[Any]) -> Iterator[type[BaseModel]]:
+    """These classes and all classes of their fields."""
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield kind
+            yield from _inside(field.annotation for field in kind.model_fields.values())
+        else:
+            yield from _inside(get_args(kind))
 
 
 def _kind_and_default(schema: dict[str, Any], key: str) -> tuple[str, str]:
@@ -164,6 +188,7 @@ def python_page() -> str:
     for name, module in NOUNS.items():
         node = found(module, name)
         lines += ["", f"### ahp.{name}", "", *doc_lines(node), "", *_fields(getattr(ahp, name)), "", *_methods(node)]
+    lines += _parts(lines, *(getattr(ahp, name) for name in NOUNS))
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 
