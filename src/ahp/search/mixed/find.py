@@ -19,7 +19,7 @@ import numpy as np
 from ahp.schedule.registry import PLAIN
 from ahp.search.certificate import merged
 from ahp.search.choices import ScheduleChoice
-from ahp.search.mixed.floors import Kind, ShapeFloors, Shapes
+from ahp.search.mixed.floors import ShapeFloors, ShapeKind, Shapes
 from ahp.search.mixed.nearby_shapes import NearbyShapes
 from ahp.search.mixed.several import SeveralTask
 from ahp.search.mixed.solve import Placement, Solved, Task
@@ -80,9 +80,9 @@ class Queue:
     """The shapes of one kind in the order of their floors, which get closer as shapes come up: by work and speed, then by memory, then from
     priced stages for shapes without a pipeline. With ``closest``, pipelines are also floored by all replicas together."""
 
-    def __init__(self, floors: ShapeFloors, kind: Kind, limit_s: float, *, closest: bool = False) -> None:
+    def __init__(self, floors: ShapeFloors, kind: ShapeKind, limit_s: float, *, closest: bool = False) -> None:
         self._floors, self._closest = floors, closest and kind != "alone"
-        self.kind: Kind = kind
+        self.kind: ShapeKind = kind
         self._rough, self._open = floors.by_work(kind, limit_s), Shapes.all([])
         """Shapes with floors by work and speed (``_rough``), and by memory too (``_open``), the lowest first."""
         self._limit_s, self._step = limit_s, FURTHER
@@ -234,7 +234,7 @@ class Finder:
         """Place shapes until none left can win or the budget is spent: those near ``seeds``, then each kind, without a pipeline first, then
         those near the fastest. At the end, price what was put off."""
         self._look_nearby(seeds)
-        left: dict[Kind, float] = {kind: self._queue(kind, keep) for kind in self.floors.kinds}
+        left: dict[ShapeKind, float] = {kind: self._queue(kind, keep) for kind in self.floors.kinds}
         if min([self.outcome.floor_s, *left.values()]) < self.best_s:
             self._look_nearby(shape_of(layout) for layout, _ in self._fastest(keep))
         for kind in sorted(left, key=left.__getitem__):
@@ -244,7 +244,7 @@ class Finder:
         self.outcome.fitting.sort(key=lambda pair: pair[1].step_time_s)
         return self.outcome
 
-    def _queue(self, kind: Kind, keep: int) -> float:
+    def _queue(self, kind: ShapeKind, keep: int) -> float:
         """Place the shapes of one kind: among the lowest floors, the most promising first. Until a time is known, the limit rises in steps
         from the least time that any shape can take. Returns the lowest floor of the shapes that are not settled then."""
         queue, placed, limit_s, left_s = Queue(self.floors, kind, 0.0), 0, 0.0, float("inf")
@@ -261,7 +261,7 @@ class Finder:
         lowest = queue.pop(self.best_s)
         return min([left_s, *self._unsettled.values(), *([] if lowest is None else [lowest[0]])])
 
-    def _lowest_floor(self, kind: Kind) -> None:
+    def _lowest_floor(self, kind: ShapeKind) -> None:
         """Lower the outcome's floor to that of the kind's lowest unsettled shape, as close as it can be known, whose memory may suffice."""
         limit_s = min(self.outcome.floor_s, self.best_s)
         for floor_s, shape in Queue(self.floors, kind, limit_s, closest=True).popped(limit_s):

@@ -27,7 +27,7 @@ from ahp.search.mixed.replicas import Crewed, mixes
 from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of
 from ahp.search.mixed.tables import LayoutTables
 
-Kind = Literal["alone", "piped", "several"]
+ShapeKind = Literal["alone", "piped", "several"]
 """Shapes without a pipeline, with one stage per rank, and with several stages per rank."""
 
 ROUNDING = 1e-12
@@ -113,7 +113,7 @@ class ShapeFloors:
         return 0.0 if self._on_cpu else slowest_share(devices)
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[ShapeKind, ...]:
         """The kinds of shapes that the space has."""
         return ("alone", "piped", "several") if SEVERAL in self.space.schedules(2) else ("alone", "piped")
 
@@ -122,13 +122,13 @@ class ShapeFloors:
         rate = (self._cells / self._whole_s).sum(axis=1)
         return float((self._total / np.maximum(rate, 1e-300)).min(initial=np.inf))
 
-    def by_work(self, kind: Kind, limit_s: float) -> Shapes:
+    def by_work(self, kind: ShapeKind, limit_s: float) -> Shapes:
         """The shapes of a kind whose floor by work and speed is below a limit, the lowest first. The first of several rows with the same columns
         and shapes stands for all of them."""
         rows = np.array(list(self._members(kind)), dtype=np.int64)
         return Shapes.all(list(self._blocks(rows, kind, limit_s))).sorted()
 
-    def by_memory(self, kind: Kind, of: Shapes) -> Shapes:
+    def by_memory(self, kind: ShapeKind, of: Shapes) -> Shapes:
         """The same shapes with floors that count memory: for pipelines, infinite where memory does not hold the layers."""
         if kind == "alone":
             return self._alone(of)
@@ -139,7 +139,7 @@ class ShapeFloors:
             found[some[~hold]] = np.inf
         return of._replace(floor_s=found)
 
-    def by_replicas(self, kind: Kind, of: Shapes, limit_s: float) -> Shapes:
+    def by_replicas(self, kind: ShapeKind, of: Shapes, limit_s: float) -> Shapes:
         """The same shapes with floors by what all replicas do together, as far as these are below the limit."""
         if kind == "alone":
             return of
@@ -171,14 +171,14 @@ class ShapeFloors:
     def _of_pipelines(self, of: Shapes) -> Pipelines:
         return Pipelines(of.rows, of.replicas, self._total[of.rows])
 
-    def shapes(self, kind: Kind, of: Shapes, at: int) -> list[Shape]:
+    def shapes(self, kind: ShapeKind, of: Shapes, at: int) -> list[Shape]:
         """The shapes that the entry ``at`` stands for, one for each row."""
         pipeline, replicas = int(of.pipeline[at]), int(of.replicas[at])
         schedule = self.space.schedules(min(pipeline, 2))[int(of.schedule[at])]
         rows = self._members(kind)[int(of.rows[at])]
         return [Shape(self.space.alike[row], pipeline, replicas, schedule) for row in rows]
 
-    def _rows_of(self, kind: Kind) -> dict[int, list[int]]:
+    def _rows_of(self, kind: ShapeKind) -> dict[int, list[int]]:
         """Rows that have everything in common, keyed by the first of them; without covered rows and twins."""
         there, columns = ~self._is_covered, self.columns.same[int(kind == "alone")]
         if kind != "alone":
@@ -190,7 +190,7 @@ class ShapeFloors:
 
     # -- by work and speed --------------------------------------------------------------------------------------------
 
-    def _blocks(self, rows: Ints, kind: Kind, limit_s: float) -> Iterator[Shapes]:
+    def _blocks(self, rows: Ints, kind: ShapeKind, limit_s: float) -> Iterator[Shapes]:
         """Blocks of shapes whose rows share cell width and number of micro-batches, one for each schedule, with floors by work and speed."""
         rate = (self._cells[rows] / self._whole_s[rows]).sum(axis=1)
         rows = rows[self._total[rows] / np.maximum(rate, 1e-300) < limit_s]
