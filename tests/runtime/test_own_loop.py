@@ -246,6 +246,67 @@ def test_a_token_outside_of_a_divided_vocabulary_is_refused_as_on_one_process(po
     assert pool.run(outside, 1, {}, key, value)
 
 
+def thaw(rank: int, world: int, layout: dict[str, Any], before: str) -> list[tuple[float, float]]:
+    """Steps of which the second leaves out some weights. ``before``: what has no gradient from the start."""
+    from ahp.runtime.parallel import parallelize
+
+    module = BUILDERS["custom"]()
+    for name, p in module.named_parameters():
+        p.requires_grad_(not before or before not in name)
+    parallel = parallelize(module, {"job": JOB, "parallelism": layout})
+    found = []
+    for step in range(STEPS):
+        for name, p in parallel.parameters.items():
+            if ".down." in name:
+                p.requires_grad_(step != 1)
+        result = parallel.step(parallel.shard(batch(step)))
+        found.append((result.loss, result.grad_norm))
+    return found
+
+
+@pytest.mark.parametrize("name", ["replicas", "zero1", "zero3"])
+def test_weights_may_rest_for_some_steps(pool: Pool, name: str) -> None:
+    """As in plain PyTorch they have no gradient then: no decay, no moment."""
+    (expected,) = pool.run(thaw, 1, PIECES["one"], "")
+    for found in pool.run(thaw, 2, PIECES[name], ""):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-5, atol=0.0)
+
+
+def test_a_weight_that_the_optimizer_does_not_have_is_refused(pool: Pool) -> None:
+    with pytest.raises(
+        AssertionError, match=r"BadInput: step: blocks.0.down.weight has requires_grad now, and had not"
+    ):
+        pool.run(thaw, 1, PIECES["one"], ".down.")
+
+
+def within_modes(rank: int, world: int, layout: dict[str, Any]) -> list[float]:
+    """What comes of steps and evaluations in modes of the program's."""
+    from ahp.runtime.parallel import parallelize
+
+    module = BUILDERS["custom"]()
+    parallel = parallelize(module, {"job": JOB, "parallelism": layout})
+    part = parallel.shard(batch(0))
+    with torch.inference_mode():
+        losses = [parallel.evaluate([part])]
+    for mode, told in (
+        (torch.no_grad(), "step: gradients are off"),
+        (torch.inference_mode(), "step: gradients are off"),
+        (torch.autocast("cpu", dtype=torch.bfloat16), "job.precision = 'fp32': torch.autocast is on around step"),
+    ):
+        with mode, pytest.raises(BadInput, match=told):
+            parallel.step(part)
+    losses.append(parallel.step(part).loss)
+    with pytest.raises(BadInput, match=r"module = .Custom.: ahp\.parallelize has changed it in place already"):
+        parallelize(module, {"job": JOB, "parallelism": layout})
+    return losses
+
+
+@pytest.mark.parametrize("name", ["replicas", "zero3"])
+def test_modes_around_a_step_change_nothing_or_are_refused(pool: Pool, name: str) -> None:
+    for evaluated, stepped in pool.run(within_modes, 2, PIECES[name]):
+        assert evaluated == pytest.approx(stepped, rel=1e-6)
+
+
 ROOT = Path(__file__).parents[2]
 
 

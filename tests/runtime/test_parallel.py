@@ -294,3 +294,18 @@ def test_compiled_slices_are_refused_where_torch_loses_their_sums(monkeypatch: p
     limits.refuse_plan(alone, torch.device("cpu"))
     with pytest.raises(BadInput, match=r"engine.compile = True: .* tensor-parallel ranks .*False"):
         limits.refuse_plan(sliced, torch.device("cpu"))
+
+
+def batch_norm_in_16_bits(rank: int, world: int) -> str:
+    from ahp.errors import BadInput
+    from ahp.runtime.parallel import parallelize
+    from tests.runtime.averages import averaging
+
+    with pytest.raises(BadInput) as refused:
+        parallelize(averaging("batch norm"), {"job": {**JOB, "precision": "bf16"}})
+    return str(refused.value)
+
+
+def test_a_batch_norm_in_16_bits_is_refused(pool: Pool) -> None:
+    (message,) = pool.run(batch_norm_in_16_bits, 1)
+    assert "job.precision = 'bf16': before.norm is a batch norm, whose averages stay in fp32" in message

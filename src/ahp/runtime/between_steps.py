@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ahp.errors import BadInput
+import torch
+
+from ahp.errors import BadInput, bad_input
 from ahp.runtime.pipeline.schedules import Accumulation, Pipeline
 from ahp.runtime.shard.fsdp import Sharding
 from ahp.runtime.shard.ownership import LocalParameters
@@ -18,8 +20,27 @@ def forget_step(runner: Accumulation | Pipeline, local: LocalParameters, shardin
     sharding.forget()
 
 
+def refuse_modes(device: torch.device, precision: str) -> None:
+    """Raises BadInput for a mode of the program around a step in which it would compute no gradients, or others than the job's."""
+    if not torch.is_grad_enabled():
+        raise BadInput(
+            "step: gradients are off, by torch.no_grad or torch.inference_mode (valid: step outside of them, or evaluate)"
+        )
+    if torch.is_autocast_enabled(device.type):
+        rule = "torch.autocast is on around step, and would change what some layouts compute"
+        raise bad_input(
+            "job.precision", precision, rule, ["step outside of autocast, with job.precision bf16 for what it does"]
+        )
+
+
 def refuse_gradients(local: LocalParameters, sharding: Sharding) -> None:
-    """Raises BadInput if a parameter has a gradient before a step begins, and drops all gradients."""
+    """Raises BadInput if a parameter has a gradient before a step begins, and drops all gradients; or if the optimizer does not have one that
+    is trained now."""
+    if (name := local.trained_since()) is not None:
+        raise BadInput(
+            f"step: {name} has requires_grad now, and had not when ahp.parallelize was called, so the optimizer does not have it (valid: "
+            "let it have requires_grad at first, and take it off before the first step)"
+        )
     if (name := local.with_gradient()) is not None:
         local.forget_gradients()
         sharding.forget()

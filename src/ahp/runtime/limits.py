@@ -88,6 +88,7 @@ def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | N
         if reason := rules.recomputed(len(blocks), plan.job, p, plan.engine):
             raise BadInput(reason)
     _refuse_for_fsdp2(module, blocks, plan)
+    _refuse_batch_norm(module, plan)
     _refuse_gradient_hooks(module, plan)
     _refuse_max_norm(module, plan)
     if plan.engine.loss_chunk_tokens is not None:
@@ -139,6 +140,16 @@ def _refuse_for_fsdp2(module: nn.Module, blocks: BlockList | None, plan: Plan) -
         raise bad_input("job.precision", plan.job.precision, f"{what}, which FSDP2 does not cast", ["fp32"])
 
 
+def _refuse_batch_norm(module: nn.Module, plan: Plan) -> None:
+    """torch's kernels want its averages in the type of its weights, and averages in 16 bits would hardly move."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    norms = (n for n, m in module.named_modules() if isinstance(m, kinds) and m.affine and m.track_running_stats)
+    name = next(norms, None)
+    if name is not None and plan.job.precision != "fp32":
+        rule = f"{name} is a batch norm, whose averages stay in fp32 beside weights in 16 bits"
+        raise bad_input("job.precision", plan.job.precision, rule, ["fp32", "or a batch norm with affine=False"])
+
+
 def _refuse_gradient_hooks(module: nn.Module, plan: Plan) -> None:
     """A tensor that replaces a parameter does not have its hooks, and code that adds to a gradient directly runs none."""
     name = next((name for name, parameter in module.named_parameters() if has_gradient_hook(parameter)), None)
@@ -188,9 +199,10 @@ def _shared(module: nn.Module, blocks: BlockList | None) -> str | None:
     if blocks is None:
         return None
     holders: dict[int, set[int | None]] = {}
+    children = blocks.blocks._modules  # a list may have a parameter of its own
     for name, parameter in module.named_parameters(remove_duplicate=False):
         below = name.removeprefix(f"{blocks.path}.")
-        block = None if below == name else blocks.blocks.get_submodule(below.partition(".")[0])
+        block = None if below == name else children.get(below.partition(".")[0])
         holders.setdefault(id(parameter), set()).add(None if block is None else id(block))
     shared = (name for name, p in module.named_parameters() if len(holders[id(p)]) > 1)
     name = next(shared, None)

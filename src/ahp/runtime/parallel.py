@@ -18,7 +18,7 @@ from ahp.graph.lora import base_alone, with_adapters
 from ahp.graph.models import is_masked
 from ahp.graph.outline import Outline
 from ahp.plan import Plan, validated
-from ahp.runtime.between_steps import forget_step, refuse_gradients
+from ahp.runtime.between_steps import forget_step, refuse_gradients, refuse_modes
 from ahp.runtime.compute.chunked_loss import Tail
 from ahp.runtime.compute.deterministic import deterministic, set_environment
 from ahp.runtime.compute.fp8 import check_parts, refuse_device
@@ -34,6 +34,7 @@ from ahp.runtime.optimizer.learning_rate import learning_rate
 from ahp.runtime.optimizer.loss_scale import LossScale
 from ahp.runtime.optimizer.muon import OwnedMatrices
 from ahp.runtime.optimizer.norm import loss_and_norm, unscale_and_clip_, weighted_square_sum
+from ahp.runtime.parameters import mark_taken, refuse_parameters
 from ahp.runtime.part import check_part, keys_of_part
 from ahp.runtime.peak_memory import most_bytes
 from ahp.runtime.pipeline.borders import by_micro_batch
@@ -124,6 +125,7 @@ class Parallel:
         p = self.layout = plan.parallelism.of_rank(mesh.rank("pp"))
         """The plan's parallelism as this rank sees it: with the width of its own stages."""
         own = plan.model_copy(update={"parallelism": self.layout})
+        refuse_parameters(module)
         hold_in_fp32(module)
         with_adapters(module, plan.job.lora, seed=plan.job.seed)
         self.config = getattr(module, "config", None)
@@ -196,6 +198,7 @@ class Parallel:
         self.loss = self._loss(found, vocabulary, balance, causal=not is_masked(module))
         self.runner = self._runner(found, vocabulary)
         self.copies = {name: self._num_copies(name) for name in self.parameters}
+        mark_taken(module)
 
     def _training_state(
         self, stages: list[Stage], prepare: StageSetup, start: StartingValues, matrices: frozenset[str]
@@ -339,6 +342,7 @@ class Parallel:
         program's own generators are left as they were. If a step raised, the next one drops its gradients, or raises BadInput if it
         cannot (a pipeline; FSDP2 before torch 2.13). Raises BadInput for other keys, types and shapes, and for gradients that no step made.
         """
+        refuse_modes(self.mesh.device, self.plan.job.precision)
         if self._unlike is not None:
             raise BadInput(
                 f"module: {self._unlike} has other values on other ranks; build it alike on every rank (torch.manual_seed), or on the "

@@ -104,7 +104,7 @@ class StageSetup:
         embedding, head = units_of(stage.model, self.ends)
         if head is not None and self.plan.engine.loss_chunk_tokens is not None:
             stage.head = head = GatheredOnce(head)
-        self.sharding.apply(stage, list(layers.values()), experts, embedding, head)
+        stage.calls = self.sharding.apply(stage, list(layers.values()), experts, embedding, head)
         if self.streamed and self.sharding.uses_fsdp:
             allocate_on(stage, self.mesh.device)
 

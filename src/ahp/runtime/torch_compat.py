@@ -113,6 +113,27 @@ def _with_every_gradient(group: Any, own: Callable[..., None], given: set[int], 
     return post_backward
 
 
+def pass_through(module: FSDPModule, x: torch.Tensor) -> torch.Tensor:
+    """``x`` as if a sharded module had been called that returns its input: weights are gathered, and gradients of zeros are sent in backward,
+    where those of any other call would be."""
+    assert isinstance(module, nn.Module), "a sharded module is one"
+    groups = _parameter_groups(module)
+    for group in groups:
+        (x,), _ = group.pre_forward(module, (x,), {})
+    for group in groups:
+        x = group.post_forward(module, (x,), x)
+    if torch.is_grad_enabled() and not x.requires_grad and any(p.requires_grad for p in module.parameters()):
+        x = x.detach().requires_grad_()  # as what trained weights make of it
+    return module._get_fsdp_state()._register_pre_backward_hook(x)
+
+
+def why_fsdp2_refused(error: RuntimeError) -> Literal["not gathered", "written in place"] | None:
+    """What a forward does that torch refuses under FSDP2 alone; None for any other error."""
+    if "mixed torch.Tensor and DTensor" in str(error):
+        return "not gathered"
+    return "written in place" if "RegisterPostBackwardFunction" in str(error) else None
+
+
 def forget_backward(root: FSDPModule) -> None:
     """Reset a sharded model to before a forward or backward that raised. Raises BadInput if torch cannot (before 2.13)."""
     if not hasattr(root, "reset_iter_state"):

@@ -23,6 +23,7 @@ from ahp.graph.outline import Outline, block_input
 from ahp.runtime.experts.balance_loss import Routers
 from ahp.runtime.pipeline.borders import Border
 from ahp.runtime.pipeline.weight_gradients import Deferring, WeightGradients
+from ahp.runtime.shard.block_calls import BlockCalls
 from ahp.runtime.shard.ends import GatheredOnce
 from ahp.runtime.transformers_compat import consecutive_positions
 
@@ -49,6 +50,8 @@ class Stage(nn.Module):
         self.before: Border | None = None
         self.after: Border | None = None
         """Set if the neighboring stage has another width: ``forward`` then takes, or returns, pieces of hidden states."""
+        self.calls: BlockCalls | None = None
+        """Set if the blocks are units of FSDP2."""
         self.after_blocks = ExitStack()
         """Holds contexts that the last block enters for the rest of the forward."""
 
@@ -76,12 +79,15 @@ class Stage(nn.Module):
         numbered_by_model = nullcontext() if "position_ids" in inputs else consecutive_positions()
         try:
             with self.forward_context(), numbered_by_model, self.after_blocks:
-                return logits_of(call_model(self.model, **inputs, documents=self.documents))
+                return self._logits(inputs) if self.calls is None else self.calls.run(lambda: self._logits(inputs))
         except StopForward as stop:
             return stop.hidden
         finally:
             if self.receive:
                 self.receive[0].value = None
+
+    def _logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return logits_of(call_model(self.model, **inputs, documents=self.documents))
 
 
 class StopForward(BaseException):

@@ -28,7 +28,8 @@ def evaluate(
     runner.loss.scale = 1.0
     total, tokens = 0.0, 0
     try:
-        with torch.no_grad():
+        # FSDP2 would keep what inference mode, around this, makes of the weights.
+        with torch.inference_mode(False), torch.no_grad():
             for number, part in enumerate(parts):
                 with numbers_of_step(mesh, seed, number):
                     mean, count = _batch(runner, mesh, micro_batch_size, *part)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard
 
 from ahp.job import Precision
 from ahp.runtime.ranks.mesh import Mesh
+from ahp.runtime.shard.block_calls import BlockCalls
 from ahp.runtime.shard.replicas import Replicas
 from ahp.runtime.torch_compat import (
     forget_backward,
@@ -73,8 +74,9 @@ class Sharding:
         experts: list[nn.Module],
         embedding: nn.Module | None = None,
         head: nn.Module | None = None,
-    ) -> None:
-        """Shard the embedding, the head and each block as units, then the rest of ``root``; sum over replicas.
+    ) -> BlockCalls | None:
+        """Shard the embedding, the head and each block as units, then the rest of ``root``; sum over replicas. Returns what must run the
+        forward of ``root``, if the units are FSDP2's.
 
         ``experts``: modules inside the blocks whose weights are divided over the ``ep`` axis. Each is a unit of its own,
         sharded over the rest of the shard axis.
@@ -83,7 +85,7 @@ class Sharding:
         if not self.uses_fsdp:
             if self.replicas is not None:
                 self.replicas.watch([*([head] if head else []), *reversed(blocks), root])
-            return
+            return None
         ignored = set() if self.sharded else {weight for weight in root.parameters() if self._is_as_it_computes(weight)}
         if self._experts_are_alone():
             ignored |= {parameter for module in experts for parameter in module.parameters()}
@@ -114,6 +116,7 @@ class Sharding:
             reduce_every_gradient(module, self.given, self.zeros)
             self.units.append(module)
         self.roots.append(root)
+        return BlockCalls(blocks, head)
 
     def _is_as_it_computes(self, weight: nn.Parameter) -> bool:
         """Whether a weight is not trained and needs no cast."""

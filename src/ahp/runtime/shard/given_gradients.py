@@ -21,14 +21,13 @@ class GivenGradients:
         self.places = {name: place for place, name in enumerate(names)}
         self.local = local
         self.all = torch.zeros(len(self.places), dtype=torch.float64, device=device)
-        for name, parameter in local.parameters.items():
-            self.all[self.places[name]] = float(parameter.requires_grad)
+        for name in local.trained:
+            self.all[self.places[name]] = 1.0
 
     def absent(self, zeros: Collection[int]) -> set[str]:
-        """Trainable parameters of this rank that its micro-batches gave no gradient. ``zeros``: ``id`` of each that has zeros instead."""
+        """The optimizer's parameters of this rank that its micro-batches gave no gradient. ``zeros``: ``id`` of each that has zeros instead."""
         of_all = [*self.local.parameters.items(), *self.local.twins]
-        given = {name for name, p in of_all if not p.requires_grad or (p.grad is not None and id(p) not in zeros)}
-        return self.local.parameters.keys() - given
+        return self.local.trained - {name for name, p in of_all if p.grad is not None and id(p) not in zeros}
 
     def counts(self, absent: Collection[str]) -> torch.Tensor:
         """float64 [names], to be summed over all ranks: 1 for each parameter that this rank has a gradient of, else 0."""

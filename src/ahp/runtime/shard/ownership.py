@@ -46,6 +46,8 @@ class LocalParameters:
     def __init__(self, stages: list[nn.Module], names: ParameterNames) -> None:
         self.parameters: dict[str, nn.Parameter] = {}
         self.twins: list[tuple[str, nn.Parameter]] = []
+        self.trained: set[str] = set()
+        """Those that the optimizer has. A program may stop training some of them later, or go on with it."""
         for stage in stages:
             for local_name, parameter in stage.named_parameters():
                 name = names.of[local_name]
@@ -53,6 +55,8 @@ class LocalParameters:
                     self.twins.append((name, parameter))
                 else:
                     self.parameters[name] = parameter
+                if parameter.requires_grad:
+                    self.trained.add(name)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """This rank's part of every gradient that exists, twins added up; afterwards no parameter holds a gradient."""
@@ -72,6 +76,10 @@ class LocalParameters:
     def with_gradient(self) -> str | None:
         """The first parameter that has a gradient."""
         return next((name for name, parameter in self._all() if parameter.grad is not None), None)
+
+    def trained_since(self) -> str | None:
+        """The first parameter that is trained now, and was not at first."""
+        return next((name for name, p in self._all() if p.requires_grad and name not in self.trained), None)
 
     def _all(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter), twins last."""

@@ -1,0 +1,52 @@
+"""Refuses modules whose parameters cannot be trained under any layout, before anything is changed."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+
+from ahp.errors import bad_input
+
+TAKEN = "_ahp_parallelized"
+"""The attribute of modules that ``Parallel`` has taken, with hooks and forwards that a second one would add to."""
+
+
+def mark_taken(module: nn.Module) -> None:
+    """Mark a module and its submodules, so that ``refuse_parameters`` knows them."""
+    for part in module.modules():
+        setattr(part, TAKEN, True)
+
+
+def refuse_parameters(module: nn.Module) -> None:
+    """Raises BadInput for parameters that the optimizers do not take, or that would come apart as soon as one of them gets other memory."""
+    if (again := next((path for path, part in module.named_modules() if hasattr(part, TAKEN)), None)) is not None:
+        rule = "ahp.parallelize has changed it in place already"
+        raise bad_input("module", again or type(module).__name__, rule, ["a module that is built anew, and load"])
+    end, before = 0, ""
+    for name, p in sorted(module.named_parameters(), key=lambda named: _span(named[1])[0]):
+        if isinstance(p, UninitializedParameter):
+            raise bad_input("module", name, "has no shape before its lazy module ran", ["call the module once before"])
+        if isinstance(p, DTensor):
+            raise bad_input(
+                "module", name, "is a DTensor, and ahp.parallelize splits modules itself", ["a whole module"]
+            )
+        if p.is_complex():
+            rule = f"is {p.dtype}, which neither FSDP2 nor a fused optimizer takes"
+            raise bad_input("module", name, rule, ["pairs of real numbers, read by torch.view_as_complex"])
+        first, last = _span(p)
+        if first < end:
+            rule = f"lies in the memory of {before}, which is another parameter"
+            raise bad_input("module", name, rule, ["one nn.Parameter under both names", "memory of its own"])
+        end, before = (last, name) if last > end else (end, before)
+    for path, part in module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad:
+            raise bad_input(f"module: {path}.sparse", True, "no optimizer here takes sparse gradients", [False])
+
+
+def _span(parameter: nn.Parameter) -> tuple[int, int]:
+    """Addresses of the first byte of a parameter and of that behind its last; zeros where it has no memory."""
+    if isinstance(parameter, (UninitializedParameter, DTensor)) or parameter.is_meta or parameter.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return parameter.data_ptr(), parameter.data_ptr() + (last + 1) * parameter.element_size()

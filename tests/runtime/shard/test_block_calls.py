@@ -1,0 +1,228 @@
+"""Blocks that FSDP2 shards, called as data say, or in ways that FSDP2 does not see: the curve of one process, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ahp.errors import BadInput
+from tests.marks import cases
+from tests.runtime.compute import test_bf16
+from tests.runtime.models import BATCH, JOB, OPTIMIZER, VOCABULARY, Block, Custom, batch
+from tests.runtime.test_equality import FEWER_STEPS, assert_same_curve, assert_same_weights, world_size
+from tests.runtime.workers import Pool
+
+MICRO, NUM_BLOCKS = 2, 3
+WIDTH = 32
+
+
+class Own(Custom):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__(WIDTH, layers=0)
+        self.blocks = nn.ModuleList(blocks)  # type: ignore[assignment]
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.tokens(input_ids) + self.positions[: input_ids.shape[1]]
+
+    def inner(self, input_ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.inner(input_ids, self.embed(input_ids))))
+
+
+class LeavesOut(Own):
+    """The data of a micro-batch say which block is left out: each of them, or none."""
+
+    def inner(self, input_ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        without = int(input_ids[0, 1]) % (NUM_BLOCKS + 1)
+        for number, block in enumerate(self.blocks):
+            if number != without:
+                x = block(x)
+        return x
+
+
+class LeavesOutFrozen(LeavesOut):
+    """What enters the blocks has no gradient."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__(blocks)
+        self.tokens.requires_grad_(False)
+        self.positions.requires_grad_(False)
+
+
+class ListedExperts(Own):
+    """The one list of modules that it has is of experts, which get some tokens or none."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__([nn.Linear(WIDTH, WIDTH) for _ in range(5)])
+        self.attention = blocks[0]
+
+    def inner(self, input_ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        x = self.attention(x)
+        chosen = input_ids[:, 1:2].expand_as(input_ids) % len(self.blocks)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.blocks):
+            if (rows := chosen == number).any():
+                out = out.masked_scatter(rows[..., None], expert(x[rows]))
+        return x + out
+
+
+class ChangesViews(Own):
+    """Its blocks return views, which it changes in place."""
+
+    def inner(self, input_ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x *= 0.9
+        return x
+
+
+class Viewing(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).flatten(0, 1).view(x.shape)
+
+
+class ReadsWeight(Own):
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().embed(input_ids) * self.blocks[0].norm_1.weight  # type: ignore
+
+
+class CallsMethod(Own):
+    def inner(self, input_ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+
+class InPlace(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 0.1
+        return super().forward(x)
+
+
+MODELS: dict[str, tuple[type[Own], type[Block]]] = {
+    "leaves out": (LeavesOut, Block),
+    "leaves out, frozen": (LeavesOutFrozen, Block),
+    "listed experts": (ListedExperts, Block),
+    "changes views": (ChangesViews, Viewing),
+    "reads a weight": (ReadsWeight, Block),
+    "calls a method": (CallsMethod, Block),
+    "in place": (Own, InPlace),
+}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    kind, block = MODELS[name]
+    return kind([block(WIDTH, 4) for _ in range(NUM_BLOCKS)])
+
+
+@cache
+def plain(name: str) -> dict[str, Any]:
+    """One process, in the micro-batches of the layouts."""
+    model = build(name)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=OPTIMIZER["learning_rate"], betas=OPTIMIZER["betas"], eps=OPTIMIZER["eps"], weight_decay=OPTIMIZER["weight_decay"]
+    )  # fmt: skip
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(FEWER_STEPS):
+        data, total = batch(step), 0.0
+        scored = (data["labels"][:, 1:] != -100).sum()
+        for ids, labels in zip(data["input_ids"].split(MICRO), data["labels"].split(MICRO), strict=True):
+            logits = model(ids)[:, :-1].flatten(0, 1)
+            loss = F.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum") / scored
+            loss.backward()
+            total += loss.item()
+        found["losses"].append(total)
+        found["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["grad_clip"]).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | {"weights": {n: p.detach() for n, p in model.named_parameters()}}
+
+
+def train(rank: int, world: int, name: str, layout: dict[str, Any], precision: str = "fp32") -> dict[str, Any]:
+    """Runs in each worker."""
+    from ahp.runtime.parallel import parallelize
+
+    plan = {"job": {**JOB, "precision": precision}, "parallelism": {**layout, "micro_batch_size": MICRO}}
+    parallel = parallelize(build(name), plan)
+    results = [parallel.step(parallel.shard(batch(step))) for step in range(FEWER_STEPS)]
+    whole = parallel.state.layout.whole
+    return {
+        "losses": [r.loss for r in results],
+        "norms": [r.grad_norm for r in results],
+        "held out": parallel.evaluate([parallel.shard(batch(9))]),
+        "weights": {n: whole(n, p.detach()) for n, p in sorted(parallel.parameters.items())},
+    }
+
+
+SHARDS = {"data_parallel_shard_degree": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero1": {**SHARDS, "zero_stage": 1},
+    "zero2": {**SHARDS, "zero_stage": 2},
+    "zero3": {**SHARDS, "zero_stage": 3},
+    "zero3-recompute": {**SHARDS, "zero_stage": 3, "activation_checkpoint": "full"},
+    "replicate-x-zero2": {**SHARDS, "zero_stage": 2, "data_parallel_replicate_degree": 2},
+}
+CASES = [
+    (layout, name)
+    for layout in LAYOUTS
+    for name in ("leaves out", "leaves out, frozen", "listed experts", "changes views")
+]
+FAST = {("zero3", "leaves out"), ("zero3", "changes views")}
+
+
+@pytest.mark.parametrize(("layout", "name"), cases(CASES, fast=FAST))
+def test_the_curve_is_that_of_one_process(pool: Pool, layout: str, name: str) -> None:
+    results = pool.run(train, world_size(LAYOUTS[layout]), name, LAYOUTS[layout])
+    assert_same_curve(results[0], plain(name))
+    assert_same_weights(results, plain(name))
+    assert len({result["held out"] for result in results}) == 1
+
+
+@pytest.mark.parametrize("layout", ["replicas", "zero3"])
+@pytest.mark.parametrize("name", ["leaves out", "listed experts"])
+def test_the_curve_in_16_bits_is_that_of_one_process(pool: Pool, layout: str, name: str) -> None:
+    asked = LAYOUTS.get(layout, {"data_parallel_replicate_degree": 2})
+    (one,) = pool.run(train, 1, name, {}, "bf16")
+    several = pool.run(train, 2, name, asked, "bf16")[0]
+    for key in ("losses", "norms"):
+        assert several[key] == pytest.approx(one[key], rel=test_bf16.LAST)
+
+
+def why_refused(rank: int, world: int, name: str) -> str:
+    with pytest.raises(BadInput) as refused:
+        train(rank, world, name, LAYOUTS["zero3"])
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "told"),
+    [
+        ("reads a weight", ReadsWeight.embed, "reads a weight of a block outside of the block's call"),
+        ("calls a method", Block.forward, "reads a weight of a block outside of the block's call"),
+        ("in place", InPlace.forward, "changes the input of a block in place"),
+    ],
+)
+def test_what_fsdp2_cannot_do_is_refused_by_the_models_line(
+    pool: Pool, name: str, where: Callable[..., Any], told: str
+) -> None:
+    for message in pool.run(why_refused, 2, name):
+        assert f"{where.__code__.co_filename}:" in message
+        assert told in message
+
+
+def test_the_data_leave_out_each_block_and_none() -> None:
+    """In each step's micro-batches, which are a rank's first or not; else nothing was tried."""
+    first = [int(batch(step)["input_ids"][row, 1]) for step in range(FEWER_STEPS) for row in range(0, BATCH, MICRO)]
+    assert {one % (NUM_BLOCKS + 1) for one in first} == set(range(NUM_BLOCKS + 1))
+    assert VOCABULARY > NUM_BLOCKS
