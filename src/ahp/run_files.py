@@ -121,6 +121,11 @@ def read_record(line: bytes) -> dict[str, Any] | None:
     return found if all(isinstance(value, int | float) and abs(value) < LARGEST for value in values) else None
 
 
+def finite(value: float) -> float | None:
+    """A number as a line of metrics.jsonl holds it; None if it is not finite, or too large for ``read_record``."""
+    return float(value) if abs(value) < LARGEST else None
+
+
 def _object(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_bytes())

@@ -499,3 +499,14 @@ def test_a_finished_run_needs_neither_its_text_nor_a_search(
 def test_generate_of_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no run's folder"):
         from_checkpoint(tmp_path)
+
+
+def test_a_held_out_loss_that_is_no_number_is_said() -> None:
+    """The number of an earlier step was shown, as if it were that of the weights that are kept."""
+    result = {
+        "folder": "run", "state": "done", "step": 4, "plan": {"job": {"steps": 4}}, "first_loss": 5.0, "last_loss": 4.0, "next": ["x"],
+        "speed": {"predicted_s": None, "median_s": 1.0, "tokens_per_s": 10.0, "in_band": None}, "report": None, "validation_loss": None,
+    }  # fmt: skip
+    assert any(line.startswith("Held out no number") for line in train_command.words(result, already_done=False))
+    lines = train_command.words({**result, "validation_loss": 4.5}, already_done=False)
+    assert any(line.startswith("Held out 4.500") for line in lines)

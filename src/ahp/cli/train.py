@@ -241,7 +241,7 @@ def report(outcome: Outcome, arguments: Arguments, command: str, *, sample: bool
         record["loss"] for record in metrics if record.get("loss") is not None
     ]:  # a step that was left out has no loss
         result |= {"first_loss": losses[0], "last_loss": losses[-1]}
-    held_out = [record["validation_loss"] for record in metrics if record.get("validation_loss") is not None]
+    held_out = [record["validation_loss"] for record in metrics if "validation_loss" in record]
     if held_out:
         result["validation_loss"] = held_out[-1]
     if outcome.status.state == "done":
@@ -289,7 +289,9 @@ def words(result: dict[str, Any], *, already_done: bool) -> list[str]:
             ratio = speed["median_s"] / speed["predicted_s"]
             lines.append(f"         {times(ratio)} the prediction, outside its 90 % band")
         if "validation_loss" in result:
-            lines.append(f"Held out {result['validation_loss']:.3f}, the loss on text that it was not trained on")
+            held_out = result["validation_loss"]
+            told = "no number" if held_out is None else f"{held_out:.3f}"
+            lines.append(f"Held out {told}, the loss on text that it was not trained on")
     if "sample" in result:
         lines += ["Sample", *(f"  | {line}" for line in result["sample"].splitlines())]
     lines.append(f"Files    {result['folder']}/: checkpoints, metrics.jsonl, plan.yaml, status.json, log")

@@ -392,7 +392,7 @@ class Parallel:
         return bad
 
     def evaluate(self, parts: Iterable[dict[str, torch.Tensor]]) -> float:
-        """Mean loss over the scored tokens of some global batches, without training on them: no dropout, no gradient.
+        """Mean loss over the scored tokens of some global batches, nan without any; without training on them: no dropout, no gradient.
 
         ``parts``: this rank's rows of each batch, as ``shard`` gives them. Collective; the result is the same on every rank, under every plan.
         """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib.util
 import json
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -27,7 +29,7 @@ from ahp.runtime.data.batches import NOT_SCORED, PADDING, Batches, Masking
 from ahp.runtime.data.corpus import Corpus, Damaged, prepare
 from ahp.runtime.data.documents import conversation
 from ahp.runtime.data.job_batches import batches_for, validation_batches_for
-from ahp.runtime.data.tokenizer import END_OF_TEXT, MASK, end_of_text, mask, save_for_transformers
+from ahp.runtime.data.tokenizer import END_OF_TEXT, MASK, end_of_text, mask, opened, save_for_transformers
 from ahp.runtime.run.texts import Texts
 
 VOCABULARY = 300
@@ -77,7 +79,9 @@ def test_jsonl_lines_are_documents(tmp_path: Path) -> None:
     assert sum(document.source_bytes for document in found) == file.stat().st_size - 1  # all but the empty line
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"body": "x"}', '{"text": 3}', '{"messages": [{"content": "x"}]}'])
+@pytest.mark.parametrize(
+    "line", ["{", "[1]", '{"body": "x"}', '{"text": 3}', '{"messages": [{"content": "x"}]}', "[" * 100_000]
+)
 def test_jsonl_faults_name_file_and_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "fine"}\n' + line + "\n")
@@ -106,6 +110,27 @@ def test_bytes_that_are_no_text_are_refused_with_their_place(
     for data, key in ((folder, "job.data"), (folder / name, "job.validation")):
         with pytest.raises(BadInput, match=rf"^{key}: .*" + told):
             prepare(str(data), VOCABULARY, key=key)
+
+
+def test_the_mark_at_the_beginning_of_a_file_is_no_text(tmp_path: Path) -> None:
+    """Editors on Windows write it; a mark at another place is a character."""
+    for name, content in (("a.txt", "one\ufeff"), ("b.jsonl", '{"text": "two"}\n{"text": "\ufeffthree"}\n')):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    found = text.find(str(tmp_path)).documents(template)
+    assert [document.text for document in found] == ["one\ufeff", "two", "\ufeffthree"]
+
+
+def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Path, *args: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    source = text.find(str(folder))
+    monkeypatch.setattr(Path, "read_bytes", broken)
+    with pytest.raises(BadInput, match=r"^job\.data: .*0\.txt: cannot be read \(Input/output error\)"):
+        list(source.documents(template))
+    monkeypatch.setattr(Path, "open", broken)
+    with pytest.raises(BadInput, match=r"^job\.data: .*0\.txt: cannot be read \(Input/output error\)"):
+        source.fingerprint()
 
 
 def test_a_field_is_read_where_it_is_named(tmp_path: Path) -> None:
@@ -201,8 +226,42 @@ def test_conversations_use_the_template_beside_the_tokenizer(folder: Path, tmp_p
     assert decode(corpus.tokens.tolist()) == expected
     assert decode(corpus.tokens[corpus.scored].tolist()) == f"<think>two twos</think>4{END_OF_TEXT}"
     (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{{ raise_exception('no') }}")
-    with pytest.raises(BadInput, match="chat template refuses a conversation"):
+    with pytest.raises(BadInput, match=r"job\.data: .*a\.jsonl line 1: the chat template refuses a conversation.*: no"):
         prepare(str(file), VOCABULARY, tokenizer_file=tokenizer_file)
+
+
+def test_a_conversation_without_messages_is_no_document(folder: Path, tmp_path: Path) -> None:
+    """It ended in a trace: transformers writes none."""
+    tokenizer_file = with_template(prepare(str(folder), VOCABULARY).folder / "tokenizer.json", tmp_path / "hf")
+    file = tmp_path / "a.jsonl"
+    rows = [{"messages": []}, {"messages": TALK[1:3]}, {"prompt": [], "completion": []}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(prepare(str(file), VOCABULARY, tokenizer_file=tokenizer_file).starts) == 1
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        (TALK[2:], "the conversation begins with an answer of the role assistant"),
+        (
+            [{"role": "user", "content": 3}],
+            r"refuses a conversation of \['user'\]: TypeError: can only concatenate str",
+        ),
+        ([{"role": "user"}], r"refuses a conversation of \['user'\]: UndefinedError"),
+    ],
+)
+def test_a_conversation_that_the_template_does_not_write_is_refused_with_its_place(
+    folder: Path, tmp_path: Path, messages: list[dict[str, Any]], told: str
+) -> None:
+    """A template is a program: what it raised besides its own errors ended in a trace, and its own errors named no line."""
+    tokenizer_file = with_template(prepare(str(folder), VOCABULARY).folder / "tokenizer.json", tmp_path / "hf")
+    (tmp_path / "hf" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
+    )
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in (TALK[1:2], messages)))
+    with pytest.raises(BadInput, match=rf"^job\.validation: .*a\.jsonl line 2: .*{told}"):
+        prepare(str(file), VOCABULARY, key="job.validation", tokenizer_file=tokenizer_file)
 
 
 def test_parquet_rows_are_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,10 +280,18 @@ def test_parquet_rows_are_read_in_order(tmp_path: Path, monkeypatch: pytest.Monk
     file.write_bytes(b"rubbish")
     with pytest.raises(BadInput, match=r"a\.parquet: not a parquet file.*no magic"):
         list(text.find(str(file)).documents(template))
+    file.write_bytes(b"PAR1")
+    for error in (OSError("Corrupt snappy compressed data."), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid")):
+        give_pyarrow(monkeypatch, texts, error)
+        with pytest.raises(
+            BadInput, match=r"job\.data: .*a\.parquet: not a parquet file.*(Corrupt snappy|'utf-8' codec)"
+        ):
+            list(text.find(str(file)).documents(template))
 
 
-def give_pyarrow(monkeypatch: pytest.MonkeyPatch, texts: list[str]) -> None:
-    """The real library where it is installed would do as well; this one reads two rows at a time."""
+def give_pyarrow(monkeypatch: pytest.MonkeyPatch, texts: list[str], error: Exception | None = None) -> None:
+    """The real library where it is installed would do as well; this one reads two rows at a time. ``error``: raised by the second read, as the
+    library does for pages that are damaged (OSError) and text that is not UTF-8."""
 
     class ArrowException(Exception):
         pass
@@ -237,6 +304,8 @@ def give_pyarrow(monkeypatch: pytest.MonkeyPatch, texts: list[str]) -> None:
 
         def iter_batches(self, batch_size: int) -> Iterator[Any]:
             for first in range(0, len(texts), 2):
+                if first and error is not None:
+                    raise error
                 rows = [{"text": t} for t in texts[first : first + 2]]
                 yield SimpleNamespace(to_pylist=lambda rows=rows: rows)
 
@@ -269,8 +338,12 @@ def test_hub_data_is_loaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     source = text.find("hub:owner/name/small@validation")
     assert [document.text for document in source.documents(template)] == ["one", "two"]
-    text.find("hub:owner/name")
+    whole = text.find("hub:owner/name")
     assert asked == [("owner/name", "small", "validation"), ("owner/name", None, "train")]
+    # The library keeps the rows of both in the same files.
+    parts = [text.find(f"hub:owner/name@train{part}") for part in ("", "[:50%]", "[50%:]")]
+    assert len({part.fingerprint() for part in parts}) == 3
+    assert parts[0].fingerprint() == whole.fingerprint()
     with pytest.raises(BadInput, match=r"job\.data = 'hub:no/such'.*ConnectionError: offline"):
         text.find("hub:no/such")
     monkeypatch.setattr(HubRows, "cache_files", [], raising=False)
@@ -289,6 +362,7 @@ def test_data_that_is_not_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for data, rule in [
         ("no/such", "no such file"),
+        ("", "it names no text"),  # the text of the current folder was read
         (str(tmp_path / "a.csv"), r"\.csv"),
         (str(tmp_path / "empty"), "holds no file"),
     ]:
@@ -395,7 +469,7 @@ def test_tokenizer_of_the_model_is_used_or_refused(folder: Path, tmp_path: Path)
     file = trained.folder / "tokenizer.json"
     size = trained.tokenizer().get_vocab_size()
     assert prepare(str(folder), size, tokenizer_file=file).tokens.tolist() == trained.tokens.tolist()
-    with pytest.raises(BadInput, match=f"it has {size} tokens and the model's vocab_size is {size - 1}"):
+    with pytest.raises(BadInput, match=f"it has token ids up to {size - 1}, and the model's vocab_size is {size - 1}"):
         prepare(str(folder), size - 1, tokenizer_file=file)
     with pytest.raises(BadInput, match=r"not a tokenizer\.json"):
         prepare(str(folder), size, tokenizer_file=folder / "0.txt")
@@ -411,6 +485,34 @@ def test_the_end_of_a_document_is_no_tag_of_html() -> None:
     assert end_of_text(Tokenizer(models.WordLevel(words, unk_token="a"))) == 0
     del words["<eos>"]
     assert end_of_text(Tokenizer(models.WordLevel(words, unk_token="a"))) == 1
+
+
+def test_truncation_and_padding_in_a_tokenizers_file_are_passed_over(folder: Path, tmp_path: Path) -> None:
+    """They cut each document, and filled the shorter ones up. transformers does neither."""
+    expected = prepare(str(folder), VOCABULARY)
+    tokenizer = expected.tokenizer()
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=12)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    found = prepare(str(folder), VOCABULARY, tokenizer_file=tmp_path / "tokenizer.json")
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert found.starts.tolist() == expected.starts.tolist()
+    assert len(opened(tmp_path / "tokenizer.json").encode("word " * 20).ids) > 12
+
+
+def test_the_largest_id_of_a_token_counts(folder: Path, tmp_path: Path) -> None:
+    """A tokenizer whose ids have gaps has fewer tokens than the model must embed: it was taken, and its last token has no row."""
+    file = tmp_path / "tokenizer.json"
+    content = json.loads((prepare(str(folder), VOCABULARY).folder / "tokenizer.json").read_text())
+    words: dict[str, int] = content["model"]["vocab"]
+    far = 70_000
+    words[max(words, key=words.__getitem__)] = far
+    file.write_text(json.dumps(content))
+    with pytest.raises(BadInput, match=f"it has token ids up to {far}, and the model's vocab_size is {far}; enlarge"):
+        prepare(str(folder), far, tokenizer_file=file)
+    found = prepare(str(folder), far + 1, tokenizer_file=file)
+    assert found.tokens.dtype == np.uint32
+    assert found.tokens.max() == far
 
 
 def test_transformers_reads_the_saved_tokenizer(folder: Path, tmp_path: Path) -> None:
@@ -513,6 +615,17 @@ def test_padded_sequences_hold_one_document_each_and_lose_nothing() -> None:
         )
         seen += ids[:filled]
     assert sorted(seen) == list(range(sum(lengths)))
+
+
+def test_text_without_a_scored_token_is_refused() -> None:
+    """Conversations without an answer: the loss was 0 at each step, and so was that of held-out text."""
+    corpus = replace(made_of([40] * 10), scored=np.arange(400) < 320)
+    assert batches_for(Job(sequence_length=8, global_batch_size=2), [corpus], masked=False)
+    job = Job(sequence_length=8, global_batch_size=2, validation=0.2)
+    with pytest.raises(BadInput, match=r"job\.validation = 0\.2: none of its tokens is scored.*answer of the role"):
+        validation_batches_for(job, [corpus], None, masked=False)
+    with pytest.raises(BadInput, match=r"job\.data = 'python-stdlib': none of its tokens is scored"):
+        batches_for(job, [replace(corpus, scored=np.zeros(400, dtype=bool))], masked=False)
 
 
 def test_held_out_documents_are_the_last_and_not_trained_on() -> None:

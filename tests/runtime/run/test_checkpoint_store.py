@@ -128,6 +128,8 @@ def test_the_newest_are_kept(store: CheckpointStore, folder: RunFolder) -> None:
         store.put(save(folder, step, keep=9))
         store.keep_newest(2, put=step)
     assert sorted(store.complete()) == [15, 100, 200], "never the one that was just put"
+    left = [path.rpartition("/")[2] for path in store.fs.ls(store.root, detail=False)]
+    assert sorted(left) == ["step-100", "step-15", "step-200"], "no empty folder is left"
 
 
 def test_a_store_that_returns_other_bytes_is_told(store: CheckpointStore, folder: RunFolder) -> None:

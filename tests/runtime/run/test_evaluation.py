@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from ahp.errors import BadInput
 from ahp.plan import Plan
+from ahp.run_files import read_record
 from ahp.runtime.ranks.ranks import Ranks
 from ahp.runtime.run.evaluation import figures, find
 from ahp.runtime.run.folder import RunFolder
@@ -66,7 +69,21 @@ def test_a_number_alone_has_no_name() -> None:
     assert figures("a:b", {"loss": torch.tensor(1.5)}) == {"evaluation_loss": 1.5}
 
 
-@pytest.mark.parametrize("found", [None, "good", [1.0], {"a": "b"}, {1: 2.0}, True])
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 1e301, 10**400])
+def test_what_no_line_can_hold_is_null_and_the_line_is_read(value: float) -> None:
+    """A line with 1e301 was taken for damaged, and the step was lost; 10**400 ended the run with a trace."""
+    found = figures("a:b", value)
+    assert found == {"evaluation": None}
+    assert read_record(json.dumps({"step": 1, **found}).encode()) is not None
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    """The time of the evaluation replaced the user's number."""
+    with pytest.raises(BadInput, match=r"run\.evaluation = 'a:b': it returned a number named time_s"):
+        figures("a:b", {"time_s": 1.0})
+
+
+@pytest.mark.parametrize("found", [None, "good", [1.0], {"a": "b"}, {1: 2.0}, True, torch.ones(2), np.ones(2)])
 def test_what_is_no_number_is_refused(found: Any) -> None:
     with pytest.raises(BadInput, match=r"run\.evaluation = 'a:b': it returned .*a number was expected"):
         figures("a:b", found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -482,6 +483,41 @@ def test_a_start_of_several_nodes_waits_for_workers_that_a_cut_network_left(
 def test_folder_that_takes_no_file_is_named(folder: RunFolder) -> None:
     (folder.log_folder / "lock").mkdir()
     with pytest.raises(BadInput, match=r"run\.folder = .*cannot be written \(Is a directory\)"), folder.held():
+        pass
+
+
+def test_a_checkpoint_under_the_name_of_another_step_does_not_count(folder: RunFolder) -> None:
+    """Its weights were trained on with the batches of the steps after its name, and nothing said so."""
+    older, newer = write_checkpoint(folder, 4), write_checkpoint(folder, 6)
+    shutil.copytree(older, folder.checkpoints_folder / "step-8")
+    shutil.copytree(older, folder.checkpoints_folder / "step-\N{SUPERSCRIPT TWO}")
+    assert [checkpoint.step for checkpoint in folder.checkpoints()] == [4, 6]
+    assert folder.incomplete() == {"step-8": "meta.json is of step 4"}
+    aside = folder.path / "aside"
+    for old, new in ((older, aside), (newer, older), (aside, newer)):
+        old.rename(new)
+    assert folder.checkpoints() == []
+
+
+def test_a_checkpoint_that_was_put_elsewhere_is_a_link(folder: RunFolder, tmp_path: Path) -> None:
+    """Removing it ended the run: rmtree takes no link. What the user has put elsewhere stays."""
+    for step in (2, 4):
+        place = tmp_path / f"elsewhere-{step}"
+        write_checkpoint(folder, step).rename(place)
+        (folder.checkpoints_folder / f"step-{step}").symlink_to(place)
+    assert [checkpoint.step for checkpoint in folder.checkpoints()] == [2, 4]
+    write_checkpoint(folder, 4)
+    write_checkpoint(folder, 6, keep=2)
+    assert sorted(path.name for path in folder.checkpoints_folder.iterdir()) == ["step-4", "step-6"]
+    assert all((tmp_path / f"elsewhere-{step}" / "meta.json").is_file() for step in (2, 4))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has it")
+def test_a_full_disk_is_named_before_anything_is_read(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty file can be made there: the start ended with "a file: No space left on device", which names no key."""
+    monkeypatch.setattr(module.tempfile, "TemporaryFile", lambda dir: io.FileIO("/dev/full", "w"))
+    told = r"run\.folder = .*cannot be written \(No space left on device\); make room there, or give"
+    with pytest.raises(BadInput, match=told), folder.held():
         pass
 
 

@@ -188,6 +188,20 @@ def test_held_out_text_is_looked_at_every_so_often_and_at_the_end(alone: Ranks, 
     assert looks == dict.fromkeys((4, 8, 10), 6.0 + 10.0)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_held_out_loss_that_is_no_number_is_null_and_said(
+    alone: Ranks, folder: RunFolder, capsys: pytest.CaptureFixture[str], value: float
+) -> None:
+    """NaN is no JSON: the step's line was taken for damaged, and the step was lost."""
+    weight = Weight()
+    weight.evaluate = lambda parts: value  # type: ignore[method-assign]
+    settings = Settings(checkpoint_every=4, keep=2, validate_every=5)
+    loop(alone, folder, weight, settings=settings, validation=batches).run()
+    assert [m["step"] for m in folder.metrics()] == list(range(1, 11))
+    assert [m["step"] for m in folder.metrics() if m.get("validation_loss", 0) is None] == [5, 10]
+    assert f"step 5: the loss on held-out text is {value}" in capsys.readouterr().err
+
+
 def test_half_written_checkpoint_is_swept_away(alone: Ranks, folder: RunFolder) -> None:
     aside = folder.open_checkpoint(4)
     (aside / "weight.json").write_text("[99.0, 4]")

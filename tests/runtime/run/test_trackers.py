@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -102,3 +103,28 @@ def test_what_is_not_installed_is_refused_with_the_extra(monkeypatch: pytest.Mon
     with pytest.raises(BadInput, match=r"mlflow is no tracker \(valid: tensorboard, wandb\)"):
         check(["mlflow"])
     check([])
+
+
+def test_wandb_without_a_login_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the run after the machine was measured, the text tokenised, and a step made."""
+
+    class Error(Exception):
+        pass
+
+    def login() -> bool:
+        if "WANDB_MODE" not in os.environ:
+            raise Error("No API key configured.\nUse `wandb login`")
+        return False
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=login, Error=Error))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(
+        BadInput, match=r"run\.track = \['wandb'\]: wandb: No API key configured\. \(valid: WANDB_MODE=offline"
+    ):
+        Trainer(Plan(), track=["wandb"])
+    monkeypatch.setenv("RANK", "1")  # a rank that logs nothing
+    check(["wandb"])
+    monkeypatch.delenv("RANK")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check(["wandb"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -77,3 +78,16 @@ def test_held_out_loss_is_that_of_one_process(
     for result in results:
         assert result["held_out"] == pytest.approx(plain(model), rel=1e-5)
         assert_same_curve(result, {key: expected[key] for key in ("losses", "norms")})
+
+
+def look_at_nothing(rank: int, world: int, layout: dict[str, Any]) -> float:
+    from ahp.runtime.parallel import parallelize
+
+    parallel = parallelize(MODELS["llama"](), {"job": JOB, "parallelism": layout})
+    return parallel.evaluate([parallel.shard(looked_at(HELD_OUT[-1]))])
+
+
+@pytest.mark.parametrize("plan", ["one", "zero3"])
+def test_a_mean_over_no_token_is_no_number(pool: Pool, plan: str) -> None:
+    """It was 0, as if everything had been foreseen."""
+    assert all(math.isnan(found) for found in pool.run(look_at_nothing, world_size(LAYOUTS[plan]), LAYOUTS[plan]))

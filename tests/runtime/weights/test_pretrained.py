@@ -142,6 +142,10 @@ def test_weights_of_another_model_are_refused(folders: dict[str, Path], tmp_path
 
     refused("no such folder", tmp_path / "none")
     refused(r"holds no \*\.safetensors", tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    refused(r"holds \*\.bin and no \*\.safetensors; .* convert it", tmp_path)
+    (tmp_path / "a.safetensors").mkdir()
+    refused(r"a\.safetensors cannot be read", tmp_path)
     refused("not the weights of this model; missing: .*; unknown: ", folders["llama"])
     refused("no tokenizer.json", folders["gpt2"])
     keys = json.loads((folders["gpt2"] / "config.json").read_text())

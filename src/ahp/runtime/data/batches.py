@@ -86,6 +86,11 @@ class Batches:
                 f"{named}: its {len(corpus.tokens)} tokens make {self.num_sequences} sequences of job.sequence_length "
                 f"{sequence_length}{fewer}; give more text or make {'it' if stream else 'either'} smaller"
             )
+        if corpus.scored is not None and not corpus.scored.any():
+            raise BadInput(
+                f"{named}: none of its tokens is scored, so there is nothing to learn (valid: rows with a text or a completion, or conversations "
+                "with an answer of the role assistant)"
+            )
         # The two epochs that a batch can touch; a cache of a pure function, not a state.
         self._permutation = lru_cache(maxsize=2)(self._draw)
 

@@ -7,15 +7,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ahp.errors import BadInput
-from ahp.runtime.data.documents import Template
+from ahp.errors import BadInput, first_line
+from ahp.runtime.data.documents import NotWritten, Template
 from ahp.runtime.data.tokenizer import BESIDE
 
 
 def template_beside(tokenizer_file: Path | None, key: str = "job.data") -> Template:
     """A function that writes conversations with the template in the tokenizer's folder, which is read at the first one.
 
-    It raises BadInput if there is no template, or if the template refuses a conversation; ``key``: the user's key of the text.
+    It raises BadInput if there is no template, and NotWritten if the template refuses a conversation; ``key``: the user's key of the text.
     """
 
     @cache
@@ -32,13 +32,13 @@ def template_beside(tokenizer_file: Path | None, key: str = "job.data") -> Templ
         return AutoTokenizer.from_pretrained(tokenizer_file.parent, local_files_only=True)
 
     def write(messages: list[dict[str, Any]], opens_answer: bool) -> str:
-        from jinja2 import TemplateError
-
+        written_by = tokenizer()
         try:
-            return tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=opens_answer)
-        except TemplateError as error:
+            return written_by.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens_answer)
+        except Exception as error:  # a template is a program, and a message can hold anything
             roles = [message["role"] for message in messages]
-            raise BadInput(f"{key}: the chat template refuses a conversation of {roles}: {error}") from None
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise NotWritten(f"the chat template refuses a conversation of {roles}: {reason}") from None
 
     return write
 

@@ -27,7 +27,7 @@ from ahp.runtime.files import crc32
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FORMAT = 4
+FORMAT = 5
 """Counted up when the cache's files change meaning; an entry of another format is never found."""
 FILES = ("tokenizer.json", "tokens.bin", "starts.bin", "scored.bin")
 """Files of an entry besides meta.json; the last only if some token is not scored."""
@@ -71,9 +71,7 @@ class Corpus:
         )
 
     def tokenizer(self) -> Tokenizer:
-        from tokenizers import Tokenizer
-
-        return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        return tokenizers.opened(self.folder / "tokenizer.json")
 
 
 def prepare(
@@ -162,7 +160,7 @@ class _Maker:
     def write(self, aside: Path, tokenizer: Tokenizer) -> None:
         tokenizer.save(str(aside / "tokenizer.json"))
         self.say(f"tokenising {self.size}, once")
-        dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32)
+        dtype = np.dtype(np.uint16 if tokenizers.end_of_ids(tokenizer) <= 1 << 16 else np.uint32)
         starts: list[int] = []
         num_tokens, all_scored = 0, True
         with (aside / "tokens.bin").open("wb") as tokens_file, (aside / "scored.bin").open("wb") as scored_file:

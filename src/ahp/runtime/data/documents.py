@@ -32,8 +32,12 @@ class Document:
         return "".join(piece.text for piece in self.pieces)
 
 
+class NotWritten(BadInput):
+    """A conversation that the chat template does not write; ``documents_of`` adds its place."""
+
+
 Template = Callable[[list[dict[str, Any]], bool], str]
-"""(messages, whether to add the opening of an answer) -> the conversation as text. Raises BadInput."""
+"""(messages, whether to add the opening of an answer) -> the conversation as text. Raises NotWritten, and BadInput if there is no template."""
 
 SHAPES = "a key text, the keys prompt and completion, or a key messages (a list of role and content)"
 
@@ -51,10 +55,13 @@ def documents_of(
         raise BadInput(f"{key}: {where}: an object with {SHAPES} was expected, not a {type(row).__name__}")
     if field is not None and field not in row:
         raise BadInput(f"job.data_field = {field!r}: {where} has no such key (valid: {', '.join(map(str, row))})")
-    for pieces, ended in _shaped(row, where, template, field, key):
-        if any(piece.text.strip() for piece in pieces):
-            yield Document(tuple(pieces), source_bytes, ended)
-            source_bytes = 0.0
+    try:
+        for pieces, ended in _shaped(row, where, template, field, key):
+            if any(piece.text.strip() for piece in pieces):
+                yield Document(tuple(pieces), source_bytes, ended)
+                source_bytes = 0.0
+    except NotWritten as error:
+        raise BadInput(f"{key}: {where}: {error}") from None
 
 
 def _shaped(
@@ -62,14 +69,14 @@ def _shaped(
 ) -> Iterable[tuple[list[Piece], bool]]:
     value = row.get(field or ("messages" if "messages" in row else "text"))
     if isinstance(value, list):
-        return ((pieces, True) for pieces in conversation(_messages(value, where, key), template, key=key))
+        return ((pieces, True) for pieces in conversation(_messages(value, where, key), template))
     if field is None and "prompt" in row and "completion" in row:
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             return [([Piece(prompt, False), Piece(completion, True)], False)]
         if isinstance(prompt, list) and isinstance(completion, list):
             messages = _messages([*prompt, *completion], where, key)
-            return ((pieces, True) for pieces in conversation(messages, template, first=len(prompt), key=key))
+            return ((pieces, True) for pieces in conversation(messages, template, first=len(prompt)))
     if isinstance(value, str):
         return [([Piece(value, True)], False)]
     expected = SHAPES if field is None else f"a text or a list of messages in {field}"
@@ -83,21 +90,25 @@ def _messages(value: list[Any], where: str, key: str) -> list[dict[str, Any]]:
     return [dict(message) for message in value]
 
 
-def conversation(
-    messages: list[dict[str, Any]], template: Template, first: int = 0, key: str = "job.data"
-) -> Iterator[list[Piece]]:
+def conversation(messages: list[dict[str, Any]], template: Template, first: int = 0) -> Iterator[list[Piece]]:
     """The conversation as the template writes it, with the assistant's answers scored, each up to the end of its turn.
 
     Answers before message ``first`` are not scored. If the template changes an earlier turn once the conversation has gone
     on (e.g. drops the reasoning), each answer becomes a document of its own after what precedes it, as the model sees it
-    when it answers.
+    when it answers. An empty conversation has no pieces. Raises NotWritten.
     """
+    if not messages:
+        return
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+    if answers and answers[0] == 0:  # there is no conversation before it that a template could open an answer to
+        raise NotWritten(
+            "the conversation begins with an answer of the role assistant (valid: a message of another role before it)"
+        )
     spans = [(template(messages[:i], True), template(messages[: i + 1], False)) for i in answers]
     for opened, closed in spans:
         if not closed.startswith(opened):
-            raise BadInput(
-                f"{key}: the tokenizer's chat template opens an answer otherwise than it writes one "
+            raise NotWritten(
+                f"the tokenizer's chat template opens an answer otherwise than it writes one "
                 f"({opened[-40:]!r} is not how {closed[-80:]!r} begins), so it cannot be told what to score"
             )
     whole = template(messages, False)

@@ -9,18 +9,20 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ahp.about import install_extra
-from ahp.errors import BadInput, bad_input
+from ahp.errors import BadInput, bad_input, first_line
 from ahp.runtime.data.documents import Document, Piece, Template, documents_of
 
 PYTHON_STDLIB = "python-stdlib"
 HUB = "hub:"
 """Prefix of a hub's data set: ``hub:owner/name``, ``hub:owner/name/configuration``, ``hub:owner/name@split``."""
 SUFFIXES = (".txt", ".jsonl", ".parquet")
+KINDS = (PYTHON_STDLIB, f"a file of {' '.join(SUFFIXES)}", "a folder of them", "hub:owner/name")
 
 STDLIB_LIMIT_BYTES = 12_000_000
 """[Empirical] About 3 million tokens: several passes of the default job do not exhaust it, a tokenizer trains in seconds."""
@@ -29,6 +31,8 @@ STDLIB_LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 )
 """Folders that are not the library's own prose: installed packages, tests, and tables of characters or help topics."""
+
+BYTE_ORDER_MARK = "\ufeff"
 
 ROWS_AT_ONCE = 1024
 """[Empirical] Rows of a parquet file read at once: megabytes of text in memory."""
@@ -45,6 +49,8 @@ class TextSource:
     """The key that is read from a row; None = chosen by the row's shape (``ahp.runtime.data.documents``)."""
     rows: Any = None
     """A hub's data set, whose rows are read instead of the files; the files still hold its bytes."""
+    split: str | None = None
+    """Of a hub's data set: the files also hold the rows of other splits, such as train[10%:] beside train[:10%]."""
     key: str = "job.data"
     """The user's key, by which errors name the text."""
 
@@ -52,12 +58,14 @@ class TextSource:
         """Hash of every file's bytes in order; the files' location does not count."""
         digest = hashlib.blake2b(digest_size=16)
         for file in self.files:
-            digest.update(f"{file.suffix}:{file.stat().st_size};".encode())
-            with file.open("rb") as stream:
+            with _refusing_unreadable(file, self.key), file.open("rb") as stream:
+                digest.update(f"{file.suffix}:{file.stat().st_size};".encode())
                 while block := stream.read(1 << 22):
                     digest.update(block)
         if self.field is not None:
             digest.update(f"field:{self.field}".encode())
+        if self.split is not None:
+            digest.update(f"split:{self.split}".encode())
         return digest.hexdigest()
 
     def documents(self, template: Template) -> Iterator[Document]:
@@ -81,15 +89,16 @@ class TextSource:
                 yield row, f"{self.name} row {number}", self.num_bytes / len(self.rows)
             return
         for file in self.files:
-            if file.suffix == ".jsonl":
-                yield from _json_lines(file, self.key)
-            elif file.suffix == ".parquet":
-                yield from _parquet_rows(file, self.key)
-            else:
-                content = file.read_bytes()
-                text = _decoded(content, f"{self.key}: {file}")
-                _refuse_nul(content, f"{self.key}: {file}")
-                yield text, str(file), len(content)
+            with _refusing_unreadable(file, self.key):
+                if file.suffix == ".jsonl":
+                    yield from _json_lines(file, self.key)
+                elif file.suffix == ".parquet":
+                    yield from _parquet_rows(file, self.key)
+                else:
+                    content = file.read_bytes()
+                    text = _decoded(content, f"{self.key}: {file}")
+                    _refuse_nul(content, f"{self.key}: {file}")
+                    yield text, str(file), len(content)
 
 
 def find(data: str, field: str | None = None, key: str = "job.data") -> TextSource:
@@ -109,17 +118,14 @@ def refuse_missing(data: str, key: str) -> None:
 
 def _files(data: str, key: str) -> list[Path]:
     path = Path(data).expanduser()
+    if not data:  # an empty variable of a template, which Path takes for the current folder
+        raise bad_input(key, data, "it names no text", KINDS)
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
         if not files:
             raise bad_input(key, data, "the folder holds no file that is read", SUFFIXES)
     elif not path.exists():
-        raise bad_input(
-            key,
-            data,
-            "no such file or folder",
-            [PYTHON_STDLIB, f"a file of {' '.join(SUFFIXES)}", "a folder of them", "hub:owner/name"],
-        )
+        raise bad_input(key, data, "no such file or folder", KINDS)
     elif path.suffix not in SUFFIXES:
         raise bad_input(key, data, f"files {path.suffix or 'without a suffix'} are not read", SUFFIXES)
     else:
@@ -129,8 +135,8 @@ def _files(data: str, key: str) -> list[Path]:
     return files
 
 
-def _source(name: str, files: list[Path], field: str | None, key: str, rows: Any = None) -> TextSource:
-    return TextSource(name, tuple(files), sum(file.stat().st_size for file in files), field, rows, key)
+def _source(name: str, files: list[Path], field: str | None, key: str) -> TextSource:
+    return TextSource(name, tuple(files), sum(file.stat().st_size for file in files), field, key=key)
 
 
 def _needs_extra(key: str, data: str, what: str) -> BadInput:
@@ -147,15 +153,15 @@ def _hub(data: str, field: str | None, key: str) -> TextSource:
     parts = name.split("/")
     if len(parts) not in (1, 2, 3) or not all(parts):
         raise bad_input(key, data, "expected hub:owner/name, hub:owner/name/configuration or hub:owner/name@split")
-    path, configuration = "/".join(parts[:2]), (parts[2] if len(parts) == 3 else None)
+    path, configuration, split = "/".join(parts[:2]), (parts[2] if len(parts) == 3 else None), split or "train"
     try:
-        rows = datasets.load_dataset(path, configuration, split=split or "train")
+        rows = datasets.load_dataset(path, configuration, split=split)
     except Exception as error:  # the library raises whatever its readers and the network raise
         raise bad_input(key, data, f"it cannot be loaded ({type(error).__name__}: {error})") from None
     files = [Path(part["filename"]) for part in rows.cache_files]
     if not files:  # their bytes tell one version of the data from another
         raise bad_input(key, data, "it lies in no file; save it as .jsonl or .parquet")
-    return _source(data, files, field, key, rows)
+    return replace(_source(data, files, field, key), rows=rows, split=split)
 
 
 def _standard_library(key: str) -> list[Path]:
@@ -189,14 +195,16 @@ def _json_lines(file: Path, key: str) -> Iterator[tuple[object, str, float]]:
             text = _decoded(line, f"{key}: {where}", begin)
             try:
                 yield json.loads(text), where, len(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise BadInput(f"{key}: {where}: not JSON ({error})") from None
 
 
 def _decoded(content: bytes, where: str, begin: int = 0) -> str:
-    """Decode bytes that lie ``begin`` bytes after the start of their file. Raises BadInput if they are not UTF-8."""
+    """Decode bytes that lie ``begin`` bytes after the start of their file, without the mark with which editors on Windows begin files. Raises
+    BadInput if they are not UTF-8."""
     try:
-        return content.decode("utf-8")
+        text = content.decode("utf-8")
+        return text if begin else text.removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
         byte, offset = content[error.start], begin + error.start
         if begin == 0 and content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -239,5 +247,17 @@ def _parquet_rows(file: Path, key: str) -> Iterator[tuple[object, str, float]]:
             for row in batch.to_pylist():
                 number += 1
                 yield row, f"{file} row {number}", size
-    except pyarrow.ArrowException as error:
-        raise BadInput(f"{key}: {file}: not a parquet file that can be read ({error})") from None
+    except (
+        pyarrow.ArrowException,
+        OSError,
+        UnicodeDecodeError,
+    ) as error:  # pages that are damaged, text that is not UTF-8
+        raise BadInput(f"{key}: {file}: not a parquet file that can be read ({first_line(error)})") from None
+
+
+@contextmanager
+def _refusing_unreadable(file: Path, key: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(f"{key}: {file}: cannot be read ({error.strerror or error})") from None

@@ -55,21 +55,35 @@ def train(texts: Iterable[str], vocab_size: int, *, masked: bool = False) -> Tok
 
 def load(file: Path, vocab_size: int) -> Tokenizer:
     """Read a tokenizer.json that came with a model; refuse one that has more tokens than the model can embed."""
-    from tokenizers import Tokenizer
-
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = opened(file)
     except Exception as error:  # the library raises bare Exception for a file that it cannot read
         raise bad_input("tokenizer", str(file), f"not a tokenizer.json ({error})") from None
-    size = tokenizer.get_vocab_size()
+    size = end_of_ids(tokenizer)
     if size > vocab_size:
         raise bad_input(
             "tokenizer",
             str(file),
-            f"it has {size} tokens and the model's vocab_size is {vocab_size}; enlarge the model's",
+            f"it has token ids up to {size - 1}, and the model's vocab_size is {vocab_size}; enlarge the model's",
         )
     end_of_text(tokenizer)
     return tokenizer
+
+
+def opened(file: Path) -> Tokenizer:
+    """Read a tokenizer.json, for text of any length. A file can ask for truncation and padding, as set when it was saved: transformers ignores
+    that when it tokenizes, and so must we."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def end_of_ids(tokenizer: Tokenizer) -> int:
+    """The largest id of a token, plus 1: more than the number of tokens if some ids have none."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def tokenizer_of(plan: Plan, kept: Path | None = None) -> Path | None:

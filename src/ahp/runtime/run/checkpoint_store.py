@@ -127,6 +127,8 @@ class CheckpointStore:
         for step, sizes in self._files().items():
             if step not in whole[-keep:] and step != put:
                 self._remove(self._folder(step), sorted(sizes, key=lambda name: name != MANIFEST))
+                with suppress(OSError):  # most stores have no folders, file:// has
+                    self.fs.rmdir(self._folder(step))
 
     def _folder(self, step: int) -> str:
         return f"{self.root}/step-{step}"

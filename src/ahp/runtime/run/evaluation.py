@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable, Mapping
 from inspect import isfunction, signature
 from typing import Any
 
 from ahp.errors import BadInput, bad_input
+from ahp.run_files import finite
 
 KEY = "run.evaluation"
+OWN_NAME = "time_s"
+"""The name under which the time of an evaluation is recorded."""
 
 Evaluation = Callable[[Any, int], Any]
 """(the parallel model, number of the step) -> a number, or numbers keyed by name. Called on every rank."""
@@ -48,9 +50,19 @@ def figures(name: str, found: Any) -> dict[str, float | None]:
     named: Mapping[Any, Any] = found if isinstance(found, Mapping) else {"": found}
     record: dict[str, float | None] = {}
     for key, value in named.items():
-        # A tensor or a NumPy scalar counts as the number that it holds.
-        number = value.item() if hasattr(value, "item") else value
+        number = _number(value)
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not isinstance(key, str):
             raise bad_input(KEY, name, f"it returned {found!r}; a number was expected, or numbers by name")
-        record["evaluation" + (f"_{key}" if key else "")] = float(number) if math.isfinite(number) else None
+        if key == OWN_NAME:
+            rule = f"it returned a number named {key}, and evaluation_{key} is the time that it takes; give it another name"
+            raise bad_input(KEY, name, rule)
+        record["evaluation" + (f"_{key}" if key else "")] = finite(number)
     return record
+
+
+def _number(value: Any) -> Any:
+    """The number that a tensor or a NumPy scalar holds, None if it holds several; anything else as it is."""
+    try:
+        return value.item() if hasattr(value, "item") else value
+    except (RuntimeError, ValueError):
+        return None

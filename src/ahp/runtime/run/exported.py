@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ahp.cluster.sense import memory_available_bytes
 from ahp.errors import BadInput
 from ahp.plan import Parallelism, Plan
-from ahp.runtime.data.tokenizer import copy_for_transformers, save_for_transformers, tokenizer_of
+from ahp.runtime.data.tokenizer import copy_for_transformers, opened, save_for_transformers, tokenizer_of
 from ahp.runtime.run.folder import EXPORT_MARK, RunFolder
 
 if TYPE_CHECKING:
@@ -62,8 +62,6 @@ def newest(run: RunFolder, plan: Plan) -> Path:
 
 def load(folder: Path, plan: Plan) -> tuple[nn.Module, Tokenizer]:
     """The model with its weights in fp32, ready to run on this machine's best device, and its tokenizer."""
-    from tokenizers import Tokenizer
-
     from ahp.graph.models import build_model
     from ahp.runtime.weights.allocate import allocate_on, materialize_buffers
     from ahp.runtime.weights.hub_names import kept_buffers
@@ -75,7 +73,7 @@ def load(folder: Path, plan: Plan) -> tuple[nn.Module, Tokenizer]:
     materialize_buffers(module, {name for name, _ in kept_buffers(module)})
     allocate_on(module, device)  # uninitialized, since all values are read below
     fill_whole(module, source)
-    return module.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return module.eval(), opened(folder / "tokenizer.json")
 
 
 def _device_with_room(num_bytes: int) -> torch.device:
@@ -98,8 +96,6 @@ def _refuse_without_room(num_bytes: int) -> None:
 
 def _convert(run: RunFolder, plan: Plan, checkpoint: Path, step: int) -> Path:
     """Read a checkpoint's weights, saved by any layout, in one process on the CPU. Raises BadInput if they do not fit."""
-    from tokenizers import Tokenizer
-
     from ahp.graph.models import build_model
     from ahp.runtime.parallel import parallelize
 
@@ -115,7 +111,7 @@ def _convert(run: RunFolder, plan: Plan, checkpoint: Path, step: int) -> Path:
             parallel = parallelize(module, alone, device="cpu", initialize=False)
             parallel.load(checkpoint, weights_alone=True)
             parallel.export_hf(aside)
-        return publish(run, aside, plan, Tokenizer.from_file(str(run.tokenizer_file)), step)
+        return publish(run, aside, plan, opened(run.tokenizer_file), step)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

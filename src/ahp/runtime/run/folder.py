@@ -39,6 +39,8 @@ EXPORT_MARK = "ahp.json"
 """File next to the exported weights; holds the step that they come from."""
 
 
+LEAST_ROOM = 1 << 14
+"""[Empirical] Bytes that must be free at a start: twice the plan and the status of a small run. A full disk is named before anything is read."""
 LOOK_S = 0.1
 """Time between two attempts to take a lock."""
 WORKERS_WRITE = "the workers of a start that has ended are still writing there"
@@ -121,8 +123,8 @@ class RunFolder:
             with self._locked("lock.workers", WORKERS_WRITE, wait_s):
                 pass
             try:
-                with tempfile.TemporaryFile(dir=self.path):
-                    pass
+                with tempfile.TemporaryFile(dir=self.path) as probe:
+                    probe.write(bytes(LEAST_ROOM))
             except OSError as error:
                 raise self._unwritable(error) from None
             self.is_held = True
@@ -156,8 +158,10 @@ class RunFolder:
             yield
 
     def _unwritable(self, error: OSError) -> BadInput:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        way_on = "make room there, or give another one" if is_full else "give another one"
         return BadInput(
-            f"run.folder = {str(self.path)!r}: cannot be written ({error.strerror}); give another one with --run.folder"
+            f"run.folder = {str(self.path)!r}: cannot be written ({error.strerror}); {way_on} with --run.folder"
         )
 
     # status.json
@@ -272,13 +276,13 @@ class RunFolder:
         found = []
         for path in self.checkpoints_folder.glob("step-*"):
             number = path.name.removeprefix("step-")
-            if number.isdigit() and _fault(path) is None:
+            if number.isdecimal() and _fault(path) is None:
                 found.append(Checkpoint(int(number), path))
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def incomplete(self) -> dict[str, str]:
         """What is wrong with each incomplete checkpoint (a file is missing, cut or unreadable), keyed by the folder's name."""
-        found = (path for path in self.checkpoints_folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
+        found = (path for path in self.checkpoints_folder.glob("step-*") if path.name.removeprefix("step-").isdecimal())
         return {path.name: fault for path in sorted(found) if (fault := _fault(path)) is not None}
 
     def refuse_lost_checkpoints(self) -> None:
@@ -323,7 +327,7 @@ class RunFolder:
 
     def _empty_place_aside(self, step: int) -> Path:
         aside = self.aside_for(step)
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside, ignore_errors=True)
         return aside
 
     def commit_checkpoint(self, step: int, meta: dict[str, Any], keep: int) -> Checkpoint:
@@ -337,7 +341,7 @@ class RunFolder:
         for file in [*aside.rglob("*"), aside]:
             flush(file)
         final = self.checkpoints_folder / f"step-{step}"
-        shutil.rmtree(final, ignore_errors=True)
+        _remove(final, ignore_errors=True)
         aside.rename(final)
         flush(self.checkpoints_folder)
         self.keep_newest(keep)
@@ -349,12 +353,12 @@ class RunFolder:
             # Rename it first: if a kill left it half removed, nobody would know that it was meant to go.
             aside = self._empty_place_aside(old.step)
             old.path.rename(aside)
-            shutil.rmtree(aside)
+            _remove(aside)
 
     def discard_unfinished(self) -> None:
         """Remove whatever was being written, or removed, when a run stopped."""
         for aside in [*self.checkpoints_folder.glob("step-*.tmp"), *self.path.glob("hf.tmp*")]:
-            shutil.rmtree(aside, ignore_errors=True)
+            _remove(aside, ignore_errors=True)
 
     # the job
 
@@ -385,12 +389,22 @@ def _fault(path: Path) -> str | None:
     kinds = {"step": int, "files": dict, "crc32": dict, "job": dict, "model": str | dict}
     if not isinstance(meta, dict) or not all(isinstance(meta.get(key), kind) for key, kind in kinds.items()):
         return f"meta.json lacks one of {', '.join(kinds)}"
+    if f"step-{meta['step']}" != path.name:  # a copy, or renamed: its weights would get the batches of other steps
+        return f"meta.json is of step {meta['step']}"
     try:
         if all((path / name).stat().st_size == size for name, size in meta["files"].items()):
             return None if meta["files"].keys() <= meta["crc32"].keys() else "meta.json lacks the checksum of a file"
     except OSError:
         pass
     return "a file of it is missing or cut"
+
+
+def _remove(place: Path, *, ignore_errors: bool = False) -> None:
+    """Remove a folder; of a folder that the user has put elsewhere only the link."""
+    if place.is_symlink():
+        place.unlink(missing_ok=ignore_errors)
+    else:
+        shutil.rmtree(place, ignore_errors=ignore_errors)
 
 
 def _lock(file: IO[str], until_s: float) -> None:

@@ -19,7 +19,7 @@ from ahp import run_history
 from ahp.config import OnNan
 from ahp.errors import AhpError
 from ahp.plan import Plan
-from ahp.run_files import Status
+from ahp.run_files import Status, finite
 from ahp.runtime.data.prefetch import Prefetch
 from ahp.runtime.host_copy import HostCopy
 from ahp.runtime.peak_memory import take_peak
@@ -315,14 +315,16 @@ class Loop:
             raise CannotWrite(self.checkpoints.cannot_write("metrics.jsonl", error)) from error
         self.on_step(record)
 
-    def _validated(self, step: int) -> dict[str, float]:
+    def _validated(self, step: int) -> dict[str, float | None]:
         """The loss on held-out text if validation is due, and the time it took, which counts towards no step."""
         if self.validation is None or not self._validates(step):
             return {}
         parts = (self.validation(number, self.rows) for number in range(self.settings.validation_batches))
         loss = self.parallel.evaluate(parts)
         began_s, self.ended_s = self.ended_s, time.perf_counter()
-        return {"validation_loss": loss, "validation_time_s": self.ended_s - began_s}
+        if finite(loss) is None:
+            self._note(f"step {step}: the loss on held-out text is {loss}")
+        return {"validation_loss": finite(loss), "validation_time_s": self.ended_s - began_s}
 
     def _evaluated(self, step: int) -> dict[str, float | None]:
         """The figures of the user's evaluation function if it is due, and the time it took."""
@@ -330,7 +332,7 @@ class Loop:
             return {}
         found = evaluation.figures(str(self.settings.evaluation), self.evaluation(self.parallel, step))
         began_s, self.ended_s = self.ended_s, time.perf_counter()
-        return found | {"evaluation_time_s": self.ended_s - began_s}
+        return found | {f"evaluation_{evaluation.OWN_NAME}": self.ended_s - began_s}
 
     # A loss or a gradient that is not a number
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from ahp.about import install_extra
-from ahp.errors import bad_input
+from ahp.errors import bad_input, first_line
 from ahp.plan import Plan
 
 NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}
@@ -65,12 +66,24 @@ class WeightsAndBiases:
 
 
 def check(names: Sequence[str]) -> None:
-    """Refuse, before a worker starts, a tracker that is not installed."""
+    """Refuse, before a worker starts, a tracker that is not installed, or Weights & Biases without a login."""
     for name in names:
         if name not in NEEDS:
             raise bad_input("run.track", list(names), f"{name} is no tracker", NEEDS)
         if importlib.util.find_spec(NEEDS[name]) is None:
             raise bad_input("run.track", list(names), f"{name} is not installed; {install_extra('track')}")
+    if "wandb" in names and os.environ.get("RANK", "0") == "0":  # the rank that logs
+        _refuse_without_login(names)
+
+
+def _refuse_without_login(names: Sequence[str]) -> None:
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    try:
+        wandb.login()  # asks for a key on a terminal; offline it needs none
+    except wandb.Error as error:
+        rule = f"wandb: {first_line(error)}"
+        raise bad_input("run.track", list(names), rule, ("WANDB_MODE=offline", "the command wandb login")) from None
 
 
 class Trackers:

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from ahp import run_history
 from ahp.config import COLLECTIVE_TIMEOUT_S, Elastic, OnNan, Profile, checkpoint_interval
-from ahp.errors import AhpError, BadInput, HardwareMismatch, bad_input
+from ahp.errors import AhpError, HardwareMismatch, bad_input
 from ahp.plan import Plan, validated
 from ahp.run_files import Status, read_heartbeat
 from ahp.runtime.files import is_full
@@ -31,6 +31,7 @@ from ahp.runtime.run.evaluation import find as find_evaluation
 from ahp.runtime.run.failure import TrainingFailed
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.given import keep, with_kept_model
+from ahp.runtime.run.nodes_alike import refuse_other_models, texts_on_all
 from ahp.runtime.run.progress import Display, following, say
 from ahp.runtime.run.restarts import SAME_FAILURES, Restarts, gpus_left
 from ahp.runtime.run.same_job import check_same_job
@@ -447,23 +448,15 @@ class Trainer:
         )  # fmt: skip
 
     def _texts_of(self, workers: Preparation) -> Texts:
-        """The texts that the first worker prepares and verifies. A node without its cache, or with a damaged one, prepares them again."""
+        """The texts. Raises BadInput on a node that has others, or another model."""
 
         def prepared() -> Texts:
             with self._reported():
                 return self._texts()
 
-        found = workers.decided_by_first(prepared, Texts)
-
-        def seen() -> Texts:
-            try:
-                # One worker per node reads every byte; the first worker of all already has.
-                found.check(verify=not workers.is_first and os.environ.get("LOCAL_RANK", "0") == "0")
-            except BadInput:
-                return prepare_texts(self.plan, self.folder)
-            return found
-
-        return workers.done_by_all(seen)
+        texts = texts_on_all(workers, self.plan, self.folder, prepared)
+        refuse_other_models(workers, self.plan)
+        return texts
 
     def _texts(self) -> Texts:
         """The texts, checked against the job so that nothing is refused after the workers have started."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -17,7 +18,7 @@ from ahp.runtime.ranks.mesh import Mesh
 def evaluate(
     runner: Runner, mesh: Mesh, micro_batch_size: int, parts: Iterable[tuple[Inputs, torch.Tensor]], seed: int
 ) -> float:
-    """Mean loss over the scored tokens of some global batches; each rank gives its rows. Collective.
+    """Mean loss over the scored tokens of some global batches, nan without any; each rank gives its rows. Collective.
 
     ``parts``: the model's inputs and unshifted labels, int64 [rows, sequence] each. ``seed``: for models that draw random numbers in
     evaluation too, the same at each validation.
@@ -40,7 +41,7 @@ def evaluate(
             for module in stage.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # backward would have freed the gathered weights
-    return total / max(1, tokens)
+    return total / tokens if tokens else math.nan
 
 
 def _batch(

@@ -40,16 +40,26 @@ class Pretrained:
 
         paths = self._paths()
         if not paths:
-            what = "it holds no *.safetensors" if self.folder.is_dir() else "no such folder"
-            raise bad_input(self.key, str(self.folder), f"{what}; give a folder as save_pretrained writes it")
+            raise bad_input(self.key, str(self.folder), self._lacks())
         index: dict[str, Path] = {}
         for path in paths:
             try:
                 with safe_open(path, framework="pt") as file:
                     index.update(dict.fromkeys(file.keys(), path))
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:
                 raise bad_input(self.key, str(self.folder), f"{path.name} cannot be read ({error})") from None
         return index
+
+    def _lacks(self) -> str:
+        """What a folder without weights lacks, in words."""
+        if not self.folder.is_dir():
+            return "no such folder; give a folder as save_pretrained writes it"
+        if not any(self.folder.glob("*.bin")):
+            return "it holds no *.safetensors; give a folder as save_pretrained writes it"
+        return (
+            "it holds *.bin and no *.safetensors; a .bin can run code when it is read, so AHP reads none: convert it with "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(another), and save the tokenizer there"
+        )
 
     def _paths(self) -> list[Path]:
         """The files that transformers reads: the whole model, else the files that its index names, else all. Folders can hold other files too:
