@@ -66,7 +66,7 @@ def prepare(plan: Plan, config: Config | None, folder: RunFolder, workers: int |
     elif config is not None:
         config.run.elastic.refuse_more(workers, "the launcher's processes")
     texts = prepare_texts(plan, folder)
-    check_same_text(folder, plan, texts.fingerprint)
+    check_same_text(folder, plan, texts.fingerprint, texts.validation_fingerprint)
     return texts
 
 

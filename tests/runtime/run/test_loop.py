@@ -684,3 +684,5 @@ def test_other_text_does_not_continue_a_run(alone: Ranks, folder: RunFolder) -> 
     loop(alone, folder).run()
     with pytest.raises(BadInput, match=r"job\.data.*changed since step 10"):
         loop(alone, folder, data_fingerprint="other").run()
+    with pytest.raises(BadInput, match=r"job\.validation.*changed since step 10"):
+        loop(alone, folder, validation_fingerprint="other").run()

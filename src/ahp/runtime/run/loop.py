@@ -138,6 +138,8 @@ class Loop:
     settings: Settings
     stop: StopRequest
     data_fingerprint: str
+    validation_fingerprint: str | None = None
+    """Of held-out text that is a text of its own."""
     model_described: dict[str, Any] = field(default_factory=dict)
     """For meta.json (``same_model.py``); filled in on the first rank only."""
     validation: Callable[[int, range], dict[str, Tensor]] | None = None
@@ -167,7 +169,11 @@ class Loop:
     """Set if the settings leave the time between checkpoints open."""
 
     def __post_init__(self) -> None:
-        same = {"data_fingerprint": self.data_fingerprint, "model_described": self.model_described or None}
+        same = {
+            "data_fingerprint": self.data_fingerprint,
+            "validation_fingerprint": self.validation_fingerprint,
+            "model_described": self.model_described or None,
+        }
         self.checkpoints = Checkpoints(self.plan, self.folder, self.ranks, self.settings.keep, same)
         self.profile = StepProfile(
             self.settings.profile_steps, self.folder.profile_folder, self.ranks.rank, self.ranks.device
@@ -215,7 +221,7 @@ class Loop:
         checkpoint = self.checkpoints.newest_whole()
         step = checkpoint.step if checkpoint is not None else 0
         if checkpoint is not None:
-            refuse_other_text(checkpoint, self.plan, self.data_fingerprint)
+            refuse_other_text(checkpoint, self.plan, self.data_fingerprint, self.validation_fingerprint)
             self.checkpoints.read(checkpoint, self.parallel)
         if self.ranks.is_first:
             self.folder.truncate_metrics(step)

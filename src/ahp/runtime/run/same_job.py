@@ -72,19 +72,25 @@ def _may_change(key: str, now: Job, step: int) -> bool:
     return key in MAY_CHANGE and (key != "job.precision" or now.precision in WITHOUT_STATE)
 
 
-def check_same_text(folder: RunFolder, plan: Plan, fingerprint: str) -> None:
+def check_same_text(folder: RunFolder, plan: Plan, fingerprint: str, held_out: str | None) -> None:
     """Refuse to continue a run on other text. Raises BadInput."""
     if saved := folder.checkpoints():
-        refuse_other_text(saved[-1], plan, fingerprint)
+        refuse_other_text(saved[-1], plan, fingerprint, held_out)
 
 
-def refuse_other_text(checkpoint: Checkpoint, plan: Plan, fingerprint: str) -> None:
-    """Raises BadInput if the tokens are not those that the run was trained on before."""
-    if checkpoint.meta().get("data_fingerprint", fingerprint) != fingerprint:
-        raise BadInput(
-            f"job.data = {plan.job.data_words!r}: the text or its tokenizer has changed since step {checkpoint.step}; "
-            "give it back, or start a new run with another --run.folder"
-        )
+def refuse_other_text(checkpoint: Checkpoint, plan: Plan, fingerprint: str, held_out: str | None) -> None:
+    """Raises BadInput if the tokens are not those that the run was trained and evaluated on before. ``held_out``: the fingerprint of separate
+    held-out text."""
+    meta, job = checkpoint.meta(), plan.job
+    for key, named, saved_as, now in (
+        ("job.data", job.data_words, "data_fingerprint", fingerprint),
+        ("job.validation", job.validation, "validation_fingerprint", held_out),
+    ):
+        if meta.get(saved_as, now) != now:
+            raise BadInput(
+                f"{key} = {named!r}: the text or its tokenizer has changed since step {checkpoint.step}; "
+                "give it back, or start a new run with another --run.folder"
+            )
 
 
 def _with_defaults(job: dict[str, Any]) -> dict[str, Any]:

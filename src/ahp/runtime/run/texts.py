@@ -27,6 +27,8 @@ class Texts:
     """Folder of the held-out text, if that is separate text."""
     fingerprint: str
     """Fingerprint of the training text: a run continues only with the same text."""
+    validation_fingerprint: str | None = None
+    """The same for the held-out text, if that is separate text."""
 
     def check(self, *, verify: bool) -> None:
         """Raises Damaged if this node does not see the folders, since its cache may be its own; with ``verify``, also if bytes have changed."""
@@ -66,7 +68,8 @@ def prepare_texts(plan: Plan, run: RunFolder | None = None) -> Texts:
     batches_for(job, corpora, masked=masked)
     validation_batches_for(job, corpora, other, masked=masked)
     folders = tuple(str(corpus.folder) for corpus in corpora)
-    return Texts(folders, None if other is None else str(other.folder), fingerprint_of(corpora))
+    held_out = (None, None) if other is None else (str(other.folder), other.fingerprint)
+    return Texts(folders, held_out[0], fingerprint_of(corpora), held_out[1])
 
 
 def what_it_reads(model: Any, sequence_length: int) -> tuple[bool, int]:

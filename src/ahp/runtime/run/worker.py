@@ -135,6 +135,7 @@ def _train(
         settings=_settings(order),
         stop=stop,
         data_fingerprint=fingerprint_of(texts),
+        validation_fingerprint=None if held_out is None else held_out.fingerprint,
         model_described=model_described,
         validation=validation,
         on_step=tell,
