@@ -1,4 +1,4 @@
-"""Write docs/reference: every key of the files, every verb of Python, every option of the commands, from what the code says of itself.
+"""Write docs/reference: every key of the files, every verb of Python, every option of the commands, from the code's own docstrings.
 
 Run it when one of these changes: ``.venv/bin/python .ci/reference.py``, a few seconds. ``tests/docs/test_reference.py`` says when it is due.
 Keys and types come from the pydantic schemas, words from ``ahp.config.HELP`` and from docstrings (of a field: the text under it).

@@ -44,7 +44,7 @@ ENGINES = (
     ("composer", "accelerate"), ("pytorch fsdp", "accelerate"), ("accelerate", "accelerate"),
     ("internevo", "deepspeed"), ("deepspeed", "deepspeed"),
 )  # fmt: skip
-"""Engine by a word of a row's framework, first match. One that AHP does not know is priced as the nearest it does:
+"""Engine by a word of a row's framework, first match. An engine that AHP does not know is forecast as the nearest one that it knows:
 nanotron as torchtitan, Composer (FSDP1) as accelerate, InternEvo (ZeRO) as DeepSpeed."""
 
 NETWORKS = (

@@ -285,7 +285,7 @@ def _some(ids: Sequence[str]) -> str:
 
 
 def published(notes: Mapping[str, Any]) -> str:
-    """What other tools say of themselves."""
+    """The accuracy that other tools report."""
     lines = [[n["tool"], n["error"], n["graded_by"], n["source"]] for n in notes["published"]]
     words = [f"- {n['tool']} ({n['source']}): {n['runs']}" for n in notes["published"]]
     head = ["tool", "error of the step time, if nothing else is said", "who graded", "where"]

@@ -1,7 +1,7 @@
 """The forecast of collectives against published measurements, row by row.
 
     python benchmarks/collectives.py ROWS.json                   price every row from the catalogue alone
-    python benchmarks/collectives.py ROWS.json --rows            and print each of them
+    python benchmarks/collectives.py ROWS.json --rows            and print every row
     python benchmarks/collectives.py ROWS.json --leave-one-out   derive the constants without each publisher in turn
     python benchmarks/collectives.py ROWS.json --markdown docs/forecast/collectives.md   and write both errors there
     python benchmarks/collectives.py ROWS.json --derive          what stands under ``derived`` in forecast/nccl.yaml, and the catalogue's latencies of networks

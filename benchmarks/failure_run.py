@@ -252,7 +252,7 @@ def settle(process: subprocess.Popen[bytes], number: signal.Signals, timeout_s: 
 
 
 def left_behind(run: Run) -> list[str]:
-    """After its end: processes that still run, files that nobody needs. torch's cache of compiled kernels is meant to stay."""
+    """After its end: processes that still run, and files that are not needed. torch's cache of compiled kernels is meant to stay."""
     found = [f"process {' '.join(process.cmdline())[:80]}" for process in run.alive()]
     found += [
         str(path.relative_to(run.home))

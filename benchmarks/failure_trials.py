@@ -1,4 +1,4 @@
-"""What came of each failure, kept as lines of JSON, and the page's table of them."""
+"""The result of each failure, kept as lines of JSON, and the page's table of the results."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ VARIANTS = {
 TOLERANCE = {"fp32": 1.0e-4, "bf16": 1.0e-2, "fp8": 2.0e-2}
 """Largest relative difference of the losses of the first steps (as benchmarks/side_by_side.py; fp8 as ahp verify)."""
 COMPARED_STEPS = 3
-"""Later the weights have parted by what rounding makes of them."""
+"""After more steps the weights differ because of rounding."""
 
 
 @dataclass(frozen=True)

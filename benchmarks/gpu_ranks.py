@@ -148,7 +148,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def forecast(row: dict[str, Any]) -> Any:
-    """What AHP says of a rank of this row."""
+    """AHP's forecast for a rank of this row."""
     import ahp
 
     case = Case(**{name: row[name] for name in asdict(Case())})

@@ -74,7 +74,7 @@ class Case:
             return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).train()
 
     def batch(self, step: int) -> torch.Tensor:
-        """Token ids int64 [batch, sequence]; all of them are scored."""
+        """Token ids int64 [batch, sequence]; all tokens are scored."""
         import torch
 
         generator = torch.Generator().manual_seed(step)

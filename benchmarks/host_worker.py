@@ -59,7 +59,7 @@ class Hosts:
         self.store.wait([f"all/{self.met}"])
 
     def leave(self) -> None:
-        """The first host, which keeps the store, goes last: else another one's last question would find nobody."""
+        """The first host, which keeps the store, exits last: else the last request of another host would fail."""
         self.store.add("left", 1)
         while self.number == 0 and self.store.add("left", 0) < self.size:
             time.sleep(0.1)

@@ -201,7 +201,7 @@ def corrected(hosts: Sequence[Host], cluster: Any, task: Task, folder: Path) -> 
 def measured(
     hosts: Sequence[Host], layouts: Sequence[Layout], task: Task, pace: Pace, folder: Path
 ) -> Iterator[dict[str, Any]]:
-    """What each host says of each round and layout."""
+    """The output of each host for each round and layout."""
     own = {key: value for key, value in asdict(task).items() if key != "optimizer"}
     settings = {
         "task": own, "size": len(hosts), "names": [host.name for host in hosts], "address": hosts[0].address, "port": PORT + 1, **asdict(pace),

@@ -20,7 +20,7 @@ MOST_RANKED, MOST_EVEN = 4, 2
 
 @dataclass
 class Layout:
-    """One of them, or each host alone where there is no forecast."""
+    """One layout of several hosts, or each host alone if there is no forecast."""
 
     words: str
     roles: tuple[str, ...]
@@ -191,7 +191,7 @@ def _plan(cluster: Any, task: Task, parallelism: Any) -> dict[str, Any]:
 
 
 def _alone(graph: Any, cluster: Any, job: Any, task: Task) -> Layout:
-    """The best plan of each host by itself, all of them at the same time."""
+    """The best plan of each host by itself; all hosts run at the same time."""
     import ahp
     from ahp.cluster.model import Cluster
 

@@ -43,7 +43,7 @@ def step_s(plan: Any) -> float:
 
 
 def rows_of(graph: Any, cluster: Any, job: Any) -> tuple[list[list[str]], str]:
-    """One row for each planner, and what the mixed search says of itself."""
+    """One row for each planner, and the certificate of the mixed search."""
     import ahp
     from ahp import words
     from ahp.cluster.model import Cluster

@@ -21,7 +21,7 @@ from pathlib import Path
 PREFIX = "ahp"
 NETWORK = "10.77.0"
 INTERFACE = "net0"
-"""Of every host; what gloo is told to use."""
+"""The network interface of every host, which gloo uses."""
 PROGRAMS = ("ip", "nsenter", "unshare", "hostname", "taskset")
 QUOTA_PERIOD_US = 10_000
 """The kernel's default of 100 ms would stop a slow host for most of a step, and let it run through the next. Shares of a tenth stay above the kernel's least, 1 ms."""
@@ -29,7 +29,7 @@ TBF_BURST_S, TBF_QUEUE = 0.002, "20ms"
 """A token bucket sends so much at once, and holds back for so long before it drops: tc-tbf(8) asks for a burst of rate / HZ at least, and one that is
 large beside a message hides the rate from it."""
 LEAST_BURST_BYTES = 20_000
-"""Above one packet as the kernel hands it over: veth pairs pass 64 KiB at once unless it is told not to, see ``_cable``."""
+"""Above one packet as the kernel hands it over: veth pairs pass 64 KiB at once by default, see ``_cable``."""
 CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -195,7 +195,7 @@ def _remove_left() -> None:
 
 
 def _remove_namespace(name: str) -> None:
-    """With the processes in it: a namespace lives for as long as one of them does."""
+    """Also ends the processes in it, because a namespace exists as long as a process runs in it."""
     listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
     _kill(listed.stdout.split())
     subprocess.run(["ip", "netns", "delete", name], capture_output=True)

@@ -5,7 +5,7 @@
     python benchmarks/predicted.py --models tiny --workers 2
 
 The machine is probed with as many workers (``ahp probe --quick --workers N``) and every layout forecast before anything
-is trained. Then each layout runs its steps through ``ahp.parallelize`` on fresh workers, and all of them again in another
+is trained. Then each layout runs its steps through ``ahp.parallelize`` on fresh workers, and all layouts again in another
 round, so that what disturbs the machine for a while does not fall on one layout. Regret: how much slower than the best measured layout
 the one is that ``ahp.search`` picks. stdout: the tables; stderr: progress.
 """

@@ -1,4 +1,4 @@
-"""What ``ahp check`` says of the configurations that other projects ship.
+"""The output of ``ahp check`` for configurations that other projects ship.
 
     python benchmarks/recipes.py CLONES --markdown docs/plan/check-recipes.md
 
@@ -73,7 +73,7 @@ def extract(project: dict[str, Any], clones: Path, into: Path) -> None:
 
 
 def judge(file: Path, path: str, model: str | None, on: str | None) -> Outcome:
-    """What ``ahp check`` says of a recipe."""
+    """The output of ``ahp check`` for a recipe."""
     try:
         size = on or _size(file, model)
         foreign, plan = understood(Arguments(file=str(file), cluster=size, model=model), {})

@@ -109,7 +109,7 @@ class Task:
         return MixtralForCausalLM(config).train()
 
     def batch(self, step: int) -> torch.Tensor:
-        """Token ids of the global batch of a step, int64 [global batch, sequence]; every one of them is scored."""
+        """Token ids of the global batch of a step, int64 [global batch, sequence]; every token is scored."""
         import torch
 
         generator = torch.Generator().manual_seed(1_000_003 * self.seed + step)

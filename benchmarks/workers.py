@@ -35,8 +35,8 @@ PRELOAD = [
     "ahp.runtime.parallel",
 ]
 JOIN_TIMEOUT_S = 120
-"""[Empirical] Of a single collective. A rank waits for another's first step, which takes seconds, not minutes; what hangs
-is to be told before whoever waits for the whole gives up."""
+"""[Empirical] For a single collective. A rank waits for another's first step, which takes seconds, not minutes. A hang must be
+reported before the caller's own time limit."""
 
 
 RUNS_OF_A_WORKER = 500
@@ -120,7 +120,7 @@ class Pool:
     def _start(self) -> tuple[Any, Connection]:
         ours, theirs = self.context.Pipe()
         process = self.context.Process(target=_serve, args=(theirs, self.threads), daemon=True)
-        # Of what this process imports from, the server is told nothing (Python 3.11), and passes over what it does not find.
+        # The fork server does not get this process's import path (Python 3.11), and ignores modules that it does not find.
         variables = {"OMP_NUM_THREADS": str(self.threads), "PYTHONPATH": os.pathsep.join(sys.path)}
         variables |= {name: value for name, value in COMPUTE.items() if name not in os.environ}
         if Path("/sys/class/net/lo").exists() and "GLOO_SOCKET_IFNAME" not in os.environ:

@@ -1,4 +1,4 @@
-"""How many processes run the tests, which of them, and how patient drawn examples are."""
+"""How many processes run the tests, which process runs which test, and how long drawn examples may take."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
 @pytest.fixture
 def on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The scripts' own folder, where python puts it when one of them is started."""
+    """The scripts' own folder, where Python puts it when a script is started."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
     for name, module in list(sys.modules.items()):
@@ -104,7 +104,7 @@ def test_schedules_are_held_against_patterns_and_bounds() -> None:
     assert {name: len(found) for name, found in rows.items()} == {
         "published stages": 16, "drawn stages": 30, "beside 1F1B": 2, "long sends": 24, "speed of synthesis": 6
     }  # fmt: skip
-    for row in rows["published stages"]:  # a pattern fits in all of them, and is never faster
+    for row in rows["published stages"]:  # a pattern fits in all rows, and is never faster
         gap, gain = (float(cell.split(" %")[0]) for cell in row[-2:])
         assert 0.0 <= gap < 10.0
         assert gain >= 0.0

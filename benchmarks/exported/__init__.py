@@ -12,7 +12,7 @@ from typing import Any
 
 
 def tell(losses: list[float], norms: list[float], says: dict[str, Any]) -> None:
-    """What rank 0 hands back: of each step the global mean loss and the norm before clipping; what the program says of its layout."""
+    """The results of rank 0: for each step the global mean loss and the norm before clipping; and the layout that the program reports."""
     if int(os.environ["RANK"]) == 0:
         found = {"losses": losses, "norms": norms, "says": says}
         Path(os.environ["EXPORTED_RESULT"]).write_text(json.dumps(found))

@@ -1,6 +1,6 @@
 """A user's script for ``accelerate launch --config_file``: ``Accelerator`` takes the layout from what the launcher sets.
 
-accelerate has FSDP for GPUs alone. What is changed for processor cores: it is told that it joined through gloo on devices that may shard, and
+accelerate has FSDP only for GPUs. Changes for processor cores: its state says that it joined through gloo on devices that may shard, and
 FSDP2 sums gradients with the reduction that gloo has.
 """
 

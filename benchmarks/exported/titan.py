@@ -1,6 +1,6 @@
 """torchtitan 0.2.2's own Trainer on processor cores: its ConfigManager reads the TOML, its Trainer builds the layout and steps.
 
-It has no path for CPUs. What is changed for one: its modules are told that their device is the CPU, memory is not looked up, and
+It does not support CPUs. Changes for a CPU: its modules get the CPU as their device, memory is not looked up, and
 FSDP2 sums gradients with the reduction that gloo has. The model, the weights and the batches come in as a TrainSpec of the user's own.
 """
 

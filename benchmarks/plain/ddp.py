@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 
 class Updates(Protocol):
-    """What DDP's step asks of an optimizer."""
+    """The methods of an optimizer that DDP's step calls."""
 
     def step(self) -> None: ...
 

@@ -1,6 +1,6 @@
 """torchtitan's FSDP2 and tensor parallelism: its own LLaMA, split by its own ``parallelize_llama``, stepped as its Trainer does.
 
-It has no path for CPUs. What is changed for one: its modules are told that their device is the CPU, and FSDP2 sums gradients with the
+It does not support CPUs. Changes for a CPU: its modules get the CPU as their device, and FSDP2 sums gradients with the
 reduction that gloo has.
 """
 

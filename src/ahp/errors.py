@@ -1,4 +1,4 @@
-"""What a user is told when AHP cannot do what was asked, and the exit code that goes with it."""
+"""The errors that a user gets when AHP cannot do what was asked, with their exit codes."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class Parallelism(Record):
             return
         if self.layers_per_stage is not None:
             raise ValueError(
-                f"layers_per_stage = {list(self.layers_per_stage)}: stages says the layers of each stage already (valid: null)"
+                f"layers_per_stage = {list(self.layers_per_stage)}: stages has the layers of each stage (valid: null)"
             )
         check_places(
             self.stages,
@@ -188,7 +188,7 @@ class Parallelism(Record):
             return
         if placed:
             raise ValueError(
-                f"recomputed_layers_per_stage = {list(given)}: on a mixed cluster stages says it (valid: null; stages.recomputed_layers, a "
+                f"recomputed_layers_per_stage = {list(given)}: on a mixed cluster it is given in stages (valid: null; stages.recomputed_layers, a "
                 "number or one for each replica)"
             )
         if len(given) != self.num_stages:
@@ -281,7 +281,7 @@ class Parallelism(Record):
 
     @property
     def weight_replicas(self) -> int:
-        """Ranks that hold the same part of the weights, or all of them."""
+        """Number of ranks that hold the same part of the weights, or the same whole weights."""
         return self.data_parallel_degree * self.context_parallel_degree // self.weight_shards
 
     @property

@@ -21,8 +21,8 @@ class StagePlace(Record):
     layers: int = Field(ge=1)
     """Blocks of the stage, the same for every replica: else their gradients would not line up."""
     recomputed_layers: int | tuple[int, ...] | None = None
-    """How many of the blocks, the first ones, are recomputed as ``activation_checkpoint`` says; or one number for each replica.
-    None = all of them."""
+    """The number of the stage's first blocks that are recomputed as ``activation_checkpoint`` says; or one number for each replica.
+    None = all blocks."""
     tensor_parallel_degree: int | None = Field(default=None, ge=1)
     """Degree of this stage; None = that of the layout."""
     data_parallel_shard_degree: int | None = Field(default=None, ge=1)
@@ -94,7 +94,7 @@ def check_places(stages: Sequence[StagePlace], ranks: int, virtual: int, replica
 
 
 def check_recomputed(stage: StagePlace, replicas: int) -> int | list[int] | None:
-    """The number of layers that a stage says it recomputes, or a list of them. Raises ValueError if it cannot."""
+    """The number of layers that a stage recomputes, or a list with one number per replica. Raises ValueError if it is not possible."""
     some = stage.recomputed_layers
     if some is None:
         return None
@@ -131,8 +131,8 @@ def check_beside_unlike_widths(expert_degree: int, mesh_order: Sequence[str] | N
     """Raises ValueError for settings that work only if all stages are as wide as the layout."""
     if expert_degree > 1:
         raise ValueError(
-            f"expert_parallel_degree = {expert_degree}: with stages of unlike width the ranks that share the experts would not be as many "
-            "in each (valid: 1)"
+            f"expert_parallel_degree = {expert_degree}: with stages of unlike width the number of ranks that share the experts would "
+            "differ between stages (valid: 1)"
         )
     if mesh_order is not None:
         raise ValueError(
@@ -140,6 +140,6 @@ def check_beside_unlike_widths(expert_degree: int, mesh_order: Sequence[str] | N
         )
     if ranks == 1:
         raise ValueError(
-            "stages.tensor_parallel_degree, stages.data_parallel_shard_degree: there is one stage, and the layout says its width "
+            "stages.tensor_parallel_degree, stages.data_parallel_shard_degree: there is one stage, and the layout sets its width "
             "(valid: null)"
         )

@@ -128,7 +128,7 @@ def _refuse_large(root: yaml.Node) -> None:
         """How many values a node stands for, and how deep they lie."""
         found = known.get(id(node), (0, 0))
         if found is None:
-            raise ConstructorError(None, None, "an alias that stands for what it lies in", node.start_mark)
+            raise ConstructorError(None, None, "an alias of a value that contains the alias", node.start_mark)
         if found[0]:
             return found
         known[id(node)] = None

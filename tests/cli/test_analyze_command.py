@@ -65,7 +65,7 @@ def test_dot_is_a_digraph(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_one_form_at_a_time() -> None:
-    with pytest.raises(BadInput, match="one of them"):
+    with pytest.raises(BadInput, match="give only one"):
         run(["tiny", "--json", "--dot"])
 
 

@@ -265,7 +265,7 @@ def test_dp_is_every_way_to_share_so_many_replicas() -> None:
     assert ways == [(6, 1), (3, 2), (2, 3), (1, 6)]
     (one,) = constraints_of("dp=2x3")
     assert (one.data_parallel_replicate_degree, one.data_parallel_shard_degree) == (2, 3)
-    with pytest.raises(BadInput, match="say how the replicas share their states: dp=REPLICATExSHARD"):
+    with pytest.raises(BadInput, match="give how the replicas shard their states: dp=REPLICATExSHARD"):
         layout_of("dp=6", "--current")
 
 
@@ -274,7 +274,7 @@ def test_dp_is_every_way_to_share_so_many_replicas() -> None:
     [
         ("tp 8", "must be KEY=VALUE"),
         ("tensor=8", "must be KEY=VALUE"),
-        ("tp=8 tp=4", "tp=4 says tensor_parallel_degree a second time"),
+        ("tp=8 tp=4", "tp=4 gives tensor_parallel_degree a second time"),
         ("tp8 tensor_parallel_degree=8", "a second time"),
         ("dp=4 dp_shard=2", "dp is replicate x shard degree"),
         ("dp=0", "must be the number of replicas"),
@@ -293,7 +293,7 @@ def test_explain_needs_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_report_needs_a_runs_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
-    assert "no run's folder" in capsys.readouterr().err
+    assert "not a run's folder" in capsys.readouterr().err
 
 
 def test_report_writes_the_page_of_a_plan(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

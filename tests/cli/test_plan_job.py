@@ -50,7 +50,7 @@ def test_no_forecast_depends_on_them() -> None:
 def test_what_may_change_the_plan_is_refused(key: str) -> None:
     flag = key.replace("_", "-")  # as the command's help writes it
     with pytest.raises(
-        BadInput, match=rf"--{flag}: plan.yaml is a plan, .*plan again with it \(valid here: .*--job.steps"
+        BadInput, match=rf"--{flag}: plan.yaml is a plan, .*plan again with the key \(valid here: .*--job.steps"
     ):
         with_job(PLAN, "plan.yaml", {key: 1})
 

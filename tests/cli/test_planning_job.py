@@ -28,13 +28,13 @@ def test_a_whole_config_holds_a_job_too(tmp_path: Path, capsys: pytest.CaptureFi
     file = tmp_path / "config.yaml"
     file.write_text("model: tiny\njob: {steps: 7}\n")
     assert given_job({"job": str(file)}) == {"steps": 7}
-    told = f"note: of {file} only job is read, not model, parallelism\n"
+    told = f"note: only job is read from {file}, not model, parallelism\n"
     file.write_text("model: tiny\njob: {steps: 7}\nparallelism: {tensor_parallel_degree: 2}\nrun: {folder: a}\n")
     assert given_job({"job": str(file)}) == {"steps": 7}
     assert capsys.readouterr().err.endswith(told)
     file.write_text("modle:\njob: {steps: 7}\nrun: {folder: a}\n")
     assert given_job({"job": str(file)}) == {"steps": 7}
-    assert capsys.readouterr().err == f"note: of {file} only job is read, not modle\n"
+    assert capsys.readouterr().err == f"note: only job is read from {file}, not modle\n"
     file.write_text("model: tiny\njobs: {steps: 7}\n")
     with pytest.raises(BadInput, match=r"config.yaml: jobs: unknown key \(did you mean: job"):
         given_job({"job": str(file)})

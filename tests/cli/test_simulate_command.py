@@ -52,7 +52,7 @@ def test_a_factory_of_pythons_own_library_is_refused(plan_file: Path, capsys: py
     """This one would end the process."""
     Plan.load(plan_file).model_copy(update={"model": "os:abort"}).save(plan_file)
     assert main(["simulate", str(plan_file)]) == 2
-    assert "model = 'os:abort': a module of Python itself makes no model" in capsys.readouterr().err
+    assert "model = 'os:abort': a module of Python's standard library makes no model" in capsys.readouterr().err
 
 
 def test_bars_what_binds_and_a_trace(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +164,7 @@ def test_a_mixed_plan(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFix
     trace = tmp_path / "trace.json"
     assert run([str(plan_file), "--trace", str(trace)]) == 0
     out = capsys.readouterr().out
-    assert "4 x H100-SXM-80GB + 4 x A100-SXM-40GB, 4 of them left idle" in out
+    assert "4 x H100-SXM-80GB + 4 x A100-SXM-40GB, 4 left idle" in out
     assert "on(old:1 new:3)" in out
     names = [e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "process_name"]
     assert sorted(name.split(" (")[0] for name in names) == ["rank 0 on old", "rank 2 on new"]

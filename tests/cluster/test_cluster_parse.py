@@ -156,7 +156,7 @@ def test_short_form_counts(nodes: int, devices: int, name: str) -> None:
         ({"nodes": 1, "devices_per_node": "8", "device": "H100-SXM-80GB"}, "devices_per_node = '8': .* not text"),
         ({"nodes": 10**30, "device": "H100-SXM-80GB"}, "nodes = 1000.*1000000"),
         ("1x99999999xH100-SXM-80GB", "devices_per_node = 99999999: .*10000"),
-        ("99999999xH100-SXM-80GB", "nodes of 8, and these are no whole ones"),
+        ("99999999xH100-SXM-80GB", "nodes of 8, and this number does not fill whole nodes"),
         ({"device": {"base": "H100", "memory_gb": 80}}, "memory_gb: unknown key .*memory_bytes"),
         ({"device": {"base": "H100", "memory_bytes": 0}}, "memory_bytes = 0"),
         ({"device": {"base": "H1000"}}, r"device.base = 'H1000'"),
@@ -167,7 +167,7 @@ def test_short_form_counts(nodes: int, devices: int, name: str) -> None:
         ({"device": "H100", "inter_node_network": "efa"}, "inter_node_network = 'efa': a single node without"),
         (
             {"nodes": 2, "device": "H100", "inter_node_network": "efa", "inter_node_latency_us": 3},
-            "inter_node_network = 'efa': .*and so does inter_node_latency_us: leave one of them out",
+            "inter_node_network = 'efa': .*and so does inter_node_latency_us: give only one",
         ),
         (
             {"nodes": 2, "device": "cpu", "inter_node_gbps": 10, "inter_node_network": "efa"},

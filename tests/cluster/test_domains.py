@@ -1,4 +1,4 @@
-"""NVLink domains larger than a host: what a cluster says of them, and what it costs."""
+"""NVLink domains larger than a host: how a cluster describes them, and the time of their collectives."""
 
 import json
 from pathlib import Path

@@ -168,7 +168,7 @@ def test_links_within_a_group_are_its_own_and_those_between_groups_the_clusters(
     fast, slow = found.cluster.groups
     assert fast.inter_node is not None
     assert fast.inter_node.bandwidth_bytes_per_s == pytest.approx(9 * 1.25e8), "the median pair, of each the slower way"
-    assert "median of 3 pairs of hosts, of each the slower direction; 8 to 10 Gb/s" in fast.inter_node.source
+    assert "median of 3 pairs of hosts, each in its slower direction; 8 to 10 Gb/s" in fast.inter_node.source
     assert slow.inter_node is None
     [link] = found.cluster.links
     assert link.between == ("cpu-1", "cpu-2")

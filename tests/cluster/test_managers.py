@@ -214,5 +214,5 @@ def test_the_network_of_a_managers_nodes_can_be_given(monkeypatch: pytest.Monkey
     with pytest.raises(BadInput, match=r"such as slurm@100"):
         Cluster.resolve("slurm")
     assert Cluster.resolve("slurm@40").num_devices == 4
-    with pytest.raises(BadInput, match=r"'slurm@fast': after @ stands the Gb/s"):
+    with pytest.raises(BadInput, match=r"'slurm@fast': after @ the Gb/s"):
         Cluster.resolve("slurm@fast")

@@ -1,4 +1,4 @@
-"""Operands of successive calls lie in different places, and none of them in a cache."""
+"""Operands of successive calls lie in different places, and no operand in a cache."""
 
 import itertools
 import weakref

@@ -266,10 +266,10 @@ def test_without_a_cluster_it_is_as_large_as_the_degrees_make_it(
     )
     assert run([str(file)]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert "Assumed  4xH100: give what it runs on as --cluster" in shown
+    assert "Assumed  4xH100: give the devices with --cluster" in shown
     assert all(len(line) <= 80 or line.startswith("Next: ") for line in shown)
     file.write_text(TITAN.replace("tensor_parallel_degree = 8", "tensor_parallel_degree = 3"))
-    with pytest.raises(BadInput, match="does not divide 8 devices; --cluster says what it runs on"):
+    with pytest.raises(BadInput, match="does not divide 8 devices; give the devices with --cluster"):
         run([str(file)])
 
 

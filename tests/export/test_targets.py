@@ -188,7 +188,7 @@ def test_what_a_train_job_needs(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"--name = 'A_b': must be a DNS label"):
         run(["kubernetes", path, *NEEDED, "--name", "A_b"])
     for key, value in (("image", ""), ("image", "a b"), ("claim", "C!"), ("namespace", "")):
-        with pytest.raises(BadInput, match=f"--{key} = '{value}': is no name that Kubernetes takes"):
+        with pytest.raises(BadInput, match=f"--{key} = '{value}': is not a valid Kubernetes name"):
             run(["kubernetes", path, *NEEDED, f"--{key}", value])
     with pytest.raises(BadInput, match="--ahp = '': must be a program"):
         run(["slurm", path, "--ahp", ""])

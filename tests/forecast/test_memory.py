@@ -126,7 +126,7 @@ def test_units_of_zero_3_are_there_while_they_are_needed():
     assert found.gathered == 2 * 100
     assert found.reduced == 4 * 120 + 2 * 100  # the head's sums, and the gradients of the layer behind it
     assert found.last == (4 + 2) * 120
-    assert units(2) == found._replace(at_head=0, gathered=0)  # all of them stay
+    assert units(2) == found._replace(at_head=0, gathered=0)  # all units stay
 
 
 def test_units_of_one_rank_are_not_gathered_and_those_of_buckets_not_reduced():

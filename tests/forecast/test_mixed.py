@@ -270,7 +270,7 @@ CELLS = {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 4}
         ({**PIPES, "stages": [{"group": "old", "layers": 1}, {"group": "new", "layers": 2}]}, ["stages.layers = [1, 2]", "4 layers"]),
         ({**PIPES, "stages": [{"group": "old", "layers": 4}]}, ["1 stages", "needs 2", "pipeline_parallel_degree 2"]),
         ({**PIPES, "stages": [{"group": ["old"], "layers": 2}, {"group": "new", "layers": 2}]}, ["stages.group = ['old']", "degree is 2"]),
-        ({**PIPES, **ACROSS, "layers_per_stage": [1, 3]}, ["layers_per_stage = [1, 3]", "stages says"]),
+        ({**PIPES, **ACROSS, "layers_per_stage": [1, 3]}, ["layers_per_stage = [1, 3]", "stages has the layers"]),
         ({**PIPES, **ACROSS, "virtual_stages_per_rank": 2}, ["2 stages", "needs 4", "2 x virtual_stages_per_rank 2"]),
         ({**PIPES, **stages_on("old", "new", "new", "old")}, ["stages.group = 'new'", "stage 3 ", "as stage 1", "valid: old"]),
         ({**PIPES, **stages_on(["old", "new"], "new", "old", "new")}, ["stages.group = 'old'", "valid: ['old', 'new']"]),

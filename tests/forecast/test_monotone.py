@@ -107,7 +107,7 @@ def _of_shared(shared: SharedWeights, factor: float, more: float) -> Iterator[tu
 
 
 def _passes(costs: StageCosts) -> dict[str, np.ndarray]:
-    """What a schedule adds up: passes, and the first and the last of them with what comes once per step."""
+    """What a schedule adds up: passes, and the first and the last pass with what comes once per step."""
     found = costs.seconds()
     return {
         **{name: found[name] for name in ("forward", "backward", "input_gradient", "weight_gradient")},

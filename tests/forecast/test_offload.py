@@ -127,6 +127,6 @@ def test_what_has_no_link_to_its_host_is_refused() -> None:
     cluster = Cluster.parse("1xH100-SXM-80GB")
     device = cluster.groups[0].device.model_copy(update={"host_bandwidth_bytes_per_s": None})
     nodes = cluster.groups[0].model_copy(update={"device": device})
-    rule = r"engine.offload_optimizer = True: nothing says how fast a H100-SXM-80GB .* give device.host_bandwidth_bytes_per_s"
+    rule = r"engine.offload_optimizer = True: no bandwidth is given between a H100-SXM-80GB .* give device.host_bandwidth_bytes_per_s"
     with pytest.raises(BadInput, match=rule):
         ahp.simulate(**asked, cluster=Cluster(groups=(nodes,)))

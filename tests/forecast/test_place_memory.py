@@ -1,4 +1,4 @@
-"""The memory of every rank: what the forecast says of the fullest is one of them, and every rank is in one place."""
+"""The memory of every rank: the forecast's fullest rank is among the places, and every rank is in one place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint on a GPU: its copies lie in page-locked memory, and the host waits for none of them. ``-s`` shows how long they take."""
+"""A checkpoint on a GPU: its copies lie in page-locked memory, and the host does not wait for the copies. ``-s`` shows how long they take."""
 
 from __future__ import annotations
 

@@ -144,12 +144,12 @@ def test_other_families_are_handed_a_mask(model_type: str, documents: Documents)
     [
         (lambda: build("qwen3_next"), "block model.layers.0 is given no mask"),
         (lambda: build_eager("bert"), "its attention is not fused"),
-        (lambda: Window(blocks_of_two=True), "a mask of documents would take the place .* equally far"),
-        (lambda: Window(growing=True), "a mask of documents would take the place .* no names"),
-        (swapped, "of masks by kind of layer block model.layers.0 is not given its own"),
+        (lambda: Window(blocks_of_two=True), "a document mask would replace .* equally far"),
+        (lambda: Window(growing=True), "a document mask would replace .* no names"),
+        (swapped, "block model.layers.0 does not get the mask of its kind of layer"),
         (lambda: Careless(masks=False), "block blocks.0 is given no mask"),
         (lambda: Careless(first=2), "block blocks.0 is given no mask"),
-        (lambda: Careless(own_places=True), "its positions would be others"),
+        (lambda: Careless(own_places=True), "its positions would differ"),
         (lambda: nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32)), "takes no position_ids"),
     ],
     ids=[

@@ -109,7 +109,7 @@ def test_the_job_says_how_adapters_begin() -> None:
         (
             "llama",
             ("layers.0.self_attn.q_proj",),
-            r"block 1 of model.layers has none of them.*valid: \[q_proj, k_proj,",
+            r"block 1 of model.layers has no such layer.*valid: \[q_proj, k_proj,",
         ),
         ("experts", "all-linear", rf"MixtralTopKRouter, and AHP adapts linear layers alone \(valid: {ATTENTION}\)"),
         ("experts", ("lm_head",), rf"every block must have an adapter \(valid: {ATTENTION}\)"),

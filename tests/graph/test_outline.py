@@ -119,7 +119,7 @@ class InOrder(Tied):
     ],
 )
 def test_blocks_that_do_not_run_once_each_in_their_order_are_seen(order: tuple[int, ...], words: str) -> None:
-    """A cut at the first and the last of them would leave runs out: a curve of another model, or ranks that wait for each other."""
+    """A cut at the first and the last block would leave runs out: a curve of another model, or ranks that wait for each other."""
     assert words in str(uncuttable(InOrder(*order)))
 
 

@@ -70,7 +70,7 @@ def test_saved_bytes_of_a_module_of_ones_own(precision: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama3-8b", "llama-7b"])
 def test_llama_saves_what_its_operators_need(name: str) -> None:
-    """A block of transformers' LLaMA, eager, bf16, bytes a token; h wide, f inner, a heads, k of them for keys.
+    """A block of transformers' LLaMA, eager, bf16, bytes a token; h wide, f inner, a heads, k heads for keys.
 
     Each norm: its input in fp32 (4h), the inverse deviation (4), the result before and after the weight (2h + 2h).
     Attention: rotated Q (2h), rotated K and V (4hk/a), the result (2h), log-sum-exp in fp32 (4a).

@@ -1,4 +1,4 @@
-"""The hosts themselves: what they are given, and that nothing of them stays."""
+"""The test hosts: the resources that they get, and that nothing remains afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two hosts of different speed: probed together, and trained on by what was probed, whichever of them comes first."""
+"""Two hosts of different speed: probed together, and trained with the probed figures, in either order of the hosts."""
 
 from __future__ import annotations
 
@@ -82,5 +82,5 @@ def test_hosts_are_sensed_and_workers_placed_by_what_they_are(
                   ((slow, (0, 1), 29501), (fast, (1, 0), 29502))]  # fmt: skip
         words = ["tests.hosts.placed", str(run / "plan.yaml"), str(tmp_path)]
         on_each({host: [*words, *own] for host, own in zip(made, zip(*places, strict=True), strict=True)}, tmp_path)
-        assert (tmp_path / fast.name).read_text() == "0 0", "whichever of them is the launcher's first"
+        assert (tmp_path / fast.name).read_text() == "0 0", "whichever host is the launcher's first"
         assert (tmp_path / slow.name).read_text() == "1 1"

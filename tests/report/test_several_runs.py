@@ -48,7 +48,7 @@ def test_several_runs_lie_beside_each_other(tmp_path: Path, capsys: pytest.Captu
     ("words", "told"),
     [
         (("plan.yaml", "run"), "a plan has no curves"),
-        (("run", "run", "--follow"), "one run can be followed"),
+        (("run", "run", "--follow"), "only one run can be followed"),
         (("plan.yaml", "--follow"), "a plan does not change"),
         (("run", "nowhere"), "neither a run's folder nor a plan"),
     ],

@@ -203,7 +203,7 @@ def assert_same_curve(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def assert_same_weights(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """Every rank's parameters equal the reference's, and together the ranks hold all of them."""
+    """Every rank's parameters equal the reference's, and together the ranks hold all parameters."""
     assert set().union(*(result["weights"] for result in results)) == set(expected["weights"])
     for result in results:
         for name, weight in result["weights"].items():

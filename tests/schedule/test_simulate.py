@@ -104,7 +104,7 @@ def test_gradients_are_reduced_one_stage_after_the_other_beside_the_computation(
     assert timeline.makespan_s == timeline.end_s(0) == 13.0
     assert timeline.busy_s == (9.0,)
     slowed = simulate(schedule, [one._replace(reduce_slows=0.25) for one in times])
-    # The backward of stage 0 takes 2.5 s in place of 2, all of them beside the reduction, which takes no longer.
+    # The backward of stage 0 takes 2.5 s in place of 2, all beside the reduction, which takes no longer.
     assert slowed.ends_s == ((1.0, 2.0, 7.0, 9.5),)
     assert slowed.slowed_s == (0.5,)
     assert slowed.busy_s == (9.5,)

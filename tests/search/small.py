@@ -70,7 +70,7 @@ CLUSTERS = (
 
 
 LORA = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-"""What all of them have but GPT-2 and DeepSeek-V3."""
+"""The layers that all models have except GPT-2 and DeepSeek-V3."""
 
 
 @cache

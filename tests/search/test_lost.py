@@ -45,7 +45,7 @@ def test_fewer_devices_that_are_faster_are_told() -> None:
     fixed = small(cluster=slow, batch=32, constraints={"data_parallel_replicate_degree": 4, **FIXED})
     lost = one_lost(fixed, best(fixed))
     assert "free" in lost.verdict
-    assert lost.faster is None, "the user wants all of them"
+    assert lost.faster is None, "the user wants all devices"
 
 
 def test_of_what_is_left_not_all_must_be_used() -> None:

@@ -185,7 +185,7 @@ def equals_brute_force(asked: Problem) -> None:
             ranking_of(asked)
         return
     ranking = ranking_of(asked)
-    # ``best`` is that of fixed patterns; an order made for the stages may be faster than all of them.
+    # ``best`` is that of fixed patterns; an order made for the stages may be faster than all patterns.
     assert ranking.certificate.found_s == pytest.approx(best, rel=1e-12)
     assert best_s(ranking) <= best * ROUNDING
     assert ranking.certificate.proven
@@ -605,7 +605,7 @@ def test_of_several_stages_on_a_rank_some_schedule_allows_the_micro_batches() ->
 
 
 def test_orders_of_many_replicas_that_are_alike_come_once_each() -> None:
-    """Two kinds of devices with dozens of replicas: all orders of them were gone through, alike or not, and a plan never came."""
+    """Two kinds of devices with dozens of replicas: the search tried all orders of the replicas, also equal ones, and never ended."""
     a, b, c = (Row((kind,), kind + 1) for kind in range(3))
     for rows in ((a, a, b), (b, a, b, c), (a,), (c, b, a, a, b)):
         found = list(distinct_orders(rows))

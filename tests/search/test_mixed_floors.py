@@ -33,8 +33,8 @@ LEVELS = [
     (TRAINED, 4096, {"work": 0.745, "replicas": 0.77, "placement": 0.815}),
     (SHORT, 256, {"work": 0.82, "replicas": 0.845, "placement": 0.98}),
 ]
-"""What each level of floors knows at least of the time of a shape's best placement that was found, as the median over shapes: of layers of a size
-that is trained, on devices that hold few of them; and of those whose kernels are shorter than their launches."""
+"""The least share that each level of floors must reach of the time of a shape's best placement found, as the median over shapes: for layers of a
+size that is trained, on devices that hold few layers; and for layers whose kernels are shorter than their launches."""
 
 
 @pytest.mark.slow

@@ -101,8 +101,8 @@ def on(*names: str, layers: Any = None, **each: Any) -> list[dict[str, Any]]:
         ({"recomputed_layers_per_stage": (1, 1), "activation_checkpoint": "none"}, "does not say what of these blocks"),
         ({"stages": on("a", "b", layers=(2, 3))}, r"stages.layers = \[2, 3\]: sums to 5, the model has 4"),
         ({"stages": on("a", "c", layers=(2, 2))}, r"stages.group = 'c': no group of the cluster has this name \(valid: a, b\)"),
-        ({"stages": on("a", "b", layers=(2, 2)), "layers_per_stage": (2, 2)}, "stages says the layers of each stage already"),
-        ({"stages": on("a", "b", layers=(2, 2)), "recomputed_layers_per_stage": (1, 1)}, "on a mixed cluster stages says it"),
+        ({"stages": on("a", "b", layers=(2, 2)), "layers_per_stage": (2, 2)}, "stages has the layers of each stage"),
+        ({"stages": on("a", "b", layers=(2, 2)), "recomputed_layers_per_stage": (1, 1)}, "on a mixed cluster it is given in stages"),
         ({"stages": on("a", "b", layers=(2, 2)), "pipeline_parallel_degree": 3}, "2 stages, it needs 3: pipeline_parallel_degree 3"),
         ({"stages": on("a", "b", layers=(2, 2), recomputed_layers=3)}, "the stage has 2 layers"),
         ({"stages": on("a", "b", "b", "b"), "pipeline_parallel_degree": 2}, "no stages and replicas .* go with .*stages = .'a', 'b', 'b', 'b'"),
@@ -148,7 +148,7 @@ def keeps(layout: Parallelism, fixed: Mapping[str, Any]) -> bool:
     )
     kept &= layers in (None, layout.given_layers)
     for replica in range(replicas):
-        found = layout.recomputed_layers(replica) or (0,) * layout.num_stages  # none of them is said plainly
+        found = layout.recomputed_layers(replica) or (0,) * layout.num_stages  # None if no layer is recomputed
         kept &= some in (None, found)
     for given_one, one in zip(places, layout.stages or (), strict=bool(places)):
         kept &= given_one.layers == one.layers and given_one.groups(replicas) == one.groups(replicas)

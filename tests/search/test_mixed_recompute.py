@@ -100,7 +100,7 @@ def equals_every_choice(asked: Problem) -> Parallelism:
             ranking_of(asked)
         return Parallelism()
     ranking = ranking_of(asked)
-    # ``best`` is that of fixed patterns; an order made for the stages may be faster than all of them.
+    # ``best`` is that of fixed patterns; an order made for the stages may be faster than all patterns.
     assert ranking.certificate.found_s == pytest.approx(best, rel=1e-12)
     assert best_s(ranking) <= best * ROUNDING
     assert ranking.certificate.proven

@@ -66,7 +66,7 @@ def test_no_order_is_lost_and_none_stands_twice(degrees: tuple[int, ...], per_no
 def test_no_order_is_lost_where_experts_lie_on_several_nodes(
     degrees: tuple[int, ...], per_node: int, data: st.DataObject
 ) -> None:
-    """Axes of whole nodes were cut to one node before the ranks that share experts were counted: 16 of them on a node of eight."""
+    """Axes of whole nodes were cut to one node before the ranks that share experts were counted: 16 ranks on a node of eight."""
     sharded = degrees[2] * degrees[3]
     ranks = sharded if sharded > 1 else degrees[1]
     expert = data.draw(st.sampled_from([e for e in (1, 2, 8, 16, 32, 64) if ranks % e == 0]))

@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
     """``ahp analyze MODEL``. Returns the exit code; raises AhpError."""
     arguments = options_of(Arguments, argv, "ahp analyze", __doc__)
     if arguments.json and arguments.dot:
-        raise BadInput("--json, --dot: one of them at a time")
+        raise BadInput("--json, --dot: give only one")
     from ahp.graph.export import to_dot, to_json
     from ahp.graph.kept import analyze
 
@@ -88,7 +88,7 @@ def _show(graph: ModelGraph, arguments: Arguments, *, given: bool) -> None:
 
     console = tables.console()
     console.print(tables.Hanging(heading(graph, arguments.attention, given=given)))
-    console.print("\nParts, each figure for one of them", style="bold")
+    console.print("\nParts, with the figures of one instance", style="bold")
     console.print(_parts_table(graph))
     console.print("\nHeaviest operators, over the whole model", style="bold")
     console.print(Heaviest(heaviest(graph), max(graph.flops(), 1)))

@@ -1,5 +1,5 @@
 """Judge a configuration that others wrote: torchtitan's TOML or Python, Megatron-LM's script, DeepSpeed's JSON, the YAML of accelerate,
-nanotron, MaxText, NeMo and Megatron-Bridge, or a script that starts one of them.
+nanotron, MaxText, NeMo and Megatron-Bridge, or a script that starts one of these programs.
 
 Prints the layout that the file states, its forecast, whether it fits, what binds, the best layout that the same engine can run, and the
 lines to change to get it. Keys that it does not know are listed. The file is read, not executed.
@@ -101,7 +101,7 @@ class Checked:
 
     @property
     def is_best(self) -> bool:
-        """Whether the file's layout fits, and no other is faster by a margin worth telling."""
+        """Whether the file's layout fits, and no other layout is clearly faster."""
         return self.saves is not None and self.saves < WORTH_TELLING and self.today is not None and self.today.fits
 
     @property
@@ -154,7 +154,7 @@ def understood(arguments: Arguments, overrides: dict[str, Any]) -> tuple[Foreign
             continue
         return _understood(arguments, overrides, Cluster.resolve(_short(plan.parallelism.world_size)))
     if str(refusals[0]) != str(refusals[-1]):  # the refusal depends on the devices
-        raise BadInput(f"{refusals[0]}; --cluster says what it runs on") from refusals[0]
+        raise BadInput(f"{refusals[0]}; give the devices with --cluster") from refusals[0]
     raise refusals[0]
 
 
@@ -162,7 +162,7 @@ def _short(devices: int) -> str:
     """The cluster that is assumed for that many devices. Raises BadInput if they do not make whole nodes."""
     nodes, left = divmod(devices, EACH)
     if nodes and left:
-        rule = f"the file's degrees make {devices} devices, no whole nodes of {EACH}; give what it runs on, as NODES x DEVICES x NAME"
+        rule = f"the file's degrees make {devices} devices, which do not fill nodes of {EACH}; give the devices as NODES x DEVICES x NAME"
         raise BadInput(f"--cluster: {rule} (valid: {devices}x1x{DEVICE})")
     return f"{nodes}x{EACH}x{DEVICE}" if nodes else f"{left}x{DEVICE}"
 
@@ -361,7 +361,7 @@ def _judgement(found: Checked) -> Iterator[tuple[str, str]]:
         yield "Forecast", f"as {dialect.engine}: {dialect.why_priced}"
     yield "Job", f"{number_of(job.global_batch_size, 'sequence')} of {job.sequence_length}, {job.precision}"
     if found.cluster is not None:
-        yield "Assumed", f"{found.cluster}: give what it runs on as --cluster"
+        yield "Assumed", f"{found.cluster}: give the devices with --cluster"
     if found.assumed:
         plan, them = found.plan.model_dump(mode="json"), "it" if len(found.assumed) == 1 else "them"
         values = [f"{name} = {plan[record][key]}" for name in found.assumed for record, key in [name.split(".")]]
@@ -387,7 +387,7 @@ def _judgement(found: Checked) -> Iterator[tuple[str, str]]:
         gain = ", and it fits"
     yield "Best", f"{found.best.parallelism.short()}: {seconds(found.best.forecast.step_time_s)} a step{gain}"
     if not found.can_be_said:
-        yield "", "the file has no keys for it, nor for the next best ones"
+        yield "", "the file has no keys for this layout, nor for the next best layouts"
 
 
 def _changes_in_words(found: Checked) -> Iterator[tuple[str, str]]:

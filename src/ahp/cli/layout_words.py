@@ -31,7 +31,7 @@ def keys_of(words: str, option: str) -> dict[str, Any]:
     for word in re.split(r"[,\s]+(?![^\[]*\])", words.strip()):  # a comma within brackets belongs to the value
         for key, value in _said(word, option).items():
             if key in found:
-                raise bad_input(option, words, f"{word} says {key} a second time")
+                raise bad_input(option, words, f"{word} gives {key} a second time")
             found[key] = value
     return found
 
@@ -85,7 +85,7 @@ def constraints_of(words: str, option: str = "--why-not") -> list[Constraints]:
         return [validated(Constraints, keys, option)]
     replicate, shard = SHORT_NAMES["dp_replicate"], SHORT_NAMES["dp_shard"]
     if twice := [key for key in (replicate, shard) if key in keys]:
-        raise bad_input(option, words, f"dp is replicate x shard degree: say dp, or {twice[0]} and the other")
+        raise bad_input(option, words, f"dp is replicate x shard degree: give dp, or {twice[0]} and the other degree")
     ways = [(replicas // s, s) for s in range(1, replicas + 1) if replicas % s == 0]
     return [validated(Constraints, {**keys, replicate: r, shard: s}, option) for r, s in ways]
 
@@ -94,6 +94,6 @@ def layout_of(words: str, option: str) -> Parallelism:
     """A whole layout; keys that are not given have their defaults. Raises BadInput."""
     keys = keys_of(words, option)
     if DATA in keys:
-        rule = "say how the replicas share their states: dp=REPLICATExSHARD"
+        rule = "give how the replicas shard their states: dp=REPLICATExSHARD"
         raise bad_input(option, f"dp={keys[DATA]}", rule, dict.fromkeys((f"{keys[DATA]}x1", f"1x{keys[DATA]}")))
     return validated(Parallelism, keys, option)

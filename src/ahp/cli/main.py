@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
 
 NEW_OBJECTS = 50_000
 """Number of new objects after which Python looks for garbage, instead of 700. [Empirical] The imports and objects of ``ahp train`` cost its
-launcher 5.7 s of processor time, 1.1 s of it to look for garbage in vain; ``ahp plan`` 0.2 of 1.9 s. The peak of memory is 1 % higher."""
+launcher 5.7 s of processor time, 1.1 s of it in garbage collection that found nothing; ``ahp plan`` 0.2 of 1.9 s. The peak of memory is 1 % higher."""
 
 ON_ONE_CORE = ("plan", "simulate", "compare", "explain", "export", "check")
 """Commands that start no worker, except ``plan --measure``. numpy's other threads have nothing to do there, but waiting takes 0.12 of 1.7 s of
@@ -171,7 +171,7 @@ def _find_users_modules() -> None:
 
 
 def _quiet_libraries() -> None:
-    """Silence warnings about torchao's kernels: transformers imports it in every command that builds a model, and AHP uses none of them."""
+    """Silence warnings about torchao's kernels: transformers imports it in every command that builds a model, and AHP does not use these kernels."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

@@ -43,8 +43,8 @@ def asked(nodes: str | None, rendezvous: str | None, workers: int | None, slurm:
     if nodes is None or rendezvous is None:
         missing = [name for name in OPTIONS[:2] if given[name] is None]
         raise BadInput(
-            f"{' and '.join(missing)} missing: several nodes need --nodes N or MIN:MAX and --rendezvous HOST:PORT, an address of one of "
-            "them, the same on all"
+            f"{' and '.join(missing)} missing: several nodes need --nodes N or MIN:MAX and --rendezvous HOST:PORT, an address of one "
+            "node, the same on all nodes"
         )
     if "RANK" in os.environ:
         raise bad_input(
@@ -73,7 +73,7 @@ def _refuse_against(slurm: Task, nodes: str | None, rendezvous: str | None, work
                 raise bad_input(name, value, f"{rule}; leave it out, or give srun --ntasks-per-node 1")
     counts = re.findall(r"\d+", nodes or "")
     if counts and not int(counts[0]) <= slurm.nodes <= int(counts[-1]):
-        raise bad_input("--nodes", nodes, "srun has started one task on each of other than so many", [slurm.nodes])
+        raise bad_input("--nodes", nodes, "srun has started tasks on another number of nodes", [slurm.nodes])
 
 
 def launch(several: Asked, words: Sequence[str], run: Run) -> int:

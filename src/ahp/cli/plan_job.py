@@ -23,7 +23,7 @@ def with_job(plan: Plan, path: str, overrides: dict[str, Any]) -> Plan:
         if key not in ANY_PLAN:
             told = ", ".join(f"--{allowed.replace('_', '-')}" for allowed in ANY_PLAN)
             raise BadInput(
-                f"--{key.replace('_', '-')}: {path} is a plan, which this may change; plan again with it (valid here: {told})"
+                f"--{key.replace('_', '-')}: {path} is a plan, and the key may change its layout; plan again with the key (valid here: {told})"
             )
         set_dotted(changes, key, value)
     return plan.model_copy(update={"job": validated(Job, changes["job"], "job")})

@@ -41,7 +41,9 @@ def by_measurement(ranking: Ranking, results: Sequence[Measured], used: Problem)
     today, first = _today(ranking, results, used), best.plan
     why = first.why
     if first is not ranking.best:
-        why = (f"the forecast had {ranking.best.parallelism.short()} first; beside that this one is {first.why[0]}",)
+        why = (
+            f"the forecast had {ranking.best.parallelism.short()} first; compared with that plan this one is {first.why[0]}",
+        )
     slower = [one.plan.model_copy(update={"why": (one.words(against=best),)}) for one in others]
     rest = [_unmeasured(plan, first) for plan in ranking.plans[len(results) :]]
     ranked = [plan.parallelism for plan in ranking.plans]

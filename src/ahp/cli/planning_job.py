@@ -43,7 +43,7 @@ def given_job(overrides: dict[str, Any]) -> dict[str, Any]:
             # what is not a key of a config or a plan is reported, too
             named = [key for key in data if (data[key] if key in NOT_READ else key not in Plan.model_fields)]
             if others := [key for key in named if key not in ("job", "run")]:
-                print(f"note: of {file} only job is read, not {', '.join(others)}", file=sys.stderr)
+                print(f"note: only job is read from {file}, not {', '.join(others)}", file=sys.stderr)
         elif "model" in data or "cluster" in data:  # a config: its job has the defaults, wrong keys are refused
             job = validated(Config, data, file).job.model_dump(exclude_unset=True)
         else:
@@ -98,7 +98,10 @@ def precision_for(cluster: Cluster, engine: EngineChoice) -> tuple[Precision, st
     if any(is_cpu(device) for device in devices):
         return "fp32", ""
     without = [device.name for device in devices if "bf16" not in device.peak_flops_per_s]
-    reason = f"{' and '.join(without)} computes no bf16" if without else f"{engine.name} computes in no bf16"
+    reason = f"{' and '.join(without)} computes no bf16" if without else f"{engine.name} does not support bf16"
     if runs("fp16"):
-        return "fp16", f"{reason}; the loss is scaled, for fp16 loses small gradients otherwise (fp32 needs no scale)"
+        return (
+            "fp16",
+            f"{reason}; the loss is scaled, because fp16 loses small gradients otherwise (fp32 needs no scale)",
+        )
     return "fp32", f"{reason}, and {'not every device' if without else engine.name} has fp16 under {engine.name}"

@@ -121,7 +121,7 @@ def _smallest(device: Device) -> str:
 def _products(measured: Measurements) -> list[str]:
     """Best rate of the matrix products by dtype, one column per number of workers at once."""
     counts = sorted({sample.workers for sample in measured.matmul})
-    found = [f"{'each worker, while so many work':<34}" + "".join(f"{count:>16}" for count in counts)]
+    found = [f"{'per worker, while so many workers run':<34}" + "".join(f"{count:>16}" for count in counts)]
     for dtype in dict.fromkeys(sample.dtype for sample in measured.matmul):
         cells = []
         for count in counts:

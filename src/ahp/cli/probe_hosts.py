@@ -80,7 +80,7 @@ def run(arguments: Arguments, find: Callable[[], Place | None]) -> int:
 
 
 def _require_new(arguments: Arguments) -> None:
-    """Refuse to overwrite what several hosts have measured: some of them may be gone."""
+    """Refuse to overwrite the measurements of several hosts: a host may be gone."""
     if arguments.output.is_file():
         raise bad_input("-o", str(arguments.output), "exists already; give another file, or delete it")
     require_writable(arguments.output)

@@ -73,7 +73,7 @@ def run(argv: list[str]) -> int:
 def _found(given: str) -> Path:
     source = Path(given)
     if source.is_dir() and not (source / "plan.yaml").is_file():
-        raise bad_input("run", given, "no run's folder: it holds no plan.yaml; start one with: ahp train")
+        raise bad_input("run", given, "not a run's folder: it has no plan.yaml; start one with: ahp train")
     if not given or not source.exists():
         raise bad_input("run", given, "neither a run's folder nor a plan; start a run with: ahp train")
     return source
@@ -85,7 +85,7 @@ def _beside(sources: list[Path], arguments: Arguments) -> int:
     if plans := [str(source) for source in sources if not source.is_dir()]:
         raise bad_input("run", plans[0], "a plan has no curves to draw beside others'; give the folders of runs")
     if arguments.follow:
-        raise bad_input("follow", True, "one run can be followed", [False])
+        raise bad_input("follow", True, "only one run can be followed", [False])
     out = Path(arguments.out or "runs.html")
     require_writable(out, "--out")
     page = write_compared(sources, out)

@@ -39,7 +39,7 @@ NARROWEST = 80
 
 
 MOST_IN_VAIN = 5
-"""How many neighboring layouts are shown if none of them helps."""
+"""How many neighboring layouts are shown if none helps."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def run(argv: list[str]) -> int:
     refuse_unknown(rest, Arguments, ROOTS, "ahp simulate")
     arguments = options_of(Arguments, rest, "ahp simulate", __doc__)
     if arguments.all_ranks and arguments.trace is None:
-        raise bad_input("--all-ranks", True, "is about the timeline; say where it goes: --trace FILE", [False])
+        raise bad_input("--all-ranks", True, "is an option of the timeline; give its file: --trace FILE", [False])
     if arguments.trace is not None:
         require_writable(arguments.trace, "--trace")
     plan = changed(Plan.load(arguments.plan), overrides)
@@ -131,7 +131,7 @@ def _subject(plan: Plan) -> tuple[ModelGraph, Cluster]:
 
 
 def announce(plan: Plan) -> None:
-    """Print what is about to be analyzed. A plan from elsewhere may name a factory, whose code then runs: nobody expects that of a forecast."""
+    """Print what is about to be analyzed. A plan from elsewhere may name a factory. Its code then runs, which users do not expect of a forecast."""
     from ahp.graph.models import is_factory
 
     if is_factory(plan.model):
@@ -202,7 +202,7 @@ def _heading(plan: Plan) -> list[tuple[str, str]]:
     groups, forecast, job = plan.cluster["groups"], plan.priced, plan.job
     devices = " + ".join(f"{g['nodes'] * g['devices_per_node']} x {g['device']['name']}" for g in groups)
     idle = sum(g["nodes"] * g["devices_per_node"] for g in groups) - plan.parallelism.world_size
-    left = f", {idle} of them left idle by this layout" if idle else ""
+    left = f", {idle} left idle by this layout" if idle else ""
     return [
         (
             "Model",
@@ -235,7 +235,7 @@ def _told(found: Binding) -> list[str]:
 
 
 def _in_vain(found: Binding) -> list[str]:
-    """Lines about the neighbors, if none of them helps."""
+    """Lines about the neighbors, if none helps."""
     if found.relief is not None:
         return []
     shown = [f"{neighbour.change}: {neighbour.verdict}" for neighbour in found.neighbours[:MOST_IN_VAIN]]

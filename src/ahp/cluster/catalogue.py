@@ -20,7 +20,7 @@ BYTES_PER_S_PER_GBPS = 1.0e9 / 8
 
 CPU = "cpu"
 UNNAMED_NETWORK = "ethernet"
-"""The assumed kind of a network, if nothing says what it is."""
+"""The assumed kind of a network, if it is not given."""
 _NOISE = ("nvidia", "amd", "graphics", "device")
 
 

@@ -137,7 +137,7 @@ def place(cluster: Cluster, parallelism: Parallelism) -> Placement:
     worker = 0
     for group in cluster.groups:
         devices = first_devices(group, [widths[rank] for rank, _, _ in here[group.name]])
-        assert devices is not None, "rules.illegal refuses cells that do not go on their group"
+        assert devices is not None, "rules.illegal refuses cells that do not fit on their group"
         for (rank, replica, first), device in zip(here[group.name], devices, strict=True):
             cells[replica, rank] = Cell(
                 group.name, widths[rank], group.devices_per_node, device, first, worker, group.nodes_per_domain

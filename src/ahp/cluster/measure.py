@@ -207,7 +207,7 @@ def _measure(
         done += 1
         say(plan[done % len(plan)].words(), done / (len(plan) * pace.rounds))
     if not facts:
-        raise AhpError("probe: the workers ended without a word")
+        raise AhpError("probe: the workers ended without an error message")
     return facts, [statistics.median(values) if values else None for values in found]
 
 

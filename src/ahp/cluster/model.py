@@ -114,7 +114,7 @@ class ElementWiseSample(Record):
 
 
 class MemorySample(Record):
-    """Measured streaming bandwidth of one worker while ``workers`` of them stream."""
+    """Measured streaming bandwidth of one worker while ``workers`` workers stream."""
 
     workers: Count
     bytes_per_s: Rate
@@ -216,7 +216,7 @@ class Cluster(Record):
     failures_per_device_hour: float | None = Field(default=None, gt=0)
     """Failures that stop a job, per device and hour; None = the value in reliability.yaml."""
     source: str = "catalogue"
-    """``catalogue``: nobody measured this cluster. ``probe``: measured, when and where."""
+    """``catalogue``: this cluster was not measured. ``probe``: measured, when and where."""
 
     @property
     def num_devices(self) -> int:

@@ -130,7 +130,7 @@ def from_text(text: str) -> Cluster:
     if len(parts) == 1:
         return from_dict(_described(text), f"cluster {text!r}")
     if not all(parts):
-        raise bad_input("cluster", text, "on each side of + stands a group of devices, such as 8xH100+8xA100")
+        raise bad_input("cluster", text, "each side of + must be a group of devices, such as 8xH100+8xA100")
     groups = [_described(part) for part in parts]
     names = [re.sub(r"[^a-z0-9]+", "-", group["device"].split("-")[0].lower()) for group in groups]
     for number, (group, name) in enumerate(zip(groups, names, strict=True), 1):
@@ -162,7 +162,7 @@ def _described(text: str) -> dict[str, Any]:
         description["devices_per_node"] = width
         if rest:
             whole = [f"{(description['nodes'] + more) * width}x{device}" for more in (0, 1)]
-            rule = f"{device} come in nodes of {width}, and these are no whole ones"
+            rule = f"{device} come in nodes of {width}, and this number does not fill whole nodes"
             raise bad_input("cluster", text, rule, [*whole, f"1x{text}"])
     if "@" in text:
         description["inter_node_gbps"] = _gbps(gbps, text)
@@ -244,7 +244,7 @@ def _gbps(text: str, whole: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise bad_input("cluster", whole, f"after @ stands the Gb/s of one node, a number, not {text!r}") from None
+        raise bad_input("cluster", whole, f"after @ the Gb/s of one node must be a number, not {text!r}") from None
 
 
 def _count(what: str, text: str | None, whole: str) -> int | None:
@@ -294,9 +294,7 @@ def _with_hop(link: Link | None, description: GroupDescription, entry: catalogue
     if link is None or (kind is None and latency_us is None):
         return link
     if latency_us is not None and kind is not None:
-        rule = (
-            "the kind of a network says how long a hop takes, and so does inter_node_latency_us: leave one of them out"
-        )
+        rule = "the kind of a network sets the time of a hop, and so does inter_node_latency_us: give only one"
         raise bad_input(f"{where}: inter_node_network", kind, rule)
     if latency_us is not None:
         return _with_latency(link, latency_us)

@@ -35,7 +35,7 @@ WORK_S = 2.0e-3
 """Seconds that a rank computes before each collective on CPU cores, about as long as a small layer. [Empirical] 2 cores of an
 AMD EPYC: gathers of 0.4 MB take 0.4 ms one after another, 1.7 ms after 1 ms of products and 2.0 after 4 or 18."""
 FEWEST, MOST, OUTSIDE = 15, 100, 0.1
-"""Limits of the calls of such a collective, and the part of them dropped at either end, when the machine did something else."""
+"""Limits of the number of calls of such a collective, and the share of calls dropped at either end, when the machine did something else."""
 JOIN_TIMEOUT_S = 120
 
 
@@ -269,7 +269,7 @@ def timing(task: Task, threads: int, processors: float) -> tuple[Callable[[], fl
 
     A single thread that only computes is timed by its own processor time, which other programs do not lengthen as they do wall
     time. If workers share a core, each waits during the turns of the others, and if a control group grants less than a processor
-    to each, it is held back for the rest of the time: the factor adds this. ``processors`` is what all of them get together. Wall
+    to each, it is held back for the rest of the time: the factor adds this. ``processors`` is what all workers get together. Wall
     time does not show it, because most batches are shorter than a turn and so not interrupted. Several threads wait for each
     other, and messages for the other side: these are timed by wall time.
     """

@@ -87,7 +87,7 @@ class AhpEngine(Engine):
             valid = "null; or engine.name torchtitan or megatron"
             return f"engine.enable_async_tensor_parallel = True: {cannot} (valid: {valid})"
         if choice.offload_optimizer and job.optimizer.name != "adamw":
-            of_muon = "its momentum stays on the device, as the products that it goes into"
+            of_muon = "its momentum stays on the device, where its matrix products run"
             rule = of_muon if job.optimizer.name == "muon" else "its moments in 8 bits stay on the device"
             return f"job.optimizer.name = {job.optimizer.name!r}: {rule}; engine.offload_optimizer is for adamw (valid: adamw)"
         return _refuses_compiled(job, p, choice) if choice.compile else None
@@ -150,7 +150,7 @@ def _traits(
         tensor=TensorTraits(
             gathers_inputs_again=False,  # autograd keeps what the product read
             copies=True,  # runtime/tensor/collectives.py joins and cuts parts along the sequence
-            few_keys="whole",  # search/slicing/solve.py; runtime/tensor/rewrite.py takes the rank's head of them
+            few_keys="whole",  # search/slicing/solve.py; runtime/tensor/rewrite.py takes the rank's head
         ),
         context=ContextTraits(
             ways=ways,
@@ -229,7 +229,7 @@ def _refuses_experts(p: Parallelism) -> str | None:
     degree, shards = p.expert_parallel_degree, p.weight_shards
     whole, tensor = p.expert_tensor_parallel_degree, p.tensor_parallel_degree
     if whole not in (None, tensor):
-        rule = f"every expert is divided over all {tensor} tensor-parallel ranks, which gather the tokens of all of them (runtime/experts)"
+        rule = f"every expert is divided over all {tensor} tensor-parallel ranks, which gather each other's tokens (runtime/experts)"
         return f"expert_tensor_parallel_degree = {whole}: {rule} (valid: null, {tensor}; or engine.name megatron or torchtitan)"
     if shards % degree:
         ranks = f"data_parallel_shard_degree {p.data_parallel_shard_degree}"

@@ -81,7 +81,7 @@ class MegatronEngine(Engine):
         p = parallelism
         if p.num_stages == 1 or p.pipeline_parallel_schedule in SCHEDULES_OF_ARGUMENTS:
             return None
-        rule = "Megatron-LM itself has 1F1B and the interleaved one; zero-bubble is a fork (sail-sg/zero-bubble-pipeline-parallelism)"
+        rule = "Megatron-LM itself has 1F1B and interleaved 1F1B; zero-bubble is a fork (sail-sg/zero-bubble-pipeline-parallelism)"
         return f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule} (valid: {', '.join(SCHEDULES_OF_ARGUMENTS)})"
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:

@@ -74,13 +74,13 @@ def refuses(engine: str, version: str | None) -> str | None:
         return None
     words = f"engine.version = {version!r}"
     if engine not in releases():
-        return f"{words}: of {engine} no two releases are told apart (valid: null)"
+        return f"{words}: the forecast of {engine} is the same for all releases (valid: null)"
     try:
         releases()[engine].day(version)
     except (LookupError, ValueError):
         names = list(releases()[engine].days)
         valid = ", ".join(map(str, nearest(version, names) or names))
-        return f"{words}: is no release of {engine} that is known, nor a day such as 2025-06 (valid: {valid})"
+        return f"{words}: is no known release of {engine} and no day such as 2025-06 (valid: {valid})"
     return None
 
 

@@ -26,7 +26,7 @@ class Support:
     zero_stages_in_pipeline: tuple[int, ...] | None = None
     """None = the same as without a pipeline."""
     hybrid: bool = True
-    """Whether states can be sharded over some of the ranks that hold the same weights; else over none or all of them."""
+    """Whether states can be sharded over some of the ranks that hold the same weights; else over all of these ranks or not at all."""
     tensor: bool = True
     sequence: bool = True
     context: bool = True
@@ -38,7 +38,7 @@ class Support:
     mesh_orders: tuple[tuple[Axis, ...], ...] = (AXES,)
     """Orders in which the engine can number ranks; axes with a degree of 1 do not count."""
     recomputed_layers: Literal["none", "the same"] = "none"
-    """Whether a stage can recompute only some of its blocks: no, or the same number of them in every stage, in full."""
+    """Whether a stage can recompute only some of its blocks: no, or the same number of blocks in every stage, in full."""
 
     def refuses(self, engine: str, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
         """The first thing that the engine cannot express, as ``key = value: rule (valid: ...)``."""
@@ -153,13 +153,13 @@ def _refuses_placement(engine: str, p: Parallelism) -> str | None:
     """Engines other than AHP's own give every replica the same work, and stages to ranks in order."""
     if p.micro_batches_per_replica is not None and len(set(p.micro_batches_per_replica)) > 1:
         return (
-            f"micro_batches_per_replica = {list(p.micro_batches_per_replica)}: {engine} gives every replica as many "
+            f"micro_batches_per_replica = {list(p.micro_batches_per_replica)}: {engine} gives every replica the same number "
             "(valid: null; or engine.name ahp)"
         )
     if p.stages is not None:
         return (
-            f"stages = {[stage.group for stage in p.stages]}: in {engine} ranks take their stages in order, whatever device "
-            "they are (valid: null, with the cluster's groups in the pipeline's order and layers_per_stage; or engine.name ahp)"
+            f"stages = {[stage.group for stage in p.stages]}: {engine} assigns stages to ranks in order, on "
+            "any device (valid: null, with the cluster's groups in the pipeline's order and layers_per_stage; or engine.name ahp)"
         )
     return None
 

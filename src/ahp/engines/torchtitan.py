@@ -52,7 +52,7 @@ class TorchtitanEngine(Engine):
         if p.context_parallel_degree > 1 and p.zero_stage == 0:
             return f"{stage}: torchtitan shards weights over context ranks (valid: 2, 3)"
         if p.weight_shards == 1 and p.data_parallel_replicate_degree not in (1, p.world_size):
-            rule = "nothing is sharded, and torchtitan replicates that on all ranks alone (DDP of one axis)"
+            rule = "nothing is sharded, and torchtitan then only replicates over all ranks (DDP with one axis)"
             return f"{stage}: {rule} (valid: 2, 3, with data_parallel_shard_degree above 1)"
         if p.weight_shards > 1 and p.zero_stage == 1 and p.pipeline_parallel_degree == 1:
             rule = (
@@ -104,7 +104,7 @@ class TorchtitanEngine(Engine):
                 ends="count_as_layers",  # generate_llm_fqn_per_model_part, input and output weight 1
             ),
             recompute=RecomputeTraits(
-                # ActivationCheckpointConfig.early_stop is off, but a compiled checkpoint does not run what nobody reads.
+                # ActivationCheckpointConfig.early_stop is off, but a compiled checkpoint does not run operators whose results are not read.
                 stops_at_last_read=bool(choice.compile),
                 selective="every_second_product",  # distributed/activation_checkpoint.py
                 keeps_cudnn_attention=has("keeps_cudnn_attention"),

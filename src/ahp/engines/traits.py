@@ -158,7 +158,7 @@ class TensorTraits(NamedTuple):
     copies: bool = False
     """Whether the collectives of sequence parallelism copy what they gather or scatter, because the sequence is the second dim."""
     few_keys: FewKeys = "refused"
-    """What happens if keys and values have fewer heads than there are tensor-parallel ranks. whole: every rank makes all of them.
+    """What happens if there are fewer heads of keys and values than tensor-parallel ranks. whole: every rank computes all heads.
     gathered: the ranks share the products for queries, keys and values, gather the results, and take their heads."""
 
 
@@ -212,13 +212,13 @@ class ExpertTraits(NamedTuple):
     gather_tokens: bool = False
     """Whether a sequence-parallel rank sends all tokens to the experts, gathered first; else only its own part."""
     tokens_once_to_a_node: bool = False
-    """Whether a token whose experts are on another node is sent there once, instead of once for each of them."""
+    """Whether a token is sent to another node once, instead of once for each of its experts there."""
     overlap_between_nodes: float = 0.0
     """Share of the all-to-alls that can hide behind the opposite pass of another micro-batch, if they cross nodes."""
     fused_permutation: bool = False
     """Whether one kernel puts tokens in the order of their experts, and one puts them back, in both passes; else torch's indexing does."""
     launched_one_by_one: bool = False
-    """Whether the product of each expert is a kernel of its own; else torch's grouped product computes all of them in one."""
+    """Whether the product of each expert is one kernel; else torch's grouped GEMM computes all products in one kernel."""
     one_graph_in_mxfp8: bool = False
     """Whether a step in 8 bits on Blackwell (MXFP8) is one CUDA graph, which no launch holds up: experts' products are one kernel with
     activations and casts, attention is in 8 bits too, and all-to-alls can overlap with the opposite pass on one node as well."""

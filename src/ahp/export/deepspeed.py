@@ -102,7 +102,7 @@ def _write_precision(s: Subject) -> Settings:
 def _read_precision(settings: Settings) -> Fields:
     on = [kind for kind in ("bf16", "fp16") if settings.get(f"{kind}.enabled", False)]
     if any(settings.get(f"{kind}.enabled") == "auto" for kind in on):
-        raise Unreadable("bf16.enabled, fp16.enabled = 'auto': the Trainer says it; AHP took fp32")
+        raise Unreadable("bf16.enabled, fp16.enabled = 'auto': the Trainer sets it; AHP assumes fp32")
     return {"job.precision": on[0] if on else "fp32"}
 
 
@@ -149,7 +149,7 @@ def _write_rate(s: Subject) -> Settings:
     if o.schedule == "constant" and o.warmup_steps:
         shape = {"warmup_min_lr": 0.0, "warmup_max_lr": o.learning_rate, **warm}
         return {"scheduler.type": "WarmupLR", **{RATE + key: value for key, value in shape.items()}}
-    told = f"job.optimizer.schedule = {o.schedule!r}, warmup_steps = {o.warmup_steps}: DeepSpeed has no such rate; give your script's lr_scheduler"
+    told = f"job.optimizer.schedule = {o.schedule!r}, warmup_steps = {o.warmup_steps}: DeepSpeed has no such schedule; pass your script's lr_scheduler"
     return {f"{NOTICE}rate": told}
 
 

@@ -74,7 +74,7 @@ class Kubernetes:
         for key, form in FORMS.items():
             value = getattr(options, key)
             if value is not None and not re.fullmatch(form, value):
-                raise bad_input(f"--{key}", value, "is no name that Kubernetes takes", [EXAMPLES[key]])
+                raise bad_input(f"--{key}", value, "is not a valid Kubernetes name", [EXAMPLES[key]])
         documents = [_plan(source, name), _runtime(source, options, shape, name), _job(options, shape, name)]
         for document in documents:
             if options.namespace is not None:

@@ -70,7 +70,9 @@ def _axis(settings: Settings, axis: str) -> int:
     for key in (f"ici_{axis}_parallelism", f"dcn_{axis}_parallelism"):
         size = whole(settings.get(key, DEFAULTS.get(key, 1)), key, -1)
         if size < 1:
-            raise Unreadable(f"{key} = {size}: the devices that the others leave, and the cluster does not say them")
+            raise Unreadable(
+                f"{key} = {size}: this means the remaining devices, and the number of devices is not known"
+            )
         found *= size
     return found
 
@@ -115,7 +117,7 @@ def _write_layout(s: Subject) -> Settings:
         raise NotExpressible(f"zero_stage = {p.zero_stage}: MaxText's fsdp axis shards weights (valid: 3)")
     if p.pipeline_parallel_degree > 1:
         raise NotExpressible(
-            f"pipeline_parallel_degree = {p.pipeline_parallel_degree}: MaxText's pipeline is another (valid: 1)"
+            f"pipeline_parallel_degree = {p.pipeline_parallel_degree}: MaxText's pipeline has another schedule (valid: 1)"
         )
     if p.tensor_parallel_degree > 1 and not p.enable_sequence_parallel:
         raise NotExpressible("enable_sequence_parallel = False: MaxText divides activations too (valid: True)")

@@ -78,7 +78,7 @@ def _write_adamw(s: Subject) -> Settings:
     }
     if o.decay_norms_and_biases:
         found[f"{NOTICE}decay"] = (
-            "job.optimizer.decay_norms_and_biases = True: Megatron-LM decays no norms and no biases"
+            "job.optimizer.decay_norms_and_biases = True: Megatron-LM does not decay norms and biases"
         )
     return found
 

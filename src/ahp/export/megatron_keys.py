@@ -178,7 +178,7 @@ def _write_recompute(s: Subject) -> Settings:
     mode, some = s.p.activation_checkpoint, s.p.recomputed_layers_per_stage
     if mode == "auto":
         raise NotExpressible(
-            "activation_checkpoint = 'auto': Megatron-LM needs to be told (valid: none, selective, full)"
+            "activation_checkpoint = 'auto': Megatron-LM needs an explicit value (valid: none, selective, full)"
         )
     if mode == "none":
         return {}

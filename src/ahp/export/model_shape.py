@@ -31,5 +31,5 @@ def layers_of(model: str | dict[str, Any]) -> int:
     keys = keys_of(model)
     found = next((keys[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in keys), None)
     if not isinstance(found, int):
-        raise NotExpressible("model: its config says no num_hidden_layers, so not what its stages hold")
+        raise NotExpressible("model: its config has no num_hidden_layers, so the layers of its stages are not known")
     return found

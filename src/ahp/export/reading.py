@@ -87,7 +87,7 @@ MEGATRONS = {
     *(f"--{axis}-parallel-size" for axis in ("tensor-model", "pipeline-model", "expert-model", "context")),
     *("--num-layers", "--use-distributed-optimizer"),
 }
-"""Megatron's own arguments. Together with DeepSpeed's JSON, any of them means that a script starts the fork that takes both."""
+"""Arguments that only Megatron has. A script that gives one of these and DeepSpeed's JSON starts Megatron-DeepSpeed, which takes both."""
 KEYS_OF = {
     "torchtitan": "parallelism.tensor_parallel_degree",
     "megatron": "--tensor-model-parallel-size",
@@ -161,7 +161,9 @@ def _refuse_anothers(name: str, reader: Reader, settings: Settings, text: str, *
     if name == "megatron" and not asked:  # scripts of all programs have --bf16 and --lr
         known, words = {*MEGATRONS, "--micro-batch-size", "--global-batch-size"}, (name, "pretrain_")
     if name in KEYS_OF and not any(word in text.lower() for word in words) and not settings.keys() & known:
-        raise BadInput(f"no key of {name} is in it, such as {KEYS_OF[name]}; --engine NAME says whose file it is")
+        raise BadInput(
+            f"no key of {name} is in it, such as {KEYS_OF[name]}; give the file's program with --engine NAME"
+        )
 
 
 def _plugged(

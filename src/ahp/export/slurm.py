@@ -43,7 +43,7 @@ class Slurm:
     """A batch script that starts one launcher on each node; the launchers find each other by srun's variables."""
 
     name = "slurm"
-    what = "an sbatch script: one launcher on each node, requeued when it was told to save and leave"
+    what = "an sbatch script: one launcher on each node, requeued after the signal to save and stop"
     suffix = ".sbatch"
     options = Options
 
@@ -57,7 +57,7 @@ class Slurm:
             raise bad_input("--ahp", options.ahp, "must be a program on the nodes", ["ahp"])
         if options.time is not None and not re.fullmatch(r"\d+(-\d+)?(:\d+){0,2}", options.time):
             raise bad_input(
-                "--time", options.time, "must be a time in Slurm's words", ["120", "12:00:00", "2-00:00:00"]
+                "--time", options.time, "must be a time in Slurm's format", ["120", "12:00:00", "2-00:00:00"]
             )
         if options.time is not None and 0 < (limit_s := time_s(options.time)) <= options.grace_s:
             rule = f"must be less than --time {options.time}, which is {limit_s:,} s"

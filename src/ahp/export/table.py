@@ -210,7 +210,7 @@ STATES = (
 
 
 def one_kind_of_replicas(ranks: int, stage: int, micro_batch: int, batch: int) -> Fields:
-    """Fields of the data-parallel ranks of a program that shards states over all of them or over none."""
+    """Fields of the data-parallel ranks of a program that shards states over all of these ranks or does not shard them."""
     one, other = ("shard", "replicate") if stage else ("replicate", "shard")
     return {
         f"parallelism.data_parallel_{one}_degree": ranks,

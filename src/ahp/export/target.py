@@ -126,7 +126,7 @@ def shape_of_plan(plan: Plan, file: Path) -> Shape:
     """The nodes of a plan's cluster that its workers fill. Raises BadInput if the plan has no cluster, NotExpressible if nodes differ."""
     if plan.cluster is None:
         raise BadInput(
-            f"{file}: the plan says no cluster, so not how many nodes; write one with: ahp plan MODEL CLUSTER"
+            f"{file}: the plan has no cluster, so the number of nodes is not known; write one with: ahp plan MODEL CLUSTER"
         )
     from ahp.cluster.model import Cluster
 

@@ -43,7 +43,7 @@ def _read_rate(settings: Settings) -> Fields:
         return {}
     if (share is not None and kind != "linear") or kind == "sqrt":
         raise Unreadable(
-            f"lr_scheduler.decay_type = {kind!r} with decay_ratio {share}: AHP has no such rate; it changes no step's time"
+            f"lr_scheduler.decay_type = {kind!r} with decay_ratio {share}: AHP has no such schedule; it does not change the time of a step"
         )
     found[o + "min_lr_factor"] = least
     return found | ({o + "schedule": kind} if share is None else {o + "schedule": "wsd", o + "decay_share": share})

@@ -258,7 +258,7 @@ def _write_recompute(s: Subject) -> Settings:
     mode = s.p.activation_checkpoint
     if mode == "auto":
         raise NotExpressible(
-            "activation_checkpoint = 'auto': torchtitan needs to be told (valid: none, selective, full)"
+            "activation_checkpoint = 'auto': torchtitan needs an explicit value (valid: none, selective, full)"
         )
     return {
         "activation_checkpoint.mode": mode,

@@ -280,7 +280,7 @@ class _Sharing:
     blocks: Floats
     """[3, n, K] Parameters of each kind of layer: all, those of experts, and one weight of each shape."""
     outside: Floats
-    """[n, P] Parameters of stages without layers; ``head``: the head's part of them."""
+    """[n, P] Parameters of stages without layers; ``head``: the head's part."""
     head: Floats
     by_stream: float
     """0 where the allocator of some device keeps no memory for one stream alone (``memory.Outside``)."""

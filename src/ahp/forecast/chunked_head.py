@@ -22,8 +22,8 @@ def chunked_head(
 ) -> Unit:
     """The end of the model on a micro-batch, from the cost of ``one`` chunk.
 
-    ``weights``: elements whose gradients are added up, a weight tied to the embedding among them; ``weight_bytes``: of one
-    of them in the type that computes. ``hidden_bytes``: of the micro-batch's hidden states.
+    ``weights``: elements whose gradients are added up, including a weight tied to the embedding; ``weight_bytes``: of one
+    element in the type that computes. ``hidden_bytes``: of the micro-batch's hidden states.
     """
     # Each chunk's gradient is read and added to the sum; the first is copied.
     moved = weights * (num_chunks * (weight_bytes + 2 * SUM_BYTES) - SUM_BYTES)

@@ -15,7 +15,7 @@ from ahp.forecast.gpu import AttentionKernel, ElementWiseKind, Gpu, GroupedKerne
 from ahp.forecast.tables import PRECISION_OF, Attention, ElementWise, nearest_workers
 
 CPU_PRODUCT = constants.value("cpu_product")
-"""Share of its peak that a large product reaches on a worker that nobody measured."""
+"""Share of its peak that a large product reaches on a worker that was not measured."""
 
 HALF_DEPTH = constants.value("cpu_half_depth")
 """Depth K at which a product reaches half of ``CPU_PRODUCT`` on such a worker."""

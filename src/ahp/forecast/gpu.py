@@ -1,4 +1,4 @@
-"""How long one kernel takes on a GPU that nobody measured, from the catalogue's figures alone.
+"""The time of one kernel on a GPU that was not measured, from the catalogue's figures only.
 
 A product is tiles of its output, spread in waves over the SMs; each tile also pays for loading its operands and for its
 first and last steps, and a small output is split along K. Three roofs limit that: the tensor units at the clock that the

@@ -2,7 +2,7 @@
 
 The graph is traced as eager PyTorch runs on a CPU. On a GPU dropout is one kernel with a mask of one byte per element. An
 engine with fused kernels runs a chain of element-wise operators between two products as one kernel: values inside the
-chain stay in registers, and what autograd would keep of them is recomputed from the chain's input.
+chain stay in registers, and the values that autograd would keep are recomputed from the chain's input.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class PipelineAxis(NamedTuple):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """The ranks of one place, counted from the first of them."""
+        """The ranks of one place, counted from its first rank."""
         periods = range(0, self.world, self.places * self.stride)
         return tuple(start + offset for start in periods for offset in range(self.stride))
 

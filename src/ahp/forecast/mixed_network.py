@@ -65,7 +65,7 @@ class MixedNetwork:
         )
 
     def handed_s(self, own: Network, one: Cell, other: Cell, num_bytes: float) -> float:
-        """Seconds to send ``num_bytes`` from one cell to another of different width: every rank of either cell has its share of them."""
+        """Seconds to send ``num_bytes`` from one cell to another of different width: every rank of either cell has its share of the bytes."""
         shares, group = (num_bytes / one.width, num_bytes / other.width), self.pair(one, other)
         if not isinstance(group, Spread):
             return own.time_s("send_recv", max(shares), group)

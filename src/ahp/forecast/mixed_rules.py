@@ -93,8 +93,8 @@ def _room(cluster: Cluster, parallelism: Parallelism) -> str | None:
     if columns is None:
         there = {group.name: cells_of(group, widths[0]) for group in cluster.groups}
         return (
-            f"parallelism: its {_product(parallelism)} cells of {widths[0]} devices (shard x context x tensor) do not go on the "
-            f"groups: {_counted(there)} of them lie on one node or on whole nodes"
+            f"parallelism: its {_product(parallelism)} cells of {widths[0]} devices (shard x context x tensor) do not fit on the "
+            f"groups: there is room for {_counted(there)}, where a cell lies on one node or on whole nodes"
         )
     cells = [(name, width) for width, column in zip(widths, columns, strict=True) for name in column]
     for called in dict.fromkeys(name for name, _ in cells):

@@ -152,7 +152,7 @@ class Muon:
         return max(load_s)
 
     def least_s(self) -> float:
-        """Seconds of the cheapest block's products alone, over all owners: no stage takes less for a layer than its share of them."""
+        """Seconds of the cheapest block's products alone, over all owners: no stage takes less for a layer than its share of this time."""
         return min(self._products, default=0.0)
 
     def product_s(self, shape: tuple[int, int]) -> float:

@@ -160,7 +160,7 @@ class Nccl:
             yield self._choice("tree", protocol, latency_us, num_bytes / rate, group)
 
     def _in_switch(self, num_bytes: float, group: Group) -> Iterator[Choice]:
-        """NVLS: the switch adds up what it reads from all devices of a node, and sends the sum to all of them.
+        """NVLS: the switch adds up what it reads from all devices of a node, and sends the sum to all devices.
 
         Each device sends its whole buffer once, and its part of the sum: 1 + 1/n of the bytes on its link.
         """

@@ -22,13 +22,13 @@ CONTENTION = constants.value("contention")
 
 
 def hidden_s(collective_s: float, beside_s: float, overlap: float) -> float:
-    """Seconds of collectives that ``beside_s`` seconds of computation hide, where the share ``overlap`` of them can hide at all."""
+    """Seconds of collectives that overlap with ``beside_s`` seconds of computation, if the share ``overlap`` of the collectives can overlap."""
     return min(overlap * collective_s, beside_s)
 
 
 def shown_s(collective_s: float, beside_s: float, overlap: float) -> float:
-    """Seconds that collectives add to ``beside_s`` seconds of computation, where the share ``overlap`` of them can hide behind
-    it: those exposed, and the slowdown by those hidden."""
+    """Seconds that collectives add to ``beside_s`` seconds of computation, if the share ``overlap`` of the collectives can overlap
+    with it: the exposed collectives, and the slowdown by the hidden ones."""
     return _slowed_s(collective_s, hidden_s(collective_s, beside_s, overlap))
 
 
@@ -47,8 +47,8 @@ def _slowed_s(collective_s: Any, hidden: Any) -> Any:
 
 
 def shown_behind_s(total_s: Any, tail_s: Any, overlap: Any) -> Any:
-    """Seconds that collectives of ``total_s`` add where the share ``overlap`` of them can overlap with computation and ``tail_s`` of them
-    comes after it: the tail, and the slowdown by the others. Numbers or columns."""
+    """Seconds that collectives of ``total_s`` add if the share ``overlap`` of the collectives can overlap with computation and ``tail_s``
+    seconds come after it: the tail, and the slowdown by the others. Numbers or columns."""
     return overlap * (tail_s + CONTENTION * (total_s - tail_s)) + (1.0 - overlap) * total_s
 
 

@@ -9,7 +9,7 @@ from ahp.forecast.memory import RankMemory
 
 @dataclass(frozen=True)
 class PlaceMemory:
-    """Ranks that need the same memory, and the device that each of them has."""
+    """Ranks that need the same memory, and the device of each rank."""
 
     ranks: tuple[int, ...]
     device: str

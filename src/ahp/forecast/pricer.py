@@ -356,7 +356,7 @@ class Pricer:
             rule = "on a CPU the optimizer's states are in the host's memory already"
             raise bad_input("engine.offload_optimizer", True, rule, [False])
         if device.host_bandwidth_bytes_per_s is None:
-            rule = f"nothing says how fast a {device.name} reaches its host's memory; give device.host_bandwidth_bytes_per_s"
+            rule = f"no bandwidth is given between a {device.name} and its host's memory; give device.host_bandwidth_bytes_per_s"
             raise bad_input("engine.offload_optimizer", True, rule, [False])
 
     def tied_s(self, parallelism: Parallelism, units: Units) -> float:

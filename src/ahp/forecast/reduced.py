@@ -1,6 +1,6 @@
 """Gradient reductions that overlap with the computation of a rank's other stages.
 
-AHP's runtime begins to reduce a stage's gradients when the last of them is there, goes on with the rank's other stages, and waits for
+AHP's runtime begins to reduce a stage's gradients when the last gradient is there, goes on with the rank's other stages, and waits for
 all reductions after the rank's last action (``runtime/pipeline/torch_compat.py``: ``reduce_beside``). Reductions are then all that a
 last backward pass has once per step.
 """

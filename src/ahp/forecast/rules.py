@@ -108,7 +108,7 @@ def unlike_widths(graph: ModelGraph | Job, parallelism: Parallelism) -> str | No
     own, of_context = graph.sequence_length // context, f" / context_parallel_degree {context}" if context > 1 else ""
     for _, tensor in parallelism.widths:
         if own % tensor:
-            rule = f"its ranks hand over a part each of sequence_length {graph.sequence_length}{of_context}, which it does not divide"
+            rule = f"each of its ranks sends a part of sequence_length {graph.sequence_length}{of_context}, which it does not divide"
             return _broken("stages.tensor_parallel_degree", tensor, rule, divisors(own))
     if isinstance(graph, ModelGraph) and "balance_loss" in graph.config:
         return BALANCE_OF_UNLIKE_WIDTHS
@@ -116,8 +116,8 @@ def unlike_widths(graph: ModelGraph | Job, parallelism: Parallelism) -> str | No
 
 
 BALANCE_OF_UNLIKE_WIDTHS = (
-    "stages: a balance loss of experts (output_router_logits) on stages of unlike width: what routers add up is of a rank's own part of a "
-    "micro-batch, and that differs from stage to stage (valid: the layout's tensor_parallel_degree and data_parallel_shard_degree for every "
+    "stages: a balance loss of experts (output_router_logits) on stages of unlike width: routers add up over a rank's own part of a "
+    "micro-batch, and this part differs between stages (valid: the layout's tensor_parallel_degree and data_parallel_shard_degree for every "
     "stage; or output_router_logits false in the model's config)"
 )
 

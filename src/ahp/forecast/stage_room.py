@@ -73,7 +73,7 @@ class StageRoom:
     @classmethod
     def of(cls, columns: CellColumns, rows: Ints, at: Positions, micro_batches: int | Ints) -> StageRoom:
         """The room of some layouts, [n], in replicas with ``micro_batches`` or more, which never leave more room: one number, or [n]
-        numbers, none of them 1."""
+        numbers above 1."""
         held, k, m = columns.held, at.held, np.reshape(micro_batches, (-1, 1, 1))
 
         anywhere = at.place[0] == ANYWHERE

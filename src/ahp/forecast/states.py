@@ -196,7 +196,7 @@ def state_bytes(weights: RankWeights, of: Behaviour, shards: Shards, micro_batch
 
 
 def _flat_bytes(weights: Figures, updated: Figures, of: Behaviour) -> Figures:
-    """Bytes that flat copies take for good: the allocator does not merge memory that it got from the device at different times."""
+    """Bytes that flat copies take permanently: the allocator does not merge memory that it got from the device at different times."""
     return np.ceil(weights * of.states.flattened_bytes + updated * of.gradients.update_bytes)
 
 
@@ -245,7 +245,7 @@ class UnitBytes(NamedTuple):
     last: Figures
     """Gradients and buffer of the last unit that is reduced, when all activations are gone."""
     pooled: Figures
-    """Kept on the streams: by gathers, the two largest units in succession with the rank's shards of them; by reductions, what goes
+    """Kept on the streams: by gathers, the two largest units in succession with the rank's shards of these units; by reductions, what goes
     beyond the gradients that ``state_bytes`` counts."""
     grown: Figures
     """Kept on the stream of reductions where gradients grow as activations go (one micro-batch): all gradients."""
@@ -278,7 +278,7 @@ def layer_state_bytes(
     dense: Figures, experts: Figures, of: Behaviour, shards: Shards, micro_batches: int
 ) -> tuple[Figures, Figures]:
     """Least bytes that a layer with ``dense`` and ``experts`` parameters adds to its rank's states, whatever else is there; and the
-    part of them that is gradients."""
+    part that is gradients."""
     parts = state_bytes(RankWeights(dense + experts, experts=experts), of, shards, micro_batches)
     kept = np.where(of.gather.keeps_weights, parts["gathered_weights"], 0.0)
     kept += np.where(of.reduce.gradients_in_buckets, parts["reduce_buffers"], 0.0)

@@ -1,7 +1,7 @@
 """The timeline of a priced layout in Chrome's trace event format, which Perfetto and chrome://tracing open.
 
 Each drawn rank is a process, each of its streams a thread. Ranks at one place of the pipeline do the same at the same
-time, so one of them stands for all. docs/forecast/timeline.md explains how to read it.
+time, so one rank stands for all. docs/forecast/timeline.md explains how to read it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STREAM_OF = {
 """The thread of a part of an action; any other part is computation."""
 
 MOST_PLACES = 64
-"""The most places of the pipeline that are drawn, half of them from either end: nobody reads more tracks."""
+"""The most places of the pipeline that are drawn, half from either end. More tracks are not readable."""
 
 MOST_NAMED = 4
 """The most ranks that a track's name lists of those it stands for, where their numbers are not consecutive."""
@@ -211,7 +211,7 @@ class _Drawing:
             yield named("process_sort_index", rank, None, sort_index=rank)
 
     def _alike(self, rank: int, place: int) -> str:
-        """Words for the ranks of a place; ``rank`` is the first of them."""
+        """Words for the ranks of a place; ``rank`` is its first rank."""
         offsets = self.pipeline.offsets[place]
         count, last = len(offsets), rank + offsets[-1]
         if offsets[-1] == count - 1:
@@ -353,7 +353,7 @@ class _Drawing:
             "ranks drawn": shown,
             "actions drawn": f"the first and the last {self.most_actions // 2} of each rank" if cut else "all",
             **({"replicas": "drawn as the one that computes the most micro-batches"} if most else {}),
-            "parts": "sums over an action, one after another; of collectives only what nothing hides",
+            "parts": "sums over an action, one after another; of collectives only the exposed part",
         }
 
 

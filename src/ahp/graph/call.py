@@ -12,7 +12,7 @@ from ahp.errors import BadInput
 
 
 class Sight(NamedTuple):
-    """How far a token sees in its document, in tokens before and after itself; None = all of them."""
+    """How far a token attends in its document, in tokens before and after itself; None = all tokens."""
 
     before: int | None = None
     after: int | None = None
@@ -32,7 +32,7 @@ BIDIRECTIONAL, CAUSAL = Sight(), Sight(after=0)
 
 @dataclass(frozen=True)
 class Documents:
-    """How a model is told which tokens of a sequence are one document (found by ``ahp.graph.document_mask``)."""
+    """The input that gives a model the documents of a sequence (found by ``ahp.graph.document_mask``)."""
 
     first_position: int = 0
     """The row of the model's table of positions for the first token of a document."""
@@ -76,7 +76,7 @@ def model_arguments(
     documents: Documents | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of ``module`` for token ids [B, S], and their places in their documents if several share a
-    sequence (``documents``: how the model is told). Nothing else: no cache of keys, and no balance loss of a mixture of experts (the
+    sequence (``documents``: the input that gives them). Nothing else: no cache of keys, and no balance loss of a mixture of experts (the
     runtime computes it from the routers' outputs)."""
     positions = {} if position_ids is None else (documents or Documents()).arguments(position_ids)
     config = getattr(module, "config", None)

@@ -1,4 +1,4 @@
-"""How a model is told to keep the documents of one sequence apart, and whether it then does.
+"""The input with which a model keeps the documents of one sequence apart, and a check that it does.
 
 transformers makes masks from positions that start again, but not for every family; others take a whole mask, or one for each kind of
 layer, and pass it on to their blocks. A user's own module can do anything. So the model's own forward runs on a few made-up tokens, up
@@ -28,7 +28,7 @@ POSITIONS = ((0, 1, 2, 0, 1), (0, 0, 1, 2, 3))
 FEWEST_TOKENS = 3
 """Tokens of the shortest sequence in which the middle one can be hidden and it still shows who sees the first and the last."""
 
-REPLACED = "a mask of documents would take the place of those that its blocks are given"
+REPLACED = "a document mask would replace the masks that its blocks get"
 
 SEEN_ABOVE = -1e4
 """Threshold of an additive mask: for a number below it the weight, at most exp(-1e4), is 0 in every precision."""
@@ -57,7 +57,7 @@ def documents_apart(module: nn.Module, sequence_length: int) -> Documents:
     if unmasked is not None:
         raise NotApart(f"block {unmasked} is given no mask that hides other documents when positions start again")
     if not probe.restarts(documents):
-        raise NotApart("its positions would be others than those of a document in a sequence of its own")
+        raise NotApart("its positions would differ from those of a document in a sequence of its own")
     return documents
 
 
@@ -137,7 +137,7 @@ class Probe:
         own = {sight: handed[kind] for kind, sight in named}
         for number, sight in enumerate(sights):
             if not any(tensor is own[sight] for tensor in given.get(number, [])):
-                raise NotApart(f"of masks by kind of layer block {self.blocks.path}.{number} is not given its own")
+                raise NotApart(f"block {self.blocks.path}.{number} does not get the mask of its kind of layer")
 
     def first_position(self) -> int:
         """The position from which the model counts by itself."""
@@ -264,7 +264,7 @@ def _hides(tensor: torch.Tensor, padding: int) -> bool:
 def _sight(mask: torch.Tensor, padding: int) -> Sight:
     """How far all tokens see with a mask of one document that hides one token. Raises BadInput if it is not boolean, or they see unequally far."""
     if mask.dtype != torch.bool:
-        raise NotApart("its attention is not fused, and a mask is handed to scaled_dot_product_attention alone")
+        raise NotApart("its attention is not fused, and only scaled_dot_product_attention takes a mask")
     length = mask.shape[-1]
     order = torch.arange(length)
     known = order != padding

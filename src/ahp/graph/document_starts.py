@@ -79,12 +79,12 @@ def document_starts(module: nn.Module, documents: Documents, sequence_length: in
 def _lost(probe: Probe, documents: Documents) -> str | None:
     """Why starts do not work: a block does not get them, or positions differ from those with masks."""
     if not probe.restarts(documents):
-        return "its positions would be others than with masks"
+        return "its positions would differ from those with masks"
     given = probe.given(documents.arguments(probe.positions))
     shape = (len(probe.positions), 1, 1, probe.positions.shape[1])
     for number in range(len(probe.blocks)):
         if sum(tensor.dtype == torch.bool and tensor.shape == shape for tensor in given.get(number, [])) != 1:
-            return f"block {probe.blocks.path}.{number} is not given what is handed in"
+            return f"block {probe.blocks.path}.{number} does not get what the model is given"
     return None
 
 

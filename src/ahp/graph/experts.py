@@ -15,7 +15,7 @@ from torch import nn
 def num_stacked(module: nn.Module) -> int | None:
     """The number of experts whose weights are stacked in a module's own parameters, or None.
 
-    Every parameter must be [experts, ...], at least one of them matrices [experts, rows, columns], and submodules must have none.
+    Every parameter must be [experts, ...], at least one must hold matrices [experts, rows, columns], and submodules must have no parameters.
     """
     own = list(module.parameters(recurse=False))
     if not any(p.ndim == 3 for p in own) or len(own) != len(list(module.parameters())):

@@ -35,7 +35,7 @@ def to_json(graph: ModelGraph, *, indent: int | None = None) -> str:
 
 
 def to_dot(graph: ModelGraph, segment: str | None = None) -> str:
-    """The dependencies as a DOT digraph: one segment by name (``block``), or all of them, one cluster each.
+    """The dependencies as a DOT digraph: one segment by name (``block``), or all segments, one cluster each.
 
     Edges inside a segment are data dependencies. Between segments one edge stands for the hidden states, and repeated
     blocks are drawn once, with their number. Raises BadInput for an unknown segment.

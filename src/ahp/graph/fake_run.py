@@ -46,7 +46,7 @@ class Subject:
     dtype: torch.dtype
     fused_attention: bool
     documents: Documents | None = None
-    """How the model is told which tokens are one document, if several share a sequence and do not see each other."""
+    """The input that gives the model its documents, if several share a sequence and do not see each other."""
 
 
 def fake_run(subject: Subject, batch: int, sequence: int) -> FakeRun:

@@ -1,6 +1,6 @@
 """How a graph grows with the micro-batch: two traces, one sequence apart, determine every number for any size.
 
-A size of a tensor is ``constant + slope * b`` (B, B*S, B*heads, or none of them), so two traces give it exactly.
+A size of a tensor is ``constant + slope * b`` (B, B*S, B*heads, or neither of these), so two traces give it exactly.
 Bytes are sums of tensors and FLOPs are products over the distinct sizes of an operator's tensors. As long as no single
 tensor has two growing sizes, at most one factor of each product grows, so they are of the same form. If one tensor
 has two (a product across the batch), the number is taken as ``slope * b + square * b**2``, which is 0 for b = 0.

@@ -53,7 +53,7 @@ def with_adapters(module: nn.Module, lora: Lora | None, *, seed: int = 0) -> nn.
     from peft import LoraConfig, inject_adapter_in_model
 
     if layers_of(module):
-        raise BadInput("job.lora: the module has adapters already (valid: null, which trains those that it has)")
+        raise BadInput("job.lora: the module has adapters already (valid: null, which trains these)")
     targets: Any = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
     keys = {"r", "lora_alpha", "lora_dropout", "use_rslora"}
     config = LoraConfig(target_modules=targets, **lora.model_dump(include=keys))
@@ -224,5 +224,5 @@ def _refuse_what_is_not_split(module: nn.Module, targets: Any, linear: list[str]
         return
     for number, block in enumerate(blocks.blocks):
         if not layers_of(block):
-            rule = f"block {number} of {blocks.path} has none of them, and every block must have an adapter"
+            rule = f"block {number} of {blocks.path} has no such layer, and every block must have an adapter"
             raise bad_input(key, targets, rule, usable or ["all-linear"])

@@ -177,7 +177,7 @@ def _from_keys(keys: dict[str, Any], *, known_only: bool) -> PretrainedConfig:
 
     model_type = keys.get("model_type")
     if "model_type" not in keys:
-        raise BadInput("model_type: missing from the model's keys; it says which family they are for, such as llama")
+        raise BadInput("model_type: missing from the model's keys; it is the family of the model, such as llama")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise bad_input("model_type", model_type, "transformers has no such model type", list(CONFIG_MAPPING.keys()))
     kind = CONFIG_MAPPING[model_type]
@@ -302,7 +302,7 @@ def _from_factory(model: Any, dtype: torch.dtype, device: Any) -> nn.Module:
         raise bad_input("model", model, "expected a name, a path, a dict of config keys, a module or pkg.mod:factory")
     path, _, function = str(model).partition(":")
     if path.split(".")[0] in sys.stdlib_module_names:
-        raise bad_input("model", model, "a module of Python itself makes no model, and calling it may do anything else")
+        raise bad_input("model", model, "a module of Python's standard library makes no model")
     try:
         factory = getattr(importlib.import_module(path), function)
     except ModuleNotFoundError as error:

@@ -62,7 +62,7 @@ class Operator:
     outputs: tuple[TensorSpec, ...]
     depends_on: tuple[int, ...]
     parameters: tuple[str, ...]
-    """Names of the parameters that it reads (also through views and casts of them)."""
+    """Names of the parameters that it reads (also through views and casts)."""
     flops: int
     bytes_read: int
     bytes_written: int

@@ -93,7 +93,7 @@ def outline(
     """Run ``module(input_ids int64[batch, sequence])`` on fake tensors and record what happens.
 
     The module is neither changed nor copied into memory; it can be on the meta device. ``dtype`` is that of the computation,
-    None = that of the parameters. ``documents``: how the model is told which tokens are one document, if several share a
+    None = that of the parameters. ``documents``: the input that says which tokens are one document, if several share a
     sequence and do not see each other. Raises BadInput when the module has no blocks or cannot run.
     """
     mode = FakeTensorMode()

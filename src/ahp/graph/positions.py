@@ -72,7 +72,7 @@ def warn_of_longer(module: nn.Module, sequence_length: int) -> None:
         raise BadInput(
             f"sequence_length = {sequence_length}: the model has {positions.longest} positions (valid: 2 to {positions.longest})"
         )
-    told = f"sequence_length = {sequence_length}: {_words(positions)}; it is forecast all the same, and training refuses it"
+    told = f"sequence_length = {sequence_length}: {_words(positions)}; it is forecast anyway, but training refuses it"
     warnings.warn(told, stacklevel=3)
 
 

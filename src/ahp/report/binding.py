@@ -76,7 +76,7 @@ class Binding:
     sentence: str
     memory: str
     neighbours: tuple[Neighbour, ...]
-    """Neighbours for the part that binds; if none of them helps, also for the next largest part, and so on."""
+    """Neighbours for the part that binds; if no neighbour helps, also for the next largest part, and so on."""
 
     @property
     def relief(self) -> Neighbour | None:

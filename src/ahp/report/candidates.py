@@ -33,7 +33,7 @@ FAR = 1.25
 KINDS = {
     "best": "the plan",
     "front": "Pareto frontier: none that fits is both faster and smaller",
-    "other": "fits, and loses to one of those",
+    "other": "fits, but a layout of the frontier is better",
     "misfit": "does not fit, or may not",
 }
 

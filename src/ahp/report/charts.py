@@ -69,7 +69,7 @@ def axis(title: str, values: Iterable[float], words: Words, *, from_zero: bool =
 
 
 def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers between two ends, about ``wanted`` of them."""
+    """About ``wanted`` round numbers between two ends."""
     rough = (high - low) / max(wanted, 1)
     if not (math.isfinite(rough) and rough > 0):
         return [low]

@@ -18,7 +18,7 @@ KINDS = {
     "B": "B: backward",
     "I": "I: backward, gradient of the input",
     "W": "W: backward, gradient of the weights",
-    "other": "communication, optimizer and what else is waited for",
+    "other": "communication, optimizer and other waiting",
     "gap": "not drawn",
 }
 """Colors of page.css, and what they stand for."""
@@ -124,7 +124,7 @@ def _fewer(lanes: Sequence[Lane]) -> tuple[Sequence[Lane], str]:
     if sum(len(lane.bars) for lane in lanes) <= MOST_BARS:
         return lanes, ""
     plain = [Lane(lane.name, [bar for bar in lane.bars if bar.depth == 0]) for lane in lanes]
-    words = "What lies inside an action is not drawn"
+    words = "The operators inside an action are not drawn"
     kept: list[Lane] = []
     room = MOST_BARS
     for lane in plain:

@@ -106,7 +106,9 @@ def lost(plan: Plan) -> list[str]:
         (one.parallelism.short(), seconds(one.step_time_s) if one.step_time_s is not None else "", one.reason)
         for one in plan.rejected
     )
-    again = note("This plan is of before plans kept the memory of candidates: plan again for a picture of them.")
+    again = note(
+        "This plan was made by a version of AHP that did not write the memory of candidates. Plan again for a chart."
+    )
     return [section("What lost, and why", table(("layout", "step", "reason"), cells), again)]
 
 

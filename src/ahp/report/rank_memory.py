@@ -47,7 +47,7 @@ def of_fullest(forecast: Forecast, capacity_bytes: int | None) -> str:
 
 
 def rank_words(ranks: Sequence[int]) -> str:
-    """``ranks 0 to 7``, or some of them if they are not consecutive."""
+    """``ranks 0 to 7``; if they are not consecutive, the numbers, of many ranks only the first and the last."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if ranks[-1] - ranks[0] == len(ranks) - 1:

@@ -53,7 +53,7 @@ def sentence(upgrades: Sequence[Upgrade]) -> str:
     """Which resource binds, by what more of it would bring."""
     most = upgrades[0]
     if most.gain < NOTHING:
-        return "With this layout 10 % more of no single resource would save time."
+        return "With this layout no single resource would save time if there were 10 % more."
     return f"With this layout {most.change} would help most: {percent(most.gain)} less time for each token."
 
 
@@ -68,7 +68,7 @@ def _larger_batch(graph: ModelGraph, cluster: Cluster, plan: Plan, today: Foreca
     larger = at_once * math.ceil(MORE * batch / at_once - 1e-9)
     change = f"global batch {larger:,}, {percent(larger / batch - 1)} more"
     if any(getattr(layout, key) is not None for key in counted):
-        return Upgrade(change, 0.0, "not priced: the layout deals out the micro-batches of this batch alone")
+        return Upgrade(change, 0.0, "not forecast: the layout's micro_batches_per_replica is for this batch only")
     if larger > MOST_SEQUENCES:
         return Upgrade(change, 0.0, f"not possible: more than {MOST_SEQUENCES:,} sequences a step")
     try:

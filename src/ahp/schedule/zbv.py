@@ -16,7 +16,7 @@ class ZBVZeroBubble(VShaped):
     actions_per_micro_batch = 6
 
     def last_weights_s(self, weight_s: NDArray[np.float64], p: int, v: int, m: int) -> tuple[NDArray[np.float64], bool]:
-        """The weight gradients of the drain, or all of them if there are few micro-batches."""
+        """The weight gradients of the drain, or all weight gradients if there are few micro-batches."""
         if m < 2 * p - 1:
             return m * weight_s.sum(axis=-1), False
         rank = np.arange(p)

@@ -24,7 +24,7 @@ def refuse_too_many(asked: Problem) -> None:
     rule = f"{MOST_DEVICES:,} are searched at most"
     if not asked.cluster.is_mixed and (counts := busy_counts(asked)):
         batch, length = asked.job.global_batch_size, asked.job.sequence_length
-        rule += f"; {batch} sequences of {length} tokens keep no more than {counts[0]:,} of them busy"
+        rule += f"; {batch} sequences of {length} tokens keep no more than {counts[0]:,} devices busy"
     raise bad_input("cluster", f"{total:,} devices", rule, [f"up to {MOST_DEVICES:,}, or ahp simulate one layout"])
 
 

@@ -68,7 +68,7 @@ class Choice:
         too_small = sum(one.found.at_least_s == float("inf") for one in self.without)
         bounded = len(self.without) - too_small
         parts = [
-            f"nothing fits on {too_small} of them" * (too_small > 0),
+            f"nothing fits on {too_small}" * (too_small > 0),
             f"{len(self.others)} lost by {'its' if len(self.others) == 1 else 'their'} best plan"
             * (len(self.others) > 0),
             f"{bounded} lost by a lower bound" * (bounded > 0),

@@ -186,7 +186,9 @@ class Choices:
         keys = (*DEGREES, "zero_stage", "context_parallel_method", "mesh_order")
         fixed = {key: self.given[key] for key in keys if key in self.given}
         words = ", ".join(f"{key} {value}" for key, value in fixed.items())
-        return BadInput(f"parallelism: no layout of {number_of(self.world, 'device')} has {words}; free one of them")
+        return BadInput(
+            f"parallelism: no layout of {number_of(self.world, 'device')} has {words}; leave one of these keys to the search"
+        )
 
     def _sequence_parallel(self, tensor: int) -> tuple[int, ...]:
         return tuple(map(int, self._values("enable_sequence_parallel", (False, True) if tensor > 1 else (False,))))

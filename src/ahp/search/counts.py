@@ -123,7 +123,7 @@ def _each_once(settled: Iterable[Settled]) -> list[Settled]:
 
 
 def _that_reach(scale: Scale, clusters: Iterable[Cluster], keep: int) -> list[Settled]:
-    """Numbers of devices from the fewest on, until ``keep`` of them reach the target."""
+    """Numbers of devices, the fewest first, until ``keep`` numbers reach the target."""
     target_s = scale.asked.job.tokens_per_step / (scale.objective.target_tokens_per_s or 1.0)
     settled: list[Settled] = []
     for cluster in clusters:
@@ -153,7 +153,7 @@ def _none(scale: Scale, settled: list[Settled]) -> AhpError:
     if scale.objective.name == "fewest-devices":
         return _out_of_reach(scale, asked, found.best)
     apart = duration(1.0 / scale.failures(settled[0].found.problem.cluster).per_s)
-    rule = f"a failure every {apart} on {number_of(settled[0].devices, 'device')} leaves no time to train, nor does one on more of them"
+    rule = f"a failure every {apart} on {number_of(settled[0].devices, 'device')} leaves no time to train, and more devices fail more often"
     key, rate = scale.failure_rate
     return BadInput(f"{key} = {rate:g}: {rule}")
 

@@ -1,4 +1,4 @@
-"""Rules that look only at the degrees that a replica's devices share: which combinations of them cannot have a legal layout.
+"""Rules that look only at the degrees that a replica's devices share: which combinations of degrees have no legal layout.
 
 They come before anything else is written out, so that orders of ranks are searched only for degrees that can be legal.
 """

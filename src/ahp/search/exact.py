@@ -21,7 +21,7 @@ Place = tuple[int, int]
 """A block and one of its rows."""
 
 Refine = Callable[[int], float]
-"""A closer lower bound of all rows of one block, in seconds; infinite if none of them fits."""
+"""A closer lower bound of all rows of one block, in seconds; infinite if no row fits."""
 
 Open = Callable[[int], NDArray[np.float64]]
 """Lower bounds of the rows of one block, in seconds; infinite for rows known not to fit."""
@@ -91,7 +91,7 @@ def best_first(
     the same input gives the same ranking.
 
     Args:
-        blocks: a lower bound in seconds of all rows of each block; infinite if none of them fits.
+        blocks: a lower bound in seconds of all rows of each block; infinite if no row fits.
         sizes: number of rows of each block.
         refine: closer bounds of one block, each closer and slower to compute than the one before.
         open_block: bounds of one block's rows; a bound below the block's own is raised to it.

@@ -112,7 +112,7 @@ def why(
         yield adapter_words(used)
     if same := used.stages_alike(layout):
         others = " and ".join(f"ZeRO-{stage}" for stage in same)
-        yield f"ZeRO-{layout.zero_stage} costs the same as {others} here: one row stands for all of them"
+        yield f"ZeRO-{layout.zero_stage} costs the same as {others} here: one row stands for these stages"
     if layout.mesh_order is not None:
         yield f"mesh order {' > '.join(layout.axes)}: {reasons.on_a_node(layout, joined(used.cluster.groups[0]).devices_per_node)}"
     for name, keys in reasons.CHOICES:

@@ -1,4 +1,4 @@
-"""The space of a problem, on fewer devices if no layout can use all of them."""
+"""The space of a problem, on fewer devices if no layout can use all devices."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def legal_rows(asked: Problem) -> LegalRows:
         if group.nodes > 1 and group.devices_per_node < of.devices_per_node
         else ""
     )
-    note = f"{count} of {total} devices{each} are used: with all of them no layout is legal ({rule.says})"
+    note = f"{count} of {total} devices{each} are used: no layout of all devices is legal ({rule.says})"
     return LegalRows(fewer.problem, fewer.space, (note,))
 
 

@@ -35,7 +35,7 @@ LAYOUTS = 6
 """How many layouts get a schedule if the user leaves it open: in turns, one that could become the fastest and one that is fast without."""
 
 MOST_ACTIONS = 30_000
-"""Most actions in all orders that are searched for (about a second of processor time), and in any one of them (200 KB of plan.yaml)."""
+"""Most actions in all orders that are searched for (about a second of processor time), and in one order (200 KB of plan.yaml)."""
 
 TRIES = 300_000
 """Actions tried for one layout's order, one to two microseconds each (``synthesis.search.EFFORT``)."""

@@ -19,7 +19,7 @@ from ahp.search.ties import TIED
 from ahp.words import WORTH_TELLING, number_of, percent, seconds
 
 MANY_DEVICES = 64
-"""On more devices, a search for the best of each number of them takes longer than the plan did: 8.3 of 10.8 s for 70 B on 512 H100."""
+"""On more devices, a search for the best plan of each number of devices takes longer than the plan did: 8.3 of 10.8 s for 70 B on 512 H100."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Problem:
     engine: EngineChoice
     own_order: bool = False
     """Whether the user asks for schedules that are made for each layout's own stages (``Synthesized``). Even then layouts are compared
-    under the fixed patterns, and ``found_orders`` makes orders for the best of them."""
+    under the fixed patterns, and ``found_orders`` makes orders for the best layouts."""
     left_out: tuple[NodeGroup, ...] = ()
     """The user's groups that are not in ``cluster``: their devices cannot compute in the job's precision, while other groups' can."""
     either_blocks: bool = False

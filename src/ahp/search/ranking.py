@@ -59,7 +59,7 @@ def search(
 
     Returns:
         At most ``keep`` plans, fastest first, except that the simplest of those that the forecast cannot tell from the fastest
-        leads (``Ranking.fastest`` has the fastest). Devices are left over only if no layout can use all of them and
+        leads (``Ranking.fastest`` has the fastest). Devices are left over only if no layout can use all devices and
         the user has fixed no degree; ``notes`` and the plans' ``why`` then say so. For another objective: the best plan of
         each number of devices, the best number first.
 

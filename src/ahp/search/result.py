@@ -21,7 +21,7 @@ class OwnOrder:
     """What is known about schedules that were made for the best layouts' own stages."""
 
     gain: float
-    """Share of the step that the best of them saves against everything under a fixed pattern; 0 if it is no faster."""
+    """Share of the step that the best such order saves against every layout under a fixed pattern; 0 if it is no faster."""
     gap: float
     """The most by which another order of the same stages could be faster, as a share of its time."""
     bound: str
@@ -67,7 +67,7 @@ class Ranking:
     own_order: OwnOrder | None = None
     """Set if a schedule made for a layout's own stages was searched for."""
     more: tuple[Plan, ...] = ()
-    """On a mixed cluster, the plans beyond ``plans``: a schedule of its own may make one of them the fastest."""
+    """On a mixed cluster, the plans beyond ``plans``: a schedule for its own stages may make one of these plans the fastest."""
     twins: int = 0
     """Layouts that were priced, fit, and are neither the first plan nor one of ``families``."""
 

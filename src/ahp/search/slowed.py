@@ -42,7 +42,7 @@ class Slowed:
     def words(self) -> str:
         """One line for people."""
         slow = "the slow links of its node" if self.network else "this device as a group of its own"
-        what = f"with {slow}, ahp plan forecasts {seconds(self.today_s)} a step for the layout of now"
+        what = f"with {slow}, ahp plan forecasts {seconds(self.today_s)} a step for the current layout"
         if self.best_s >= self.today_s or self.best == self.today:
             return f"{what}, and finds none that is faster"
         gain = percent(self.today_s / self.best_s - 1)

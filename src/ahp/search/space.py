@@ -1,4 +1,4 @@
-"""The space of layouts: every combination of the searched keys, and the rules that leave some of them out.
+"""The space of layouts: every combination of the searched keys, and the rules that leave combinations out.
 
 The table is kept as a product. A block has one value of each key that a replica's devices share (tensor, context and
 expert degree, sequence parallelism, pipeline degree), one way in which these devices lie on nodes, and one micro-batch; so it

@@ -93,7 +93,9 @@ def test_the_command_writes_the_plan_that_was_fastest(
     assert best.current.parallelism.data_parallel_replicate_degree == 2
     assert best.parallelism != forecast_first
     assert best.why[0].startswith("measured here: 1.00 s a step")
-    assert best.why[1].startswith(f"the forecast had {forecast_first.short()} first; beside that this one is ")
+    assert best.why[1].startswith(
+        f"the forecast had {forecast_first.short()} first; compared with that plan this one is "
+    )
     shown = " ".join(capsys.readouterr().out.split())
     assert "measured here: 3.00 s a step" in shown
     assert best.current.reason.startswith("not measured; ")

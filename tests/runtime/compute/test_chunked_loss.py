@@ -66,7 +66,7 @@ def train(
     parallel = parallelize(BUILDERS[model](), plan)
     words = VOCABULARY // layout.get("tensor_parallel_degree", 1)
     seen = Largest(words)
-    with seen if world == 1 else nullcontext():  # it sees every operator, which takes longer than most of them
+    with seen if world == 1 else nullcontext():  # it sees every operator, and this takes longer than most operators
         results = [parallel.step(parallel.shard(batch(step))) for step in range(STEPS)]
     return {
         "losses": [r.loss for r in results],
@@ -87,7 +87,7 @@ def test_chunks_equal_one_process(pool: Pool, plain_run: Callable[..., dict[str,
 
 @pytest.fixture(scope="module")
 def alone(pool: Pool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One process with whole logits, and with chunks of them."""
+    """One process with whole logits, and one with chunks."""
     layout = {"micro_batch_size": BATCH // 2}
     (whole,), (chunked,) = (pool.run(train, 1, "llama", layout, chunk) for chunk in (None, 8))
     return whole, chunked

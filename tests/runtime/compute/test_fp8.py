@@ -43,9 +43,9 @@ RATE = 3e-4
 EACH_STEP = 1e-5
 """Relative, of loss and norm, from the same weights and with fp32 around the products."""
 FLIPPED, SAME_STEPS = 5e-3, 3
-"""Layouts that add up in another order: a number that lies at the edge between two of 8 bits (3 or 4 of them significant) now and then
-falls to the other side. No step may differ by more than that does, and so many of ten must be within EACH_STEP. With the scales
-of parts instead of the whole, none of the ten is, under any of these layouts."""
+"""Layouts that add up in another order: a number at the edge between two 8-bit numbers (3 or 4 significant bits) is now and then
+rounded to the other one. No step may differ by more than this causes, and so many of ten steps must be within EACH_STEP. With the
+scales of parts instead of the whole tensor, none of the ten steps is within it, under any of these layouts."""
 FIRST, LAST = 2e-2, 5e-2
 """Relative, at the first and at the tenth step, with bf16 around the products. 8 bits have 4 or 3 significant ones: where layouts add
 up in another order, a flipped rounding is 6e-2 of a number, and the steps of AdamW carry the difference on."""

@@ -218,7 +218,7 @@ def test_each_rank_holds_its_part(pool: Pool) -> None:
     results = pool.run(held_under, 8, wide)
     assert [of[name][0] for of in results] == [[1, 8, 32]] * 8
     assert results[5][name][1] == {0: [(1, 2)], 1: [(8, 16)]}
-    # a half of the experts for each of two ranks, and of each of them a half of the gates and of what they let through
+    # each of two ranks has half of the experts, and of each expert half of the rows of gate and of up
     name = "model.layers.1.mlp.experts.gate_up_proj"  # [4, 2 x 96, 64]
     results = pool.run(held, 4, "ep2-tensor", "family mixtral")
     assert [of[name][0] for of in results] == [[2, 96, 64]] * 4

@@ -206,7 +206,7 @@ def test_evaluates_and_exports_as_one_process(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp2-1", "both"])
 def test_buffers_of_several_stages_are_those_of_one_process(pool: Pool, name: str) -> None:
-    """Those of the model itself too, which every stage has and one of them writes."""
+    """Also the buffers of the model itself, which every stage has and one stage writes."""
     unlike = layout(*Parallelism(**LAYOUTS[name]).widths, layers=(1, 3))
     found, expected = (
         pool.run(test_buffers.train, Parallelism(**unlike).world_size, "counted", unlike),
@@ -291,7 +291,7 @@ def _part(whole: torch.Tensor, place: Place) -> torch.Tensor:
         ),
         ({"mesh_order": ["pp"], "stages": [(1, 2), (1, 1)]}, None),
         ({"mesh_order": ["tp", "pp"], "tensor_parallel_degree": 2, "stages": [(1, 2), (1, 1)]}, "mesh_order = "),
-        ({"stages": [(1, 2)]}, "there is one stage, and the layout says its width"),
+        ({"stages": [(1, 2)]}, "there is one stage, and the layout sets its width"),
     ],
 )
 def test_what_stages_of_their_own_width_do_not_go_with_is_refused(given: dict[str, Any], rule: str | None) -> None:

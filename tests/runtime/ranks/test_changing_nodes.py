@@ -1,4 +1,4 @@
-"""What launchers of changing nodes read of each other, and which of them keeps the store."""
+"""What launchers of changing nodes read of each other, and which launcher keeps the store."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_every_link_has_its_turn_and_no_rank_two_at_once(size: int) -> None:
 
 
 def timed(rank: int, world: int, slow: int) -> float:
-    """Runs in each worker, each as if on a host of its own; whatever one of them sends or receives takes long."""
+    """Runs in each worker, each as if on a host of its own; sends and receives of worker ``slow`` take long."""
     whole = dist.batch_isend_irecv
 
     def late(operations: list[Any]) -> Any:

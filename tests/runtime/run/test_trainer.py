@@ -269,7 +269,7 @@ def kill_a_worker(folder: Path, after: int, addresses: set[str]) -> None:
     addresses |= listened_on()
     workers = [p for p in psutil.Process().children() if str(folder) in p.cmdline()]
     while True:
-        for worker in workers:  # so that what is read of them stays so
+        for worker in workers:  # so that what is read about the workers does not change
             worker.suspend()
         behind = len(run.metrics()) - run.checkpoints()[-1].step
         if 2 <= behind < EVERY - 2:

@@ -73,7 +73,7 @@ class PackedBlock(Block):
 
 
 class Packed(nn.Module):
-    """Several documents in a row: attention stays within each of them. Every token below 16 ends one."""
+    """Several documents in a row: attention stays within each document. Every token below 16 ends a document."""
 
     def __init__(self, width: int = 32, layers: int = 2, *, single_keys: bool = False) -> None:
         super().__init__()

@@ -258,6 +258,6 @@ def test_room_grows_and_does_not_shrink() -> None:
     attention.make_room(torch.tensor([[0, 1, 2], [0, 1, 2]]))
     assert attention.room == 2
     attention.make_room(torch.tensor([[0, 0, 0], [5, 0, 1], [0, 1, 2], [0, 1, 2]]))
-    assert attention.room == 8  # five documents in the first micro-batch, one of them begun before it
+    assert attention.room == 8  # five documents in the first micro-batch; one began before it
     attention.make_room(torch.tensor([[0, 1, 2], [0, 1, 2]]))
     assert attention.room == 8

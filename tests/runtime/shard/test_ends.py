@@ -73,7 +73,7 @@ class Collectives(TorchDispatchMode):
 
 @pytest.mark.parametrize("engine", [{}, pytest.param({"loss_chunk_tokens": 8}, marks=pytest.mark.slow)], ids=str)
 def test_the_head_comes_last_and_is_sent_first(pool: Pool, engine: dict[str, Any]) -> None:
-    """Also where the loss is computed in chunks: once around all of them."""
+    """Also where the loss is computed in chunks: once around all chunks."""
     found = pool.run(sent, 2, 3, engine)[0]
     half = found[: len(found) // 2]
     assert found == half * 2, "every micro-batch sends the same"

@@ -68,7 +68,7 @@ SMALL = [("one", 2, 3), ("one", 3, 3), ("one", 2, 4), ("one", 3, 4), ("v", 2, 2)
 @pytest.mark.parametrize(("kind", "p", "m"), SMALL)
 @pytest.mark.parametrize("split", [True, False])
 def test_as_short_as_can_be_on_small_problems(kind, p, m, split):
-    """[Empirical] 72 of them: 69 are as short as can be, the others within 2.1 %; the bound is 18 % below at most."""
+    """[Empirical] 72 problems: 69 orders are as short as possible, the others within 2.1 %; the bound is at most 18 % below."""
     for memory in (0.5, 0.75, 1.0):
         for seed in (1, 2):
             made = problem(seed, kind, p, m, ratio=2.0, memory=memory, split=split)

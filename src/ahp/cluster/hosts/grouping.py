@@ -76,7 +76,7 @@ def as_nodes(hosts: Sequence[Probed], groups: Sequence[Sequence[int]]) -> list[N
     if len({name.startswith("cpu") for name in devices}) > 1:
         told = ", ".join(f"{hosts[m[0]].name}: {device}" for m, device in zip(groups, devices, strict=True))
         raise BadInput(
-            f"the hosts do not compute on the same kind of devices ({told}); let all see their GPUs, or none"
+            f"the hosts do not compute on the same kind of devices ({told}); make the GPUs visible on all hosts, or on none"
         )
     several, seen = Counter(devices), Counter[str]()
     found = []

@@ -79,7 +79,7 @@ def _link(measured: Sequence[Direction], source: str) -> Link:
     for one in measured:
         pairs.setdefault(frozenset((one.sender, one.receiver)), []).append(one)
     slower = [min(one.bandwidth_bytes_per_s for one in both) for both in pairs.values()]
-    told = f"{source}: median of {len(pairs)} {'pair' if len(pairs) == 1 else 'pairs'} of hosts, of each the slower direction"
+    told = f"{source}: median of {len(pairs)} {'pair' if len(pairs) == 1 else 'pairs'} of hosts, each in its slower direction"
     if len(pairs) > 1:
         told += f"; {_gbps(min(slower))} to {_gbps(max(slower))} Gb/s"
     return Link(
@@ -101,7 +101,7 @@ def _differing(measured: Sequence[Direction], names: Sequence[str], where: str) 
     ]
     more = f" and {len(slow) - MOST_NAMED} more" if len(slow) > MOST_NAMED else ""
     return [
-        f"links {where} differ: the fastest has {_gbps(fastest)} Gb/s, {', '.join(told)}{more}. A plan takes them for alike; leave those hosts out, or mend the network"
+        f"links {where} differ: the fastest has {_gbps(fastest)} Gb/s, {', '.join(told)}{more}. A plan treats all links as equal; leave those hosts out, or repair the network"
     ]
 
 

@@ -85,7 +85,7 @@ def _bounds(paths: Paths) -> Iterator[tuple[float, str]]:
 
 
 def _bounds_of_links(paths: Paths) -> Iterator[tuple[float, str]]:
-    """For each pair of ranks: the time before the first message from one to the other, of all of them, and after the last."""
+    """For each pair of ranks: the time before the first message from one to the other, the time of all messages, and the time after the last."""
     ranks, times = paths.problem.stage_rank, paths.problem.times
     messages: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
     for s, t in enumerate(times):

@@ -1,4 +1,4 @@
-"""Finds the order of actions on each rank with the least makespan: list schedules by many rules, the best of them improved."""
+"""Finds the order of actions on each rank with the least makespan: list schedules by many rules; the best are improved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merges an input gradient and the weight gradient right after it into a whole backward, where nobody waits for the first."""
+"""Merges an input gradient and the weight gradient right after it into a whole backward, where no action waits for the first."""
 
 from __future__ import annotations
 

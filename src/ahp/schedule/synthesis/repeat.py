@@ -29,7 +29,7 @@ class Part:
 
 
 def fewer(problem: Problem, least: int) -> int:
-    """``least`` micro-batches or a few more, such that whole parts can fill up to all of the problem's; or all of them if few."""
+    """``least`` micro-batches or a few more, such that whole parts can fill up to all of the problem's; or all micro-batches if they are few."""
     m = problem.num_micro_batches
     return m if m <= least + ROUNDS else m - (m - least) // ROUNDS * ROUNDS
 

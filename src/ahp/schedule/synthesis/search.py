@@ -1,4 +1,4 @@
-"""Tries rules on few micro-batches, changes the best of them at random, and carries out the best of all with every micro-batch."""
+"""Tries rules on few micro-batches, changes the best rules at random, and carries out the best of all with every micro-batch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ON_THE_WAY = (
     (2, 0.5, 0.5),
 )
 """Lead, behind and patience of ``along_the_way``. [Empirical] Here and below: the rules among 500 that together are best for
-370 problems of 4 to 12 ranks; with ample memory five of them come within 0.1 % of all. The first two are the best of all for 29 of 41
+370 problems of 4 to 12 ranks; with ample memory five rules come within 0.1 % of all. The first two are the best of all for 29 of 41
 pipelines of the catalogue's models with three or more stages per rank, where effort is spent after few rules."""
 
 FEWEST_RULES = 5
@@ -134,7 +134,7 @@ class Search:
         return found
 
     def _merged(self, found: tuple[Orders, float]) -> tuple[Orders, float]:
-        """``found`` with whole backwards in place of two parts that cost more, where nobody waits for the first part."""
+        """``found`` with whole backwards in place of two parts that cost more, where no action waits for the first part."""
         if any(t.input_gradient_s + t.weight_gradient_s > t.backward_s for t in self.problem.times):
             return merged(self.problem, *found)
         return found

@@ -201,7 +201,7 @@ class _States:
 
 
 def _alike(*columns: Ints) -> Iterator[tuple[list[int], Ints]]:
-    """The distinct rows of a table, and where each of them occurs."""
+    """The distinct rows of a table, and where each row occurs."""
     keys, at = unique_rows(*columns)
     order = np.argsort(at, kind="stable")
     ends = np.cumsum(np.bincount(at, minlength=len(keys)))

@@ -121,7 +121,7 @@ def balance(
     fixed: tuple[int, ...] | None = None,
 ) -> Balanced | None:
     """Balance layers and micro-batches in turn, until neither improves. None where no cut fits the devices, there are too few micro-batches,
-    or no number of them is allowed.
+    or no number of micro-batches is allowed.
 
     How many layers a stage recomputes follows from its layers and micro-batches. ``allowed``: [M + 1] whether a replica can have
     m micro-batches; ``fewest``: the fewest layers of each stage; ``fixed``: the layers of each stage where they are given.
@@ -189,7 +189,7 @@ def _cut(
 ) -> tuple[int, ...] | None:
     """The cut with the earliest end by the formula, with the ways through the replicas from the last round.
 
-    ``kinds``: [K, S]. A stage ends later the more layers it has, so in T seconds each stage has room for some number of them. The least T
+    ``kinds``: [K, S]. A stage ends later the more layers it has, so in T seconds each stage has room for some number of layers. The least T
     in which all L layers have room is the L-th earliest end of all stages and numbers of layers.
     """
     stages = np.arange(kinds.shape[1])

@@ -149,7 +149,7 @@ class Late(NamedTuple):
 @lru_cache(maxsize=4096)
 def positions(schedule: str, p: int, m: int) -> Positions:
     """The stages of a replica with m micro-batches or more, those with the most room first. Stages that keep about as many micro-batches
-    all count as if they kept the fewest of them. With ``SEVERAL``, it is not known which ranks have the first and the last stage."""
+    all count as the stage that keeps the fewest. With ``SEVERAL``, it is not known which ranks have the first and the last stage."""
     if schedule == SEVERAL:
         return _alike(np.full(p, ANYWHERE), *of_several(p, m))
     place = np.full(p, BETWEEN)
@@ -158,7 +158,7 @@ def positions(schedule: str, p: int, m: int) -> Positions:
 
 
 def _alike(place: Ints, held: Ints, *others: Ints | Floats) -> Positions:
-    """Stages in the same place that keep about as many micro-batches, with the least of ``others`` that any of them has."""
+    """Stages in the same place that keep about as many micro-batches, with the least ``others`` of these stages."""
     held = FEWER[np.searchsorted(FEWER, held, side="right") - 1]
     found, which, count = np.unique(np.stack([held, place]), axis=1, return_inverse=True, return_counts=True)
     order, first = np.argsort(which.ravel(), kind="stable"), np.cumsum(count) - count

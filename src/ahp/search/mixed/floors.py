@@ -124,7 +124,7 @@ class ShapeFloors:
 
     def by_work(self, kind: ShapeKind, limit_s: float) -> Shapes:
         """The shapes of a kind whose floor by work and speed is below a limit, the lowest first. The first of several rows with the same columns
-        and shapes stands for all of them."""
+        and shapes stands for all."""
         rows = np.array(list(self._members(kind)), dtype=np.int64)
         return Shapes.all(list(self._blocks(rows, kind, limit_s))).sorted()
 
@@ -179,7 +179,7 @@ class ShapeFloors:
         return [Shape(self.space.alike[row], pipeline, replicas, schedule) for row in rows]
 
     def _rows_of(self, kind: ShapeKind) -> dict[int, list[int]]:
-        """Rows that have everything in common, keyed by the first of them; without covered rows and twins."""
+        """Rows that have everything in common, keyed by the first row; without covered rows and twins."""
         there, columns = ~self._is_covered, self.columns.same[int(kind == "alone")]
         if kind != "alone":
             there &= ~np.array([self.space.is_twin(alike) for alike in self.space.alike], dtype=bool)
@@ -310,7 +310,7 @@ def work_s(
 
 
 def whole_micro_batches_s(whole_s: Floats, cells: Ints, total: Ints, replicas: Ints) -> Floats:
-    """[n] Seconds that ``total`` micro-batches take at least on ``replicas`` cells, each with a whole number of them, at least one.
+    """[n] Seconds that ``total`` micro-batches take at least on ``replicas`` cells, each with a whole number of micro-batches, at least one.
 
     ``whole_s``: [n, G] seconds of one micro-batch on a cell; infinite where its memory is too small.
     """

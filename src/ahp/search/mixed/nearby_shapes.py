@@ -1,7 +1,7 @@
 """Shapes near a given one: a factor of two moved from one degree to another, or one choice changed.
 
-The promise that orders shapes ignores memory, so hundreds of deep pipelines promise more than any of them keeps. Shapes near
-a fast one mostly fit as it does.
+Shapes are ordered by a lower bound that ignores memory, so hundreds of deep pipelines have low bounds but do not fit. Shapes near
+a fast shape mostly fit too.
 """
 
 from __future__ import annotations

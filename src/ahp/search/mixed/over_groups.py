@@ -204,7 +204,7 @@ def fastest_of_groups(asked: Problem, ceiling_s: float, like: Parallelism | None
     """The layout with the shortest step over several groups or on one alone, without a ranking; None where none is legal.
 
     ``ceiling_s``: only layouts that take less are wanted. ``like``: a nearly best layout; then only layouts near it are searched, ``BRIEFLY``,
-    and the bound holds for these alone. All are searched if none of them fits and ``ceiling_s`` is infinite.
+    and the bound holds for these alone. All layouts are searched if none near it fits and ``ceiling_s`` is infinite.
     """
     if like is not None:
         found = _fastest_near(asked, ceiling_s, like)

@@ -1,4 +1,4 @@
-"""Placements of one shape: all of them, in the order of a bound, where they are few; else the best of the families."""
+"""Placements of one shape: all placements in the order of a bound if they are few, else the best of the families."""
 
 from __future__ import annotations
 

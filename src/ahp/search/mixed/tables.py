@@ -1,6 +1,6 @@
 """What the stages of one layout cost on each group, in seconds, with as few layers recomputed as the device's memory allows.
 
-Where stages can recompute fewer than all of their layers, a stage of n layers recomputes r of them, the fewest with which
+Where stages can recompute fewer than all of their layers, a stage of n layers recomputes r layers, the fewest with which
 the lower bound of its memory need fits. It takes at least its time with none recomputed, and at least its time with all n minus
 n - r times the most that one more layer can add. Where passes wait neither for the host nor for weights, both are equal: a line.
 """

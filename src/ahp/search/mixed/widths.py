@@ -269,7 +269,7 @@ class _Finder:
         return [one for one in found if one.forecast.fits and self.asked.constraints.admits(one.parallelism)]
 
     def _lightest(self, layout: Parallelism) -> Parallelism | None:
-        """The layout with the fewest layers recomputed for every cell to fit; None where one does not fit with all of them. The cells of a
+        """The layout with the fewest layers recomputed for every cell to fit; None if a cell does not fit with all layers recomputed. The cells of a
         stage are alike in all replicas."""
         stages = layout.stages or ()
         if layout.activation_checkpoint == "none":

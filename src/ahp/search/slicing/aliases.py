@@ -14,7 +14,7 @@ from ahp.search.slicing.placement import args_of, tensor_inputs
 def written(nodes: list[Node]) -> set[Node]:
     """Nodes whose memory some operator writes into, and nodes that read such memory before the last write.
 
-    A reader after the last write sees the final contents, and may work on a part of them.
+    A reader after the last write sees the final contents, and may read a part.
     """
     memory = _memory_of(nodes)
     last_write: dict[Node, int] = {}

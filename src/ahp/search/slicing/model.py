@@ -59,9 +59,7 @@ def slice_outline(found: Outline, degree: int, *, enable_sequence_parallel: bool
     """``slice_model`` for a model whose outline is known."""
     solutions = []
     if found.own_backward is not None:
-        rule = (
-            f"{found.own_backward} brings a backward of its own, and a sliced block has that of torch's operators alone"
-        )
+        rule = f"{found.own_backward} has a backward of its own, and a sliced block has only the backward of torch's operators"
         raise bad_input("tensor_parallel_degree", degree, rule, [1])
     if (reason := found.changes or found.reads_unseen) is not None:
         raise bad_input(

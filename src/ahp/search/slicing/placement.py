@@ -25,7 +25,7 @@ class Partial:
 class Split:
     """Every rank holds an equal part of each segment of ``dim``.
 
-    One segment is the plain case. Several are a packed projection such as [q | k | v]: each of them is split by
+    One segment is the plain case. Several are a packed projection such as [q | k | v]: each segment is split by
     itself, and a rank's part is [q_r | k_r | v_r].
     """
 

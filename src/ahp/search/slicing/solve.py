@@ -1,7 +1,7 @@
 """Step 4: how each tensor of a block is split over the tensor-parallel axis, by dynamic programming over its graph.
 
 The nodes of the traced forward pass are taken in order. A state is what is known about the tensors that are still to
-be read: where they lie, and which conversions of them are already paid for. Costs are compared in this order:
+be read: where they lie, and which of their conversions are already paid for. Costs are compared in this order:
 arithmetic per rank, weights per rank, bytes moved forward and backward, elements written per rank. So the degree is
 used wherever possible, and among the ways to use it, the one that moves the fewest bytes wins.
 

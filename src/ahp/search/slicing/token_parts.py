@@ -1,7 +1,7 @@
 """Whether a graph computes each token separately, except in attention: then ranks can hold parts of each sequence.
 
 By the rules of slicing (``ahp.search.slicing.strategies``), every operator must be able to work on separate tokens, one on each of
-as many ranks as tokens; only attention reads all of them. Routers put the tokens of all sequences in one row and sort them to their
+as many ranks as tokens; only attention reads all tokens. Routers put the tokens of all sequences in one row and sort them to their
 experts. What happens to such a row is not checked, because nothing may mix across sequences.
 """
 
@@ -53,8 +53,8 @@ MIXING = {
 class Special(Enum):
     """Places of tensors that are neither whole nor in parts by token."""
 
-    ROW = "holds the tokens of all sequences in a row, or was made of such"
-    MADE = "was made of the sequence's length, so of a part it would be something else"
+    ROW = "holds the tokens of all sequences in a row, or was computed from such a tensor"
+    MADE = "was computed from the sequence's length, so it would differ for a part"
 
 
 ROW, MADE = Special.ROW, Special.MADE
@@ -91,7 +91,7 @@ def traced_length(shapes: set[int], most: int) -> int:
 
 
 def token_parts(capture: Capture | BadInput, length: int) -> TokenParts:
-    """How a block, traced with ``BATCH`` sequences of ``length`` tokens, is run on a part of them.
+    """How a block, traced with ``BATCH`` sequences of ``length`` tokens, runs on a part of the tokens.
 
     Raises BadInput when it mixes tokens other than by attention, or computes something from their positions.
     """
@@ -128,8 +128,8 @@ def check_tokens_apart(capture: Capture, dims: tuple[int | None, ...], length: i
             place = _placed(node, [placed[i] for i in tensor_inputs(node)], context)
             if place is None:
                 raise BadInput(
-                    f"{node.target} reads other tokens than its own, or makes something of their places, so that it cannot run on "
-                    "a part of the sequence; attention alone may, as torch.nn.functional.scaled_dot_product_attention"
+                    f"{node.target} reads other tokens than its own, or uses their positions, so it cannot run on "
+                    "a part of the sequence; only attention may, as torch.nn.functional.scaled_dot_product_attention"
                 )
             placed[node] = place
 
@@ -193,12 +193,14 @@ def check_numbers(one: Capture | BadInput, other: Capture | BadInput) -> None:
     if isinstance(one, BadInput) or isinstance(other, BadInput):
         return
     if [node.target for node in _calls(one)] != [node.target for node in _calls(other)]:
-        raise BadInput("other operators run for a sequence of another length, and a part of one has another")
+        raise BadInput(
+            "other operators run for a sequence of another length, and a part of a sequence has another length"
+        )
     for a, b in zip(_calls(one), _calls(other), strict=True):
         values = zip(_numbers(a, one), _numbers(b, other), strict=False)
         if any(type(x) is not type(y) or x != y for x, y in values):
             raise BadInput(
-                f"{a.target} is given a number made of the sequence's length, and of a part it would be another"
+                f"{a.target} gets a number computed from the sequence's length, which would differ for a part"
             )
 
 
