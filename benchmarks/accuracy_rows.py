@@ -100,7 +100,7 @@ def read(paths: Iterable[Path]) -> tuple[list[Run], dict[str, str]]:
 
 def _unusable(row: Mapping[str, Any]) -> str | None:
     if "model" not in row:
-        return "a kernel or a collective, not a training run (docs/forecast.md judges those)"
+        return "a kernel or a collective, not a training run (docs/forecast/kernels.md and collectives.md judge those)"
     missing = [key for key in NEEDED if not row.get(key)]
     missing += [f"model.{key}" for key in NEEDED_OF_MODEL if not row["model"].get(key)]
     rules = (
