@@ -25,6 +25,8 @@ class Constant:
     unit: str
     meaning: str
     derivation: str
+    devices: tuple[str, ...] = ()
+    """Devices of the catalogue that it holds for; empty = all."""
 
     def __post_init__(self) -> None:
         assert self.value > 0, self

@@ -47,16 +47,16 @@ def collectives(graph, **kinds):
 def test_megatron_gathers_inputs_again_and_torchtitan_does_not(llama):
     twice = collectives(llama, all_gather=2, reduce_scatter=2)
     megatron, torchtitan = block(llama, "megatron"), block(llama, "torchtitan")
-    assert megatron.tensor_forward_s == pytest.approx(twice)
-    assert megatron.tensor_backward_s == pytest.approx(twice + collectives(llama, all_gather=2))
-    assert torchtitan.tensor_backward_s == pytest.approx(torchtitan.tensor_forward_s)
+    assert megatron.tensor.forward_s == pytest.approx(twice)
+    assert megatron.tensor.backward_s == pytest.approx(twice + collectives(llama, all_gather=2))
+    assert torchtitan.tensor.backward_s == pytest.approx(torchtitan.tensor.forward_s)
 
 
 def test_a_second_run_sends_no_sum_that_nobody_reads(llama):
     once = collectives(llama, all_reduce=1)
     unit = block(llama, "ahp", Parallelism(tensor_parallel_degree=4))
-    assert unit.tensor_forward_s == pytest.approx(2 * once)
-    assert unit.tensor_again_s == pytest.approx(once)  # attention's; that of the last product is not asked for
+    assert unit.tensor.forward_s == pytest.approx(2 * once)
+    assert unit.tensor.again_s == pytest.approx(once)  # attention's; that of the last product is not asked for
 
 
 @pytest.mark.parametrize(
@@ -93,21 +93,21 @@ def test_who_recomputes_no_more_than_what_is_read(choice, layout, precision, end
 
 
 def test_torchtitan_copies_what_it_scatters_and_what_it_gathers_of_several_sequences(llama):
-    copy_s = [block(llama, "torchtitan", micro_batch=count).tensor_forward_s for count in (1, 2)]
-    bare_s = [block(llama, "megatron", micro_batch=count).tensor_forward_s for count in (1, 2)]
+    copy_s = [block(llama, "torchtitan", micro_batch=count).tensor.forward_s for count in (1, 2)]
+    bare_s = [block(llama, "megatron", micro_batch=count).tensor.forward_s for count in (1, 2)]
     one, several = copy_s[0] - bare_s[0], copy_s[1] - bare_s[1]
     assert 0 < 2 * one < several  # twice as many copies, each of twice the bytes, and all take time to start
 
 
 def test_fp8_halves_what_is_gathered_and_hides_it_beside_the_products(llama):
     layout = SPLIT.model_copy(update={"enable_sequence_parallel": False})
-    assert block(llama, "megatron", layout, "fp8").tensor_forward_s == block(llama, "megatron", layout).tensor_forward_s
+    assert block(llama, "megatron", layout, "fp8").tensor.forward_s == block(llama, "megatron", layout).tensor.forward_s
     plain, fp8 = block(llama, "megatron"), block(llama, "megatron", precision="fp8")
     products_s = fp8.times.products.device_s
 
-    assert plain.tensor_forward_s - products_s < fp8.tensor_forward_s + 1e-12 < plain.tensor_forward_s
+    assert plain.tensor.forward_s - products_s < fp8.tensor.forward_s + 1e-12 < plain.tensor.forward_s
     # One of four pieces has nothing to run beside, however long the products take.
-    assert fp8.tensor_forward_s > plain.tensor_forward_s / 8
+    assert fp8.tensor.forward_s > plain.tensor.forward_s / 8
 
 
 @pytest.mark.parametrize("engine", ["torchtitan", "megatron"])
@@ -115,7 +115,7 @@ def test_async_tensor_parallelism_hides_all_pieces_but_one(llama, engine):
     def waits_s(asked, precision="bf16"):
         choice = EngineChoice(name=engine, compile=engine == "torchtitan", enable_async_tensor_parallel=asked)
         assert get(engine).refuses(Job(precision=precision), SPLIT, choice) is None
-        return block(llama, engine, SPLIT, precision, choice=choice).tensor_forward_s
+        return block(llama, engine, SPLIT, precision, choice=choice).tensor.forward_s
 
     hidden_s = waits_s(False) - waits_s(True)
     assert waits_s(None) == waits_s(False)
@@ -135,9 +135,9 @@ def test_async_tensor_parallelism_needs_sequence_parallelism():
 def test_a_ring_hides_keys_and_values_behind_attention(llama):
     layout = Parallelism(context_parallel_degree=4)
     ring, gathered = block(llama, "megatron", layout), block(llama, "torchtitan", layout)
-    assert 0 < ring.context_forward_s < gathered.context_forward_s
-    assert gathered.context_forward_s - ring.context_forward_s <= 0.75 * ring.times.attention.device_s + 1e-12
-    assert gathered.context_backward_s == 2 * gathered.context_forward_s
+    assert 0 < ring.context.forward_s < gathered.context.forward_s
+    assert gathered.context.forward_s - ring.context.forward_s <= 0.75 * ring.times.attention.device_s + 1e-12
+    assert gathered.context.backward_s == 2 * gathered.context.forward_s
 
 
 def test_selective_recompute_sends_again_by_all_to_all_and_not_around_a_ring(llama):
@@ -145,8 +145,8 @@ def test_selective_recompute_sends_again_by_all_to_all_and_not_around_a_ring(lla
         block(llama, "ahp", Parallelism(context_parallel_degree=4, context_parallel_method=method), micro_batch=4)
         for method in ("ring", "all-to-all")
     )
-    assert ring.context_again_s == 0 < ring.context_forward_s
-    assert heads.context_again_s == heads.context_forward_s > 0
+    assert ring.context.again_s == 0 < ring.context.forward_s
+    assert heads.context.again_s == heads.context.forward_s > 0
 
 
 @pytest.mark.parametrize(("ranks", "times_sent"), [(4, 1), (8, 2)])
@@ -163,8 +163,8 @@ def test_all_to_all_of_heads_is_the_closed_form(llama, ranks, times_sent):
     layout = Parallelism(context_parallel_degree=ranks, context_parallel_method="all-to-all")
     found = block(llama, "ahp", layout, micro_batch=64)
     by_hand_us = 2 * exchange_us(queries) + 2 * exchange_us(times_sent * keys)
-    assert found.context_forward_s == pytest.approx(by_hand_us * 1e-6, rel=1e-6)
-    assert found.context_backward_s == found.context_forward_s  # their gradients go the same ways
+    assert found.context.forward_s == pytest.approx(by_hand_us * 1e-6, rel=1e-6)
+    assert found.context.backward_s == found.context.forward_s  # their gradients go the same ways
 
 
 def test_the_slowest_of_many_is_the_expected_maximum():

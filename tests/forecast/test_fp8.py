@@ -67,8 +67,8 @@ def test_ranks_agree_on_scales_and_gather_in_16_bits(llama):
         network, group = Network(Cluster.parse("1x4xH100-SXM-80GB").groups[0]), axes_of(layout, 4).tensor
         scale_s = network.time_s("all_reduce", 4, group)
         # Five products by columns, two by rows: their weights; the inputs of the two; in backward the gradients of the five.
-        assert fp8.tensor_forward_s - plain.tensor_forward_s == pytest.approx(9 * scale_s)
-        assert fp8.tensor_backward_s - plain.tensor_backward_s == pytest.approx(5 * scale_s)
+        assert fp8.tensor.forward_s - plain.tensor.forward_s == pytest.approx(9 * scale_s)
+        assert fp8.tensor.backward_s - plain.tensor.backward_s == pytest.approx(5 * scale_s)
 
 
 def test_torchtitan_gathers_in_8_bits_and_keeps_what_no_element_wise_kernel_makes(llama):
@@ -82,7 +82,7 @@ def test_torchtitan_gathers_in_8_bits_and_keeps_what_no_element_wise_kernel_make
         return UnitPricer(llama, nodes, Network(nodes), precision).units(1, axes_of(sequence, 4), traits).blocks[0]
 
     plain, fp8 = unit("bf16"), unit("fp8")
-    assert fp8.tensor_gather_s < 0.7 * plain.tensor_gather_s
+    assert fp8.tensor.gather_s < 0.7 * plain.tensor.gather_s
     # Of 4096 tokens on four ranks, in 16 bits: what two norms and the activation give.
     assert plain.memory.saved - fp8.memory.saved == 4096 * (2 * 4096 + 14336) * 2 / 4
     assert unit("fp8", compiled=False).memory.saved == unit("bf16", compiled=False).memory.saved

@@ -17,7 +17,7 @@ from ahp.forecast.division import Division
 from ahp.forecast.kernels import kernels
 from ahp.forecast.memory import Outside, Peak, device_bytes, fit_probability, pooled_bytes, ranks_memory, while_training
 from ahp.forecast.split import split
-from ahp.forecast.states import RankWeights, Shards, UnitBytes, state_bytes, unit_bytes
+from ahp.forecast.states import Shards, UnitBytes, Weights, state_bytes, unit_bytes
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 
@@ -89,7 +89,7 @@ def traits(zero, precision="bf16", **kwargs):
     return AhpEngine().traits(Job(precision=precision), layout, EngineChoice())
 
 
-WEIGHTS = RankWeights(total=1000, largest_block=100, outside_blocks=200, head=120)
+WEIGHTS = Weights(total=1000, largest_block=100, outside_blocks=200, head=120)
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NO_UNITS = UnitBytes(*[0.0] * 6)
 
@@ -204,7 +204,7 @@ def test_muon_keeps_one_state_of_a_matrix_in_a_block_and_two_of_the_rest():
     job = Job.model_validate({"optimizer": "muon"})
     muon = AhpEngine().traits(job, Parallelism(data_parallel_shard_degree=4), EngineChoice())
     assert state_bytes(WEIGHTS, muon, Shards.among(4), 4)["optimizer_states"] == (4 * 800 + 8 * 200) / 4
-    experts = RankWeights(total=1000, largest_block=100, outside_blocks=200, experts=400)
+    experts = Weights(total=1000, largest_block=100, outside_blocks=200, experts=400)
     parts = state_bytes(experts, muon, Shards.among(4, 2), 4)
     assert parts["optimizer_states"] == (4 * 400 + 8 * 200) / 4 + 8 * 400 / 2
 
@@ -228,7 +228,7 @@ def test_only_what_is_sent_or_cast_is_copied():
 def test_deepspeed_collects_gradients_in_a_bucket_and_copies_what_it_sends(zero, total, elements):
     layout = Parallelism(**{f"data_parallel_{'shard' if zero else 'replicate'}_degree": 4}, zero_stage=zero)
     traits = get("deepspeed").traits(Job(precision="fp16"), layout, EngineChoice(name="deepspeed"))
-    weights = RankWeights(total=total, largest_block=100, outside_blocks=200)
+    weights = Weights(total=total, largest_block=100, outside_blocks=200)
     shards = 4 if zero else 1
     assert state_bytes(weights, traits, Shards.among(shards), 4)["reduce_buffers"] == 2 * elements
     alone = get("deepspeed").traits(Job(precision="fp16"), Parallelism(), EngineChoice(name="deepspeed"))
@@ -239,7 +239,7 @@ def test_deepspeed_collects_gradients_in_a_bucket_and_copies_what_it_sends(zero,
 def test_deepspeed_gathers_a_thousand_million_weights_ahead(zero, total, elements):
     layout = Parallelism(data_parallel_shard_degree=4, zero_stage=zero)
     traits = get("deepspeed").traits(Job(precision="bf16"), layout, EngineChoice(name="deepspeed"))
-    weights = RankWeights(total=total, largest_block=100, outside_blocks=200)
+    weights = Weights(total=total, largest_block=100, outside_blocks=200)
     assert state_bytes(weights, traits, Shards.among(4), 1)["gathered_weights"] == 2 * elements
 
 
@@ -247,7 +247,7 @@ def test_deepspeed_gathers_a_thousand_million_weights_ahead(zero, total, element
 def test_deepspeed_adds_gradients_up_in_fp32_in_a_pipeline_in_bf16(precision, pipeline, each_bytes):
     layout = Parallelism(data_parallel_shard_degree=4, zero_stage=1, pipeline_parallel_degree=pipeline)
     traits = get("deepspeed").traits(Job(precision=precision), layout, EngineChoice(name="deepspeed"))
-    weights = RankWeights(total=10**9, largest_block=100, outside_blocks=200)
+    weights = Weights(total=10**9, largest_block=100, outside_blocks=200)
     held = state_bytes(weights, traits, Shards.among(4), 4)
     assert held["gradients"] == each_bytes * 10**9
     collected = 0 if each_bytes == 6 else 5 * 10**8
@@ -270,20 +270,20 @@ def test_deepspeeds_flat_copies_fit_into_nothing_that_is_free(precision, zero, p
         data_parallel_shard_degree=4 if zero else 1, zero_stage=zero, pipeline_parallel_degree=pipeline
     )
     traits = get("deepspeed").traits(Job(precision=precision), layout, EngineChoice(name="deepspeed"))
-    weights = RankWeights(total=10**9, largest_block=100, outside_blocks=200)
+    weights = Weights(total=10**9, largest_block=100, outside_blocks=200)
     assert state_bytes(weights, traits, Shards.of(layout), 4)["flat_copies"] == flat_bytes
 
 
 def test_no_other_engine_has_any():
     for name in ("ahp", "torchtitan", "megatron", "accelerate"):
         traits = get(name).traits(Job(precision="bf16"), Parallelism(), EngineChoice(name=name))
-        states = state_bytes(RankWeights(total=10**9), traits, Shards.among(1), 4)
+        states = state_bytes(Weights(total=10**9), traits, Shards.among(1), 4)
         assert states["flat_copies"] == 0
         assert "flat_copies" not in while_training(states, NO_UNITS, 0.0, Peak(0.0, 0.0, 0.0), 0.0, micro_batches=4)
 
 
 def test_buckets_of_distributed_data_parallel_lie_beside_the_gradients():
-    weights = RankWeights(total=10**9, largest_block=100, outside_blocks=200)
+    weights = Weights(total=10**9, largest_block=100, outside_blocks=200)
 
     def buffers(**degrees):
         layout = Parallelism(**degrees)
@@ -296,7 +296,7 @@ def test_buckets_of_distributed_data_parallel_lie_beside_the_gradients():
 
 
 def test_experts_that_one_rank_has_alone_are_neither_gathered_nor_sent():
-    weights = RankWeights(total=1000, largest_block=400, outside_blocks=200, experts=320, largest_without_experts=80)
+    weights = Weights(total=1000, largest_block=400, outside_blocks=200, experts=320, largest_without_experts=80)
 
     def gathered(zero, precision, shards, replicas=1):
         layout = Parallelism(
@@ -319,7 +319,7 @@ def test_experts_that_one_rank_has_alone_are_neither_gathered_nor_sent():
 
 def test_fused_accumulation_asks_for_one_empty_gradient_of_each_shape():
     traits = MegatronEngine().traits(Job(precision="bf16"), Parallelism(), EngineChoice(name="megatron"))
-    weights = RankWeights(total=1000, largest_block=400, outside_blocks=200, head=90, experts=320, shapes=120)
+    weights = Weights(total=1000, largest_block=400, outside_blocks=200, head=90, experts=320, shapes=120)
     parts = state_bytes(weights, traits, Shards.among(1), 4)
     assert parts["reduce_buffers"] == 2 * (120 + 90)
 

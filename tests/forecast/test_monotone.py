@@ -91,9 +91,18 @@ def _of_unit(units: Unit | tuple[Unit, ...], factor: float, more: float) -> Iter
                 return replace(unit, times=replace(unit.times, **{name: new}))
 
             yield f"times.{field.name}.{part.name}", grown(work)
-    for name in ("tensor_forward_s", "tensor_again_s", "tensor_gather_s", "tensor_backward_s", "tensor_launches",
-                 "context_forward_s", "context_again_s", "context_backward_s", "expert_s"):  # fmt: skip
-        yield name, grown(lambda unit, name=name: replace(unit, **{name: factor * getattr(unit, name) + more}))
+    for part, names in (
+        ("tensor", ("forward_s", "again_s", "gather_s", "backward_s", "launches")),
+        ("context", ("forward_s", "again_s", "backward_s")),
+    ):
+        for name in names:
+
+            def waits(unit: Unit, part: str = part, name: str = name) -> Unit:
+                old = getattr(unit, part)
+                return replace(unit, **{part: old._replace(**{name: factor * getattr(old, name) + more})})
+
+            yield f"{part}.{name}", grown(waits)
+    yield "expert_s", grown(lambda unit: replace(unit, expert_s=factor * unit.expert_s + more))
 
 
 def _of_shared(shared: SharedWeights, factor: float, more: float) -> Iterator[tuple[str, SharedWeights]]:

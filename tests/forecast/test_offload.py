@@ -13,7 +13,7 @@ import ahp
 from ahp.cluster.model import Cluster
 from ahp.engines.ahp import OFFLOAD_BUCKET_BYTES, AhpEngine
 from ahp.errors import BadInput, NothingFits
-from ahp.forecast.states import RankWeights, Shards, visiting_bytes
+from ahp.forecast.states import Shards, Weights, visiting_bytes
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism
 from ahp.search.space import build
@@ -93,7 +93,7 @@ def test_what_visits_the_device_counts_where_it_is_more_than_what_backward_freed
 @pytest.mark.parametrize(("expert_ranks", "parameters"), [(1, 1_000), (4, 250 + 3_000)])
 def test_little_visits_where_a_rank_updates_little(expert_ranks: int, parameters: int) -> None:
     """Experts are divided by fewer ranks. tests/runtime/optimizer/test_offload.py has the bytes that the runtime allocates."""
-    weights = RankWeights(total=8_000, largest_block=0, outside_blocks=0, experts=6_000)
+    weights = Weights(total=8_000, largest_block=0, outside_blocks=0, experts=6_000)
     traits = AhpEngine().traits(Job(), Parallelism(), OFFLOAD)
     assert visiting_bytes(weights, traits, Shards.among(8, expert_ranks)) == 8 * parameters
     many = replace(weights, total=8_000_000_000)

@@ -162,7 +162,7 @@ def test_tied_weights_are_one_unit_where_one_stage_has_both_ends(hand_graph):
     one = replace(apart, gather=apart.gather._replace(ends_apart=False))
     pricer = UnitPricer(hand_graph, nodes, Network(nodes), "bf16")
     units = replace(pricer.units(1, axes_of(Parallelism(), 1), one), tied_parameters=0)
-    embedding, head = units.embedding.parameters, units.head.parameters
+    embedding, head = units.embedding.weights.parameters, units.head.weights.parameters
     assert outside_blocks(units, apart, first=True, last=True) == (embedding, head)
     assert outside_blocks(units, one, first=True, last=True) == (embedding + head, 0)
     tied = replace(units, tied_parameters=7)

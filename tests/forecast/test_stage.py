@@ -10,9 +10,9 @@ import pytest
 
 from ahp.engines.registry import get
 from ahp.forecast.assembly import passes_behind, recompute_of
+from ahp.forecast.beside_stages import gathers_s
 from ahp.forecast.candidates.layer_columns import LayerColumns
 from ahp.forecast.candidates.shardings import Shardings
-from ahp.forecast.gathered import gathers_s
 from ahp.plan import Parallelism
 from ahp.search.bounds.pipelines import Pipelines
 from ahp.search.problem import Problem
@@ -47,10 +47,11 @@ def test_stages_together_take_what_each_takes_alone(
     units, data = pricer.units(layout), pricer.data_parallel(layout, traits)
     recompute = recompute_of(kind, traits, units)
     some, behind = [1, 0, 2, 0, 3], np.array([0, 2, 1, 3, 0])
-    together = pricer.stage_costs(units, pricer.table(STAGES, some), data, recompute, passes_behind=behind)
+    stages = pricer.table(STAGES, some)
+    together = pricer.stage_costs(units, stages, data, recompute, passes_behind=behind).rows(stages)
     for stage, count, passes, found in zip(STAGES, some, behind.tolist(), together, strict=True):
         table = pricer.table([stage], [count])
-        assert pricer.stage_costs(units, table, data, recompute, passes_behind=passes) == [found]
+        assert pricer.stage_costs(units, table, data, recompute, passes_behind=passes).rows(table) == [found]
     # What is recomputed and gathered was not left out of all.
     assert any("recompute" in cost.backward for cost in together) == (kind != "none")
     assert all(cost.seconds[0] > 0 for cost in together)
@@ -72,7 +73,7 @@ def test_columns_of_the_search_are_the_forecasts(engine: str, keys: dict[str, An
     columns = np.stack([np.broadcast_to(seconds, shape) for seconds in found.values()], axis=-1)
     for split, (at, kind) in product(range(2), enumerate(stages.recompute)):
         data = pricer.data_parallel(layout, traits)
-        costs = pricer.stage_costs(units, table, data, kind)
+        costs = pricer.stage_costs(units, table, data, kind).rows(table)
         gathered = gathers_s(units, table, data, pricer.network)
         beside = [
             (c.first_forward.get("weight_gather", 0.0), s, c.forward["host"])

@@ -113,7 +113,7 @@ def test_the_bubble_is_the_idle_time_of_the_rank_that_ends_last(hand_graph):
     assert timeline.end_s(last) == timeline.makespan_s
     assert priced.forecast.step["bubble"] == pytest.approx(timeline.makespan_s - timeline.busy_s[last])
     assert priced.forecast.step_time_s == pytest.approx(
-        (timeline.makespan_s + priced.optimizer_s) * (1 + slowest_share(4))
+        (timeline.makespan_s + priced.forecast.step["optimizer"]) * (1 + slowest_share(4))
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from ahp.errors import BadInput
 from ahp.schedule.actions import Kind
-from ahp.schedule.patterns import illegal, illegal_in_torch, make, stage_ranks
+from ahp.schedule.patterns import illegal, make, stage_ranks
 from ahp.schedule.placement import Placement
 from ahp.schedule.registry import SCHEDULES
 
@@ -92,7 +92,7 @@ def torch_multi(name, p, v, m):
 )
 def test_order_is_torchs(name, p, v, m):
     expected = torch_order(name, p, v, m)
-    assert (illegal_in_torch(name, p, v, m) is None) == (expected is not None)
+    assert (illegal(name, p, v, m, in_torch=True) is None) == (expected is not None)
     if expected is None:
         return
     schedule = make(name, p, v, m)
@@ -179,7 +179,7 @@ def test_refused_with_the_reason(name, p, v, m, words):
 
 
 def test_torch_asks_1f1b_for_a_micro_batch_of_each_rank():
-    reason = illegal_in_torch("1F1B", 4, 1, 3)
+    reason = illegal("1F1B", 4, 1, 3, in_torch=True)
     assert all(word in str(reason) for word in ("pipeline_parallel_degree = 4", "up to 3", "GPipe"))
     assert illegal("1F1B", 4, 1, 3) is None
-    assert illegal_in_torch("1F1B", 4, 1, 4) is None
+    assert illegal("1F1B", 4, 1, 4, in_torch=True) is None

@@ -15,7 +15,7 @@ from ahp.schedule.bounds import in_flight
 from ahp.schedule.descriptor import PipelineSchedule
 from ahp.schedule.makespan import makespan, peak_kept
 from ahp.schedule.orders import SYNTHESIZED
-from ahp.schedule.patterns import illegal, illegal_in_torch, make
+from ahp.schedule.patterns import illegal, make
 from ahp.schedule.registry import PLAIN, SCHEDULES, get, of_ranks
 from ahp.schedule.simulate import StageTimes, peak_in_flight, simulate
 from tests.lower_bounds import lower_bound_s
@@ -181,10 +181,9 @@ def test_one_forward_one_backward_is_what_it_says(layout):
 @pytest.mark.parametrize("name", EVERY)
 def test_what_runs_is_what_the_reasons_leave(name, in_torch):
     schedule = get(name)
-    why = illegal_in_torch if in_torch else illegal
     for p in range(1, 7):
         for v in range(1, 4):
-            reasons = [why(name, p, v, m) for m in range(1, 25)]
+            reasons = [illegal(name, p, v, m, in_torch=in_torch) for m in range(1, 25)]
             runs = schedule.runs(p, v, np.arange(1, 25), in_torch=in_torch).tolist()
             if None in reasons:
                 assert [reason is None for reason in reasons] == runs
@@ -214,7 +213,7 @@ def test_a_single_rank_has_no_other_to_wait_for():
 
 
 def test_a_schedule_that_torch_does_not_have_is_refused_where_torch_runs_it():
-    assert "torch" in str(illegal_in_torch("Eager1F1B", 2, 1, 4))
+    assert "torch" in str(illegal("Eager1F1B", 2, 1, 4, in_torch=True))
     assert illegal("Eager1F1B", 2, 1, 4) is None
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ahp.engines.registry import names
-from ahp.forecast.states import RankWeights, Shards, cast_bytes, gradient_copy_bytes, last_copy_bytes, state_bytes
+from ahp.forecast.states import Shards, Weights, cast_bytes, gradient_copy_bytes, last_copy_bytes, state_bytes
 from ahp.search.bounds.space_shardings import SpaceShardings
 from ahp.search.space import build
 
@@ -27,10 +27,8 @@ def test_a_column_is_each_way_alone(engine: str, data: st.DataObject) -> None:
     asked = small("experts", "2x4xH100-SXM-80GB", engine=engine, precision=precision)
     space = build(asked)
     splits = SpaceShardings(asked, space).of(data.draw(st.integers(0, len(space.blocks) - 1)))
-    ranks = [
-        RankWeights(data.draw(st.integers(10**9, 10**11)), *(data.draw(NUMBER) for _ in range(6))) for _ in range(2)
-    ]
-    columns = RankWeights(*(np.array([getattr(one, f.name) for one in ranks]) for f in fields(RankWeights)))
+    ranks = [Weights(data.draw(st.integers(10**9, 10**11)), *(data.draw(NUMBER) for _ in range(6))) for _ in range(2)]
+    columns = Weights(*(np.array([getattr(one, f.name) for one in ranks]) for f in fields(Weights)))
     of = splits.columns
     for m in (1, 4):
         together, moved = state_bytes(columns, of.traits, of.shards, m), of.moved_bytes(m)

@@ -82,7 +82,8 @@ def unrun(parallelism: Parallelism, micro_batches: int) -> Makespan:
     """The schedule without times, for memory: what ranks keep does not depend on them."""
     p, v, order = parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank, given_order(parallelism)
     name = _schedule(parallelism).name if order is None else order.name
-    return Makespan(name, p, v, micro_batches, (), 0.0, (0.0,) * p, (0.0,) * p, order)
+    none = (0.0,) * p
+    return Makespan(name, p, v, micro_batches, (), 0.0, none, none, none, none, none, order)
 
 
 def message_bytes(parallelism: Parallelism, traits: Traits, units: Units) -> float:
@@ -164,10 +165,29 @@ def own_stages(span: Makespan) -> Ints:
     return get(span.name).placement.rank_stages(span.p, span.v)
 
 
+def whole_step(
+    span: Makespan,
+    stages: tuple[StageCost, ...],
+    tied_s: float,
+    update_s: float,
+    offload_s: float,
+    slowest_share: float,
+) -> tuple[float, dict[str, float]]:
+    """Seconds of a step, and those of each part (``step_parts``, and what comes after the schedule)."""
+    step_s = span.makespan_s + tied_s + (update_s + offload_s)
+    slowest_s = step_s * slowest_share
+    step = step_parts(span, stages, tied_s) | {"optimizer": update_s}
+    if offload_s:
+        step["offload"] = offload_s
+    if slowest_s:
+        step["slowest_rank"] = slowest_s
+    return step_s + slowest_s, step
+
+
 def step_parts(span: Makespan, stages: tuple[StageCost, ...], tied_s: float) -> dict[str, float]:
     """Seconds of the rank that ends last, by part; without the optimizer. Parts of 0 are left out."""
-    rank = max(range(span.p), key=lambda r: (span.end_s(r), span.busy_s[r]))
-    slowed_s = span.slowed_s[rank] if span.slowed_s else 0.0
+    rank = max(range(span.p), key=lambda r: (span.ends_s[r], span.busy_s[r]))
+    slowed_s, waited_s, tail_s = span.slowed_s[rank], span.gathering_s[rank], span.reducing_s[rank]
     parts: dict[str, float] = {}
     for cost in (stages[s] for s in own_stages(span)[rank]):
         counted = (cost.forward, span.m), (cost.backward, span.m), (cost.first_forward, 1), (cost.last_backward, 1)
@@ -182,10 +202,8 @@ def step_parts(span: Makespan, stages: tuple[StageCost, ...], tied_s: float) -> 
         parts["tensor_parallel"] += min(shown_s, more_s)
         parts["host"] += more_s - min(shown_s, more_s)
     parts["gradient_reduce"] = parts.get("gradient_reduce", 0.0) + tied_s + slowed_s
-    waited_s = span.gathering_s[rank] if span.gathering_s else 0.0
     if waited_s:
         parts["weight_gather"] = parts.get("weight_gather", 0.0) + waited_s
-    tail_s = span.reducing_s[rank] if span.reducing_s else 0.0
     parts["gradient_reduce"] += tail_s
     parts["bubble"] = span.idle_s[rank] - waited_s - tail_s
     # The rest of sums that cancel is rounding, not time.

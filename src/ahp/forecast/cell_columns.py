@@ -18,13 +18,10 @@ import numpy as np
 from ahp.arrays import Floats, Ints
 from ahp.cluster.cells import cell_widths, cells_of
 from ahp.cluster.model import NodeGroup
-from ahp.engines.registry import get
-from ahp.engines.traits import Traits
 from ahp.forecast import memory
 from ahp.forecast.assembly import num_groups, recompute_of
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.mixed import MixedPricer
-from ahp.forecast.pricer import Pricer
 from ahp.forecast.segment import (
     Recompute,
     dropped_bytes,
@@ -37,9 +34,9 @@ from ahp.forecast.stage_memory import kept_beside_layers, needs_of_kinds, peak_b
 from ahp.forecast.stage_table import StageTable
 from ahp.forecast.states import (
     Figures,
-    RankWeights,
     Shards,
     TraitColumns,
+    Weights,
     cast_bytes,
     gradient_copy_bytes,
     layer_state_bytes,
@@ -244,7 +241,7 @@ class _Maker:
         return np.array(rows), share
 
     def _on_groups(self, parallelism: Parallelism) -> list[_Segments]:
-        traits, found = self._traits(parallelism), dict[str, _Segments]()
+        traits, found = self._pricer.traits(parallelism), dict[str, _Segments]()
         names = that_have(self._pricer.cluster.groups, cell_widths(parallelism)[0])
         for name in dict.fromkeys(names):
             pricer = self._groups[name]
@@ -252,22 +249,24 @@ class _Maker:
             found[name] = _Segments(units, data, self._ends, self._counts)
         return [found[name] for name in names]
 
-    def _traits(self, parallelism: Parallelism) -> Traits:
-        return get(self._pricer.choice.name).traits(self._pricer.job, parallelism, self._pricer.choice)
-
     def _sharing(self, layouts: Sequence[Parallelism]) -> tuple[TraitColumns, Shards, list[Units]]:
         """For each layout, the engine's traits, the ranks that divide its states, and its units on any group."""
         groups, units = self._pricer.cluster.groups, []
         for layout in layouts:
             units.append(self._groups[that_have(groups, cell_widths(layout)[0])[0]].units(layout))
-        traits = [self._traits(layout) for layout in layouts]
+        traits = [self._pricer.traits(layout) for layout in layouts]
         shards = [Shards.of(layout, of.experts.folded) for layout, of in zip(layouts, traits, strict=True)]
         return TraitColumns.of(traits), Shards(*np.array(shards, dtype=float).T[..., None]), units
 
     def _rooms(self, layouts: Sequence[Parallelism]) -> Floats:
-        """[n, G, P]"""
-        counts = np.array([num_groups(layout, self._traits(layout).experts.folded) for layout in layouts])[:, None]
-        rooms = [room_bytes(group, counts) for group in self._groups.values()]
+        """[n, G, P] Bytes that a device of each group has for tensors, besides its communicators."""
+        counts = np.array([num_groups(layout, self._pricer.traits(layout).experts.folded) for layout in layouts])[
+            :, None
+        ]
+        rooms = []
+        for device in (group.nodes.device for group in self._groups.values()):
+            most = memory.most_that_fits(device.memory_bytes)
+            rooms.append(memory.most_allocated(most, memory.Outside.of(device, counts)))
         return np.stack(rooms, axis=1) * np.ones(len(ENDS))
 
 
@@ -291,7 +290,7 @@ class _Sharing:
     ) -> _Sharing:
         known = {one: stage_weights(one, ends) for one in dict.fromkeys(units)}
         weights = [known[one] for one in units]
-        blocks = [[(u.parameters, u.experts, u.shapes) for u in one.blocks] for one in units]
+        blocks = [[u.weights[1:] for u in one.blocks] for one in units]
         return cls(
             traits, shards,
             np.moveaxis(np.array(blocks, dtype=float), 2, 0),
@@ -312,7 +311,7 @@ class _Sharing:
         for parameters, experts, shapes in np.moveaxis(self.blocks, 2, 0)[..., None]:
             dense = parameters - experts
             layer, gradients = layer_state_bytes(dense, experts, traits, self.shards, micro_batches)
-            stage = RankWeights(self.outside + parameters, parameters, self.outside, self.head, experts, shapes, dense)
+            stage = Weights(self.outside + parameters, parameters, self.outside, self.head, experts, shapes, dense)
             parts = state_bytes(stage, traits, self.shards, micro_batches)
             beside, of_ends = sum(parts.values(), none) - layer, parts["gradients"] + none - gradients
             units = unit_bytes(stage, traits, self.shards, micro_batches)
@@ -466,10 +465,3 @@ def that_have(groups: Sequence[NodeGroup], width: int) -> list[str]:
     has = [cells_of(group, width) > 0 for group in groups]
     first = groups[has.index(True)]
     return [(group if there else first).name for group, there in zip(groups, has, strict=True)]
-
-
-def room_bytes(pricer: Pricer, num_groups: Ints) -> Floats:
-    """Bytes that a device of a group has for tensors, besides the communicators of ``num_groups`` process groups."""
-    device = pricer.nodes.device
-    most = memory.most_that_fits(device.memory_bytes)
-    return np.asarray(memory.most_allocated(most, memory.Outside.of(device, num_groups)), dtype=float)

@@ -9,12 +9,10 @@ from functools import cached_property
 import numpy as np
 
 from ahp.arrays import Floats
-from ahp.engines.registry import get
 from ahp.forecast.assembly import recompute_of
 from ahp.forecast.axes import ALONE
 from ahp.forecast.cell_columns import BETWEEN, ENDS, FIRST, LAST, WHOLE
 from ahp.forecast.data_parallel import DataParallel
-from ahp.forecast.groups import shard_ranks
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.segment import (
     Recompute,
@@ -24,7 +22,6 @@ from ahp.forecast.segment import (
     segment_backward_s,
     segment_forward_s,
 )
-from ahp.forecast.stage import layout_costs
 from ahp.forecast.stage_memory import stage_weights
 from ahp.forecast.unit import Unit
 from ahp.plan import Parallelism
@@ -54,7 +51,7 @@ class GroupCells:
         self._pricer, self._layout = pricer.groups[group], layout
         self._network = pricer.network.times(self._pricer.network)
         self._num_devices = pricer.cluster.num_devices
-        self._traits = get(self._pricer.choice.name).traits(self._pricer.job, layout, self._pricer.choice)
+        self._traits = self._pricer.traits(layout)
         self._units = self._pricer.units(layout)
         self._recompute: Recompute = recompute_of(layout.activation_checkpoint, self._traits, self._units)
         # The replicas that sum gradients and their micro-batches are not known yet, so neither takes time here.
@@ -85,7 +82,7 @@ class GroupCells:
         costs = self._priced([(num_layers, WHOLE)])
         [both] = self._passes_s(costs)
         weights = stage_weights(self._units, self._pricer.table([(0, num_layers, True, True)]))
-        updated = float(weights.total[0] - weights.experts[0]) / shard_ranks(self._layout)
+        updated = float(np.asarray(weights.dense)[0]) / self._layout.weight_shards
         once = float(costs["first_forward"][0] + costs["last_backward"][0])
         once += self._pricer.update_s(updated, self._traits) + self._pricer.offload_s(updated, self._traits)
         if self._pricer.muon is not None:  # how many replicas its matrices are dealt out to is not known yet
@@ -115,9 +112,8 @@ class GroupCells:
         """[S] Seconds of stages, given as (layers, place) each, keyed by the fields of ``StageCost``."""
         num_layers = len(self._units.layers)
         table = self._pricer.table([(0, min(n, num_layers), *ENDS[place]) for n, place in stages])
-        bytes_per_s = self._pricer.unit_pricer.rates.bytes_per_s
-        costs = layout_costs(self._units, table, self._recompute, self._data, self._network, bytes_per_s).seconds()
-        return {name: np.broadcast_to(of, (1, 1, len(stages)))[0, 0] for name, of in costs.items()}
+        costs = self._pricer.stage_costs(self._units, table, self._data, self._recompute, self._network)
+        return {name: np.broadcast_to(of, (1, 1, len(stages)))[0, 0] for name, of in costs.seconds().items()}
 
     @staticmethod
     def _passes_s(costs: dict[str, Floats]) -> Floats:

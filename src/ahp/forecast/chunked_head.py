@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from ahp.forecast.activations import NOTHING, SegmentMemory
 from ahp.forecast.compute import SegmentTimes, Work
 from ahp.forecast.efficiency import Rates
+from ahp.forecast.tensor_collectives import TensorCost
 from ahp.forecast.unit import Unit
 
 SUM_BYTES = 4
@@ -27,7 +28,7 @@ def chunked_head(
     """
     # Each chunk's gradient is read and added to the sum; the first is copied.
     moved = weights * (num_chunks * (weight_bytes + 2 * SUM_BYTES) - SUM_BYTES)
-    added = Work(rates.element_wise_s(moved, 0.0, "float32"), num_chunks * max(1, len(one.tensors)))
+    added = Work(rates.element_wise_s(moved, 0.0, "float32"), num_chunks * max(1, len(one.weights.tensors)))
     cast = weights * (weight_bytes if weight_bytes != SUM_BYTES else 0)
     scaled = weights * 2 * SUM_BYTES + 2 * hidden_bytes + (cast + weights * SUM_BYTES if cast else 0)
     chunk = one.times.forward + one.times.input_gradient + one.times.weight_gradient
@@ -37,7 +38,7 @@ def chunked_head(
         **zero
         | {
             "forward": forward,
-            "input_gradient": Work(rates.element_wise_s(scaled, 0.0, "float32"), max(1, len(one.tensors)) + 1),
+            "input_gradient": Work(rates.element_wise_s(scaled, 0.0, "float32"), max(1, len(one.weights.tensors)) + 1),
             "element_wise": _times(one.times.element_wise, num_chunks),
             "products": _times(one.times.products, num_chunks),
         }
@@ -46,11 +47,9 @@ def chunked_head(
     return replace(
         one,
         times=times,
-        tensor_forward_s=num_chunks * (one.tensor_forward_s + one.tensor_backward_s),
-        tensor_again_s=0.0,
-        tensor_gather_s=0.0,
-        tensor_backward_s=0.0,
-        tensor_launches=num_chunks * one.tensor_launches,
+        tensor=TensorCost(
+            num_chunks * (one.tensor.forward_s + one.tensor.backward_s), 0.0, 0.0, 0.0, num_chunks * one.tensor.launches
+        ),
         memory=SegmentMemory(
             saved=hidden_bytes + weights * SUM_BYTES,
             saved_in_core=0,

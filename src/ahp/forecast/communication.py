@@ -83,7 +83,8 @@ class Gloo:
         ring = (n - 1) / n * num_bytes / bandwidth
         hop_s = self._hops_s(group)
         if kind == "send_recv":
-            return BASE_S + self._last_hop_s(group) + num_bytes / bandwidth
+            link = self.nodes.intra_node if group.nodes == 1 else self._inter
+            return BASE_S + link.latency_s + num_bytes / bandwidth
         if kind != "all_reduce":
             return BASE_S + hop_s + ring
         return min(BASE_S + 2 * hop_s + 2 * ring, self._tree_s(num_bytes, group, bandwidth))
@@ -101,9 +102,6 @@ class Gloo:
             return (group.size - 1) * self.nodes.intra_node.latency_s
         within = group.size - group.nodes
         return within * self.nodes.intra_node.latency_s + (group.nodes - 1) * self._inter.latency_s
-
-    def _last_hop_s(self, group: Group) -> float:
-        return (self.nodes.intra_node if group.nodes == 1 else self._inter).latency_s
 
     def _bus_bandwidth(self, group: Group) -> float:
         """Bytes/s of the ring's slowest link.

@@ -295,7 +295,7 @@ def operator_s(
     shape = division.product(op)
     if share < 1 or division.expert > 1:
         moved = product_bytes(shape, dtype)
-    added = {"output_bytes": 4.0, "accumulate": True} if accumulates and is_weight_gradient(op) else {}
+    added = {"accumulates": accumulates and is_weight_gradient(op)}
     if op.name in GROUPED:
         if fp8 is None or not fp8.experts:
             busy_s = rates.grouped_s(*shape, named, kernel=kernels.grouped, **added)

@@ -21,6 +21,8 @@ class SharedTokens(NamedTuple):
 
     forward_s: float = 0.0
     """Seconds that the rank waits in the forward pass for tokens of the others."""
+    again_s: float = 0.0
+    """The part of it that selective recompute sends again, where it sends anything: 0 for a ring, whose result is kept."""
     backward_s: float = 0.0
     hidden_forward_s: float = 0.0
     """Seconds of its computation that hide a ring's messages."""
@@ -58,13 +60,15 @@ def shared_tokens_s(
             seconds = network.time_s("all_gather", sum(spec.bytes for spec in keys) * of_keys, group)
             forward += seconds
             backward += seconds + seconds * (sums_bytes / DTYPE_BYTES[keys[0].dtype] or 1.0)
+    again = 0.0 if way == "ring" else forward
     if way != "ring" or is_cpu(rates.device):
-        return SharedTokens(forward, backward)
+        return SharedTokens(forward, again, backward)
     beside = 1.0 - 1.0 / group.size
     forward_beside_s = beside * times.attention.device_s
     backward_beside_s = beside * times.attention_backward.device_s
     return SharedTokens(
         shown_s(forward, forward_beside_s, 1.0),
+        again,
         shown_s(backward, backward_beside_s, 1.0),
         hidden_s(forward, forward_beside_s, 1.0),
         hidden_s(backward, backward_beside_s, 1.0),

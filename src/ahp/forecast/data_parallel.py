@@ -32,7 +32,8 @@ class CommUnit(NamedTuple):
     @classmethod
     def of(cls, unit: Unit) -> CommUnit:
         """The unit of a block."""
-        return cls(unit.parameters - unit.experts, unit.experts, unit.tensors, in_block=True)
+        held = unit.weights
+        return cls(held.parameters - held.experts, held.experts, held.tensors, in_block=True)
 
     def pieces(self, bucket: int) -> int:
         """How many collectives send the unit, where each takes whole weights until they have ``bucket`` elements; 0 = one collective."""

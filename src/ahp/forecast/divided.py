@@ -11,12 +11,13 @@ from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 from ahp.cluster.model import Device, Measurements, NodeGroup
-from ahp.engines.fp8 import Fp8Recipe, Kept
+from ahp.engines.fp8 import Fp8Recipe
 from ahp.forecast.activations import ActivationLiveness, SegmentMemory
 from ahp.forecast.axes import Axes
 from ahp.forecast.compute import Launched, SegmentTimes, is_causal
 from ahp.forecast.division import GROUPED, Division, expert_parameters
 from ahp.forecast.efficiency import Rates
+from ahp.forecast.gpu import GroupedKernel
 from ahp.forecast.identity import Same
 from ahp.forecast.kernel_options import KernelOptions
 from ahp.forecast.kernels import Kernels, kernels
@@ -32,21 +33,20 @@ class _Run:
     segment: Segment
     split: TensorSplit
     kernels: Kernels
-    in_8_bits: Kept | None
-    attention_again: bool
-    fused_permutation: bool
+    how: KernelOptions
+    """Its ``context`` does not matter."""
+    fp8: Fp8Recipe | None
+    """How products with a weight are computed in 8 bits; None = they are not."""
 
     @cached_property
     def launched(self) -> Launched:
-        again, fused = self.attention_again, self.fused_permutation
+        again, fused = self.how.attention_again, self.how.experts.fused_permutation
         return Launched(self.segment, self.kernels, attention_again=again, fused_permutation=fused)
 
     @cached_property
     def held(self) -> ActivationLiveness:
-        again = self.attention_again
-        return ActivationLiveness(
-            self.segment, self.kernels, self.split, in_8_bits=self.in_8_bits, attention_again=again
-        )
+        again, keeps = self.how.attention_again, self.fp8.keeps if self.fp8 else None
+        return ActivationLiveness(self.segment, self.kernels, self.split, in_8_bits=keeps, attention_again=again)
 
     @cached_property
     def num_unread(self) -> int:
@@ -61,12 +61,15 @@ class _Run:
 
 
 class Held(NamedTuple):
-    """Weights that a rank holds, in elements; ``Unit`` explains the fields."""
+    """Weights that a rank holds, before sharding over data ranks, in elements."""
 
     tensors: tuple[int, ...]
+    """Each weight, in the order of the forward pass."""
     parameters: int
     experts: int
+    """The part of ``parameters`` in experts, which fewer data ranks hold in common."""
     shapes: int
+    """One weight of each shape: ``parameters`` with one expert instead of all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,17 +136,20 @@ class SegmentPricer:
     def _run(
         self, graph: ModelGraph, segment: Segment, role: Role, number: int, how: KernelOptions, tensor: int
     ) -> _Run:
-        way: KeysWay = "parts" if role != "block" else way_of_keys(segment, tensor, how.few_keys)
+        way: KeysWay = "parts" if role != "block" else way_of_keys(segment, tensor, how.tensor.few_keys)
         alike = graph.micro_batch_size, role, number, self._number(how), way
         if alike not in self._runs:
-            experts = {"whole_biased_experts": how.whole_biased_experts, "folded_experts": how.folded_experts}
-            parts = split(segment, role, way_of_keys=way, **experts)
-            fp8 = how.fp8 if role == "block" else None
-            fusion = how.fusion if role == "block" else how.fusion_at_the_ends
-            run = kernels(segment, fusion, fused_loss=how.fused_loss, grouped=how.grouped)
-            self._runs[alike] = _Run(
-                segment, parts, run, fp8.keeps if fp8 else None, how.attention_again, how.fused_permutation
+            parts = split(
+                segment,
+                role,
+                whole_biased_experts=how.experts.whole_biased,
+                folded_experts=how.experts.folded,
+                way_of_keys=way,
             )
+            fusion, fp8 = (how.fusion, how.fp8) if role == "block" else (how.fusion_at_the_ends, None)
+            grouped: GroupedKernel = "each" if how.experts.launched_one_by_one else "torch"
+            run = kernels(segment, fusion, fused_loss=how.fused_loss, grouped=grouped)
+            self._runs[alike] = _Run(segment, parts, run, how, fp8)
         return self._runs[alike]
 
     def divided(
@@ -156,20 +162,19 @@ class SegmentPricer:
         key = graph.micro_batch_size, role, number, self._number(how), degree, sequence_parallel, context, experts
         if key in self._divided:
             return self._divided[key]
-        fp8 = how.fp8 if role == "block" else None
         parts, stacked = run.split, run.stacked
         division = Division(parts, degree, sequence_parallel, context, experts)
         held = {p.name: _held(p.numel, parts, p.name, degree) for p in segment.parameters}
         held = {name: -(-count // experts) if name in stacked else count for name, count in held.items()}
         one = {p.name: held[p.name] // max(1, p.shape[0] // experts) for p in segment.parameters if p.name in stacked}
         times = run.launched.times(
-            division, self.rates, causal=self._causal, fp8=fp8, kernel=how.attention, accumulates=how.accumulates
+            division, self.rates, causal=self._causal, fp8=run.fp8, kernel=how.attention, accumulates=how.accumulates
         )
         if stacked:
             times = times.launching(*how.expert_operators)
         if how.one_graph:
             times = times.in_a_graph()
-        on = run.held.on(division, keeps_gathered=not how.gathers_again)
+        on = run.held.on(division, keeps_gathered=not how.tensor.gathers_inputs_again)
         weights = Held(
             tensors=tuple(held.values()),
             parameters=sum(held.values()),
@@ -179,7 +184,7 @@ class SegmentPricer:
         forward = list(segment.phase("forward"))
         attention = tuple(op for op in forward if "attention" in op.name)
         grouped = next((op for op in forward if op.name in GROUPED), None)
-        on = _with_casts(on, segment, division, fp8)
+        on = _with_casts(on, segment, division, run.fp8)
         self._divided[key] = Divided(division, times, on, weights, attention, grouped, run.num_unread)
         return self._divided[key]
 

@@ -6,6 +6,7 @@ Measured tables: written by probe (tables.py). Without them: gpu.py on a GPU, th
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,10 @@ STREAMING = constants.value("cpu_streaming")
 
 CPU_ATTENTION: dict[str, float] = {name: constants.value(f"cpu_attention_{name}") for name in ("fp32", "bf16")}
 """Causal fused attention on a CPU over the rate of a large matrix product in the same precision."""
+
+
+FP32_SUM: dict[str, Any] = {"output_bytes": 4.0, "accumulate": True}
+"""What ``Gpu`` must know of a product that is added to an fp32 tensor."""
 
 
 def is_cpu(device: Device) -> bool:
@@ -87,19 +92,17 @@ class Rates:
         k: float,
         precision: str,
         *,
-        output_bytes: float | None = None,
-        accumulate: bool = False,
+        accumulates: bool = False,
     ) -> float:
         """Seconds of ``batch`` products (m, k) x (k, n).
 
-        ``output_bytes``: of one output element, None = as the operands; ``accumulate``: the output is read and added to. Both
-        count only where the product was not measured.
+        ``accumulates``: the output is fp32, read and added to. It counts only where the product was not measured.
         """
         flops = 2.0 * batch * m * n * k
         if (samples := self._samples.get(precision)) is not None:
             return flops / _measured_rate(samples, batch * m, n, k)
         if self._gpu_product_s is not None:
-            return self._gpu_product_s(batch, m, n, k, precision, output_bytes=output_bytes, accumulate=accumulate)
+            return self._gpu_product_s(batch, m, n, k, precision, **FP32_SUM if accumulates else {})
         return flops / (self.device.peak(precision) * CPU_PRODUCT * k / (k + HALF_DEPTH))
 
     def grouped_s(
@@ -110,16 +113,13 @@ class Rates:
         k: float,
         precision: str,
         *,
-        output_bytes: float | None = None,
-        accumulate: bool = False,
+        accumulates: bool = False,
         kernel: GroupedKernel = "each",
     ) -> float:
         """Seconds of a product (m, k) x (k, n) for each of ``groups`` experts; ``kernel``: counts only where products were not measured."""
         if self.gpu is None or precision in self._samples:
-            return self.matmul_s(groups, m, n, k, precision, output_bytes=output_bytes, accumulate=accumulate)
-        return self.gpu.grouped_s(
-            groups, m, n, k, precision, output_bytes=output_bytes, accumulate=accumulate, kernel=kernel
-        )
+            return self.matmul_s(groups, m, n, k, precision, accumulates=accumulates)
+        return self.gpu.grouped_s(groups, m, n, k, precision, kernel=kernel, **FP32_SUM if accumulates else {})
 
     def element_wise_s(
         self,
@@ -141,12 +141,12 @@ class Rates:
             by_memory_s = self.element_wise_s(moved_bytes, exponentials, dtype, kind=kind)
             return max(by_memory_s, self.gpu.unvectorized_s(unvectorized))
         precision = PRECISION_OF.get(dtype, "fp32")
-        moved_s = self._element_wise.add_s(moved_bytes, precision)
+        moved_s = self._element_wise.seconds("add", moved_bytes, precision)
         if moved_s is None:
             if self.gpu is not None and not self._memory_measured:
                 return self.gpu.element_wise_s(moved_bytes, kind=kind)
             moved_s = moved_bytes / self.bytes_per_s
-        return max(moved_s, self._element_wise.silu_s(exponentials, precision) or 0.0)
+        return max(moved_s, self._element_wise.seconds("silu", exponentials, precision) or 0.0)
 
     def attention_s(
         self,
@@ -158,26 +158,17 @@ class Rates:
         backward: bool,
         kernel: AttentionKernel | None = None,
         causal: bool = True,
-        value_dim: float | None = None,
     ) -> float:
         """Seconds of fused attention that really does ``flops`` over all its heads.
 
-        ``kernel``: None = the one torch takes on the device; ``value_dim``: None = ``head_dim``. These and ``causal`` count
-        only on a GPU where attention was not measured.
+        ``kernel``: None = the one torch takes on the device. It and ``causal`` count only on a GPU where attention was not measured.
         """
         rate = self._attention.rate(sequence, head_dim, precision, backward=backward)
         if rate is not None:
             return flops / rate
         if self.gpu is not None:
             return self.gpu.attention_s(
-                flops,
-                sequence,
-                head_dim,
-                precision,
-                backward=backward,
-                kernel=kernel,
-                causal=causal,
-                value_dim=value_dim,
+                flops, sequence, head_dim, precision, backward=backward, kernel=kernel, causal=causal
             )
         samples = self._samples.get(precision)
         best = self.device.peak(precision) if samples is None else float(samples[1].max())

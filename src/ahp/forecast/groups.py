@@ -10,31 +10,26 @@ OF_A_REPLICA: tuple[Axis, ...] = ("dp_shard", "cp")
 """Axes whose ranks share the weights of a replica."""
 
 
-def shard_ranks(parallelism: Parallelism) -> int:
-    """How many ranks ZeRO divides states over: those of the context axis hold the same weights and count as well."""
-    return parallelism.weight_shards
-
-
 def data_ranks(parallelism: Parallelism) -> tuple[Run, ...]:
     """The ranks that hold the same weights, apart from sharding: those of a replica first, then the replicas."""
-    return _joined(runs(parallelism, OF_A_REPLICA), runs(parallelism, ("dp_replicate",)))
+    return joined(runs(parallelism, OF_A_REPLICA), runs(parallelism, ("dp_replicate",)))
 
 
 def _stage_ranks(parallelism: Parallelism) -> tuple[Run, ...]:
     """``data_ranks``, and the tensor-parallel ranks among them."""
-    return _joined(runs(parallelism, (*OF_A_REPLICA, "tp")), runs(parallelism, ("dp_replicate",)))
+    return joined(runs(parallelism, (*OF_A_REPLICA, "tp")), runs(parallelism, ("dp_replicate",)))
 
 
-def _joined(within: tuple[Run, ...], between: tuple[Run, ...]) -> tuple[Run, ...]:
+def joined(within: tuple[Run, ...], between: tuple[Run, ...]) -> tuple[Run, ...]:
+    """``data_ranks`` where the ranks of a replica and the replicas are known."""
     if within and between and within[-1].size * within[-1].stride == between[0].stride:
-        joined = Run(within[-1].size * between[0].size, within[-1].stride)
-        return (*within[:-1], joined)
+        return (*within[:-1], Run(within[-1].size * between[0].size, within[-1].stride))
     return within + between
 
 
 def data_groups(parallelism: Parallelism, devices_per_node: int) -> tuple[Group, Group]:
     """The ranks over which weights are sharded, and those that replicate them; context ranks can belong to either."""
-    shards, replicas = first_of(data_ranks(parallelism), shard_ranks(parallelism))
+    shards, replicas = first_of(data_ranks(parallelism), parallelism.weight_shards)
     world = parallelism.world_size
     return group_of(shards, devices_per_node, world), group_of(replicas, devices_per_node, world)
 
@@ -60,13 +55,6 @@ def expert_shards(parallelism: Parallelism, folded: bool) -> int:
     return max(1, parallelism.weight_shards * tensor // parallelism.expert_parallel_degree)
 
 
-def expert_ranks_of(
-    within: tuple[Run, ...], between: tuple[Run, ...], degree: int
-) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-    """``expert_ranks`` where the ranks of a replica and the replicas are known."""
-    return first_of(_joined(within, between), degree)
-
-
 def expert_groups(parallelism: Parallelism, devices_per_node: int, folded: bool = False) -> tuple[Group, Group]:
     """``data_groups`` of the weights of experts: the ranks of an expert-parallel group hold different experts."""
     if parallelism.expert_parallel_degree == 1 and not folded:
@@ -80,7 +68,7 @@ def expert_groups(parallelism: Parallelism, devices_per_node: int, folded: bool 
 def replica_members(parallelism: Parallelism, folded: bool) -> tuple[tuple[int, int], tuple[int, int]]:
     """(how many, how far apart) of the ranks of one cell (``ahp.cluster.cells``) that hold the same weights: for dense
     weights, and for those of experts."""
-    tensor, inner = parallelism.tensor_parallel_degree, shard_ranks(parallelism)
+    tensor, inner = parallelism.tensor_parallel_degree, parallelism.weight_shards
     within = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
     dividing = 1 if folded else tensor
     apart = parallelism.expert_parallel_degree * dividing * expert_shards(parallelism, folded)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ahp.engines.fp8 import Fp8Recipe
-from ahp.engines.traits import ContextWay, FewKeys, Traits
-from ahp.forecast.gpu import AttentionKernel, GroupedKernel, takes_cudnn
+from ahp.engines.traits import ContextWay, ExpertTraits, TensorTraits, Traits
+from ahp.forecast.gpu import AttentionKernel, takes_cudnn
 from ahp.forecast.kernels import Fusion
 
 
@@ -23,33 +23,22 @@ class KernelOptions(NamedTuple):
     """``every_second_product`` runs fused attention again."""
     accumulates: bool
     """Products for weight gradients add to the fp32 gradients."""
-    tensor_in_pieces: bool
-    gathers_again: bool
-    tensor_copies: bool
+    tensor: TensorTraits
+    experts: ExpertTraits
     context: ContextWay
     context_sums_bytes: int
     loss_chunk_tokens: int | None
     weight_bytes: int
     """Bytes of one weight element in the type that computes."""
-    experts_gather_tokens: bool
-    tokens_once_to_a_node: bool
-    expert_overlap_between_nodes: float
-    whole_biased_experts: bool
-    folded_experts: bool
-    few_keys: FewKeys
-    fused_permutation: bool
-    grouped: GroupedKernel
-    """The kernel for products of experts."""
     one_graph: bool
     """The host launches one CUDA graph for a step."""
-    expert_overlap_on_a_node: float
     expert_operators: tuple[float, float]
     fp8: Fp8Recipe | None
     """The recipe for products of blocks; None = they are not in 8 bits."""
 
     def expert_overlap(self, nodes: int) -> float:
         """Share of the all-to-alls between expert ranks on ``nodes`` nodes that the opposite pass of another micro-batch can hide."""
-        return self.expert_overlap_on_a_node if nodes == 1 else self.expert_overlap_between_nodes
+        return float(self.one_graph) if nodes == 1 else self.experts.overlap_between_nodes
 
     @classmethod
     def of(
@@ -78,23 +67,14 @@ class KernelOptions(NamedTuple):
             else traits.kernels.attention or ("recent" if traits.kernels.recent_cudnn else None),
             attention_again=not (flash2 or traits.recompute.keeps_cudnn_attention) and takes_cudnn(generation),
             accumulates=traits.gradients.fused_accumulation,
-            tensor_in_pieces=traits.tensor.in_pieces and not on_cpu,
-            gathers_again=traits.tensor.gathers_inputs_again,
-            experts_gather_tokens=traits.experts.gather_tokens,
-            tokens_once_to_a_node=traits.experts.tokens_once_to_a_node,
-            expert_overlap_between_nodes=0.0 if on_cpu else traits.experts.overlap_between_nodes,
-            whole_biased_experts=traits.experts.whole_biased,
-            folded_experts=traits.experts.folded,
-            few_keys=traits.tensor.few_keys,
-            tensor_copies=traits.tensor.copies,
+            # Nothing overlaps on a CPU.
+            tensor=traits.tensor._replace(in_pieces=False) if on_cpu else traits.tensor,
+            experts=traits.experts._replace(overlap_between_nodes=0.0) if on_cpu else traits.experts,
             context=way,
             context_sums_bytes=traits.context.sums_bytes,
             loss_chunk_tokens=traits.kernels.loss_chunk_tokens,
             weight_bytes=traits.states.compute_weight_bytes or traits.states.master_weight_bytes,
-            fused_permutation=traits.experts.fused_permutation,
-            grouped="each" if traits.experts.launched_one_by_one else "torch",
             one_graph=one_graph,
-            expert_overlap_on_a_node=float(one_graph),
             expert_operators=traits.host.experts_operators,
             fp8=fp8,
         )

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
 
-from ahp.shipped import Constant, shipped
-
-
-@dataclass(frozen=True, kw_only=True)
-class Margin(Constant):
-    """One constant with its provenance; the keys are explained at the top of margins.yaml."""
-
-    devices: tuple[str, ...] = ()
-    """Devices of the catalogue that the constant holds for; empty = all."""
+from ahp import shipped
+from ahp.shipped import Constant
 
 
-@cache
-def margins() -> Mapping[str, Margin]:
-    """All of margins.yaml, keyed by name, read once."""
-    return {name: Margin(**entry) for name, entry in shipped("ahp.forecast", "margins.yaml").items()}
+def margins() -> Mapping[str, Constant]:
+    """All of margins.yaml, keyed by name."""
+    return shipped.constants("ahp.forecast", "margins.yaml")
 
 
 def value(name: str) -> float:

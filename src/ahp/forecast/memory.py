@@ -67,6 +67,16 @@ class RanksMemory:
         return RankMemory(parts, int(self.allocated[rank]), int(self.reserved[rank]))
 
 
+@dataclass(frozen=True)
+class PlaceMemory:
+    """Ranks that need the same memory, at one place of the pipeline on one kind of device; and the device that each of them has."""
+
+    ranks: tuple[int, ...]
+    device: str
+    capacity_bytes: int
+    memory: RankMemory
+
+
 def ranks_memory(
     parts: Mapping[str, Figures], outside: Outside, pooled: Figures = 0.0, gap: Figures = 0.0
 ) -> RanksMemory:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
 
 from ahp.cluster.cells import Cell, Placement, place
 from ahp.cluster.model import Cluster
-from ahp.engines.registry import get
 from ahp.engines.traits import Traits
 from ahp.forecast import margins, memory
 from ahp.forecast.assembly import (
@@ -32,22 +31,19 @@ from ahp.forecast.assembly import (
     stage_times,
     step_error,
     step_flops,
-    step_parts,
     unrun,
+    whole_step,
 )
 from ahp.forecast.axes import ALONE
+from ahp.forecast.beside_stages import BesideStages, gathers_beside, gathers_s, reductions_s, share_beside
 from ahp.forecast.efficiency import is_cpu
-from ahp.forecast.gathered import Gathers, gathers_beside, gathers_s
 from ahp.forecast.group import CollectiveKind, Group, strided_group
 from ahp.forecast.groups import replica_members
 from ahp.forecast.mixed_network import MixedNetwork
-from ahp.forecast.place_memory import PlaceMemory
-from ahp.forecast.priced import KeptPrices, Priced, Replica, faster_method
-from ahp.forecast.pricer import LOSS_AND_NORM_BYTES, TIED_BYTES, Pricer, legal_traits
-from ahp.forecast.reduced import Reductions, reduces_beside
+from ahp.forecast.priced import LayoutPricer, Priced, Replica, faster
+from ahp.forecast.pricer import LOSS_AND_NORM_BYTES, TIED_BYTES, Pricer
 from ahp.forecast.stage import StageCost
 from ahp.forecast.stage_memory import StageMemory
-from ahp.forecast.trained import on_graph
 from ahp.forecast.units import Units
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
@@ -92,45 +88,28 @@ class _Layout:
         return dict(zip(kinds, zip(self.own, self.traits, strict=True), strict=True))
 
 
-class MixedPricer:
+class MixedPricer(LayoutPricer):
     """Forecasts for one model, mixed cluster, job and engine; ``Pricer`` is the same for a plain cluster."""
 
     def __init__(
         self, graph: ModelGraph, cluster: Cluster, job: Job, choice: EngineChoice, groups: Mapping[str, Pricer]
     ) -> None:
         """``groups``: an ordinary pricer for each group of nodes, keyed by its name."""
-        self.graph, self.cluster, self.choice, self.groups = graph, cluster, choice, groups
-        self.job = on_graph(job, graph)
+        super().__init__(graph, cluster, job, choice)
+        self.groups = groups
         self.network = MixedNetwork(cluster)
         self._stage_costs: dict[tuple[object, ...], StageCost] = {}
-        self._kept = KeptPrices(self._price_faster)
-        self.turns = 1.0
-        """Each group is probed by itself, so whether waiting workers leave cores to others is not known."""
-
-    @cached_property
-    def slowest_share(self) -> float:
-        """Share by which the slowest of all devices lags behind the mean; a layout that leaves devices idle counts only those it uses."""
-        return self._slowest_share(self.groups, self.cluster.num_devices)
-
-    @property
-    def stretch(self) -> float:
-        """Factor on the mean rank's seconds: the slowest rank lags behind."""
-        return 1.0 + self.slowest_share
-
-    def price(self, parallelism: Parallelism) -> Priced:
-        """Price one layout. ``activation_checkpoint`` auto becomes the lightest kind that fits, ``context_parallel_method``
-        None the faster method.
-
-        Raises NotExpressible when the engine cannot run the layout, BadInput when it breaks another rule.
-        """
-        return self._kept.of(parallelism)
+        self.slowest_share = self._slowest_share(groups, cluster.num_devices)
+        """A layout that leaves devices idle counts only those it uses."""
 
     def _price_faster(self, parallelism: Parallelism) -> Priced:
         if parallelism.context_parallel_degree > 1:  # choosing a method needs groups; an illegal layout has none
-            legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
+            self.legal_traits(parallelism)
         any_group = next(iter(self.groups.values()))
         first, *others = map(any_group.methods, parallelism.layouts_of_ranks)
-        return faster_method(self._price, parallelism, [way for way in first if all(way in of for of in others)])
+        ways = [way for way in first if all(way in of for of in others)]
+        layouts = [parallelism.model_copy(update={"context_parallel_method": way}) for way in ways]
+        return faster(map(self._price, layouts or [parallelism]))
 
     def units(self, parallelism: Parallelism, group: str) -> Units:
         """The model's blocks and ends, priced for one rank on a group's devices and one micro-batch."""
@@ -141,7 +120,7 @@ class MixedPricer:
 
         Raises like ``price``.
         """
-        legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
+        self.legal_traits(parallelism)
         layout = self._layout(parallelism)
 
         def fits(replica: int, recomputed: Sequence[int]) -> list[bool]:
@@ -179,44 +158,36 @@ class MixedPricer:
         kinds = tuple(self.graph.layers[i] for i in layers)
         key = (degrees, group, kinds, first, last, count, replicate, experts, recomputed_layers, passes_behind)
         if key not in self._stage_costs:
-            own, traits = self.groups[group], self._traits(parallelism)
+            own, traits = self.groups[group], self.traits(parallelism)
             units, data = own.units(parallelism), own.data_parallel(parallelism, traits)
             data = replace(data, replicate=replicate, experts=(data.experts[0], experts), micro_batches=count)
             recompute = recompute_of(parallelism.activation_checkpoint, traits, units)
             some = None if recomputed_layers is None else [recomputed_layers]
             table = own.table([(layers.start, layers.stop, first, last)], some)
             network = self.network.times(own.network)
-            [self._stage_costs[key]] = own.stage_costs(units, table, data, recompute, network, passes_behind)
+            costs = own.stage_costs(units, table, data, recompute, network, passes_behind)
+            [self._stage_costs[key]] = costs.rows(table)
         return self._stage_costs[key]
 
-    def _traits(self, parallelism: Parallelism) -> Traits:
-        return get(self.choice.name).traits(self.job, parallelism, self.choice)
-
     def _price(self, parallelism: Parallelism) -> Priced:
-        legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
+        self.legal_traits(parallelism)
         layout = self._layout(parallelism)
         replicas = self._replicas(layout)
         slowest = max(replicas, key=lambda replica: replica.span.makespan_s)
         update_s, offload_s = self._optimizer_s(layout, replicas)
-        optimizer_s = update_s + offload_s
         tied_s = max(self._tied_s(layout, replica.cells) for replica in replicas)
-        step = step_parts(slowest.span, slowest.stages, tied_s)
-        step["optimizer"] = update_s
-        if offload_s:
-            step["offload"] = offload_s
-        step_s = slowest.span.makespan_s + tied_s + optimizer_s
-        if slowest_s := step_s * self._slowest_share(layout.placement.used, parallelism.world_size):
-            step["slowest_rank"] = slowest_s
-        forecast = self._forecast(layout, step_s + slowest_s, step, replicas)
+        share = self._slowest_share(layout.placement.used, parallelism.world_size)
+        step_s, step = whole_step(slowest.span, slowest.stages, tied_s, update_s, offload_s, share)
         return Priced(
-            forecast, parallelism, slowest.span, slowest.stages, slowest.memory, optimizer_s, replicas=tuple(replicas)
-        )
+            self._forecast(layout, step_s, step, replicas),
+            parallelism, slowest.span, slowest.stages, slowest.memory, replicas=tuple(replicas),
+        )  # fmt: skip
 
     def _layout(self, parallelism: Parallelism) -> _Layout:
         placement = place(self.cluster, parallelism)
         ranges = next(iter(self.groups.values())).ranges(parallelism)
         stage_rank = ranks_of_stages(parallelism)
-        of_width = {each.widths[0]: (each, self._traits(each)) for each in parallelism.layouts_of_ranks}
+        of_width = {each.widths[0]: (each, self.traits(each)) for each in parallelism.layouts_of_ranks}
         own, traits = zip(*(of_width[width] for width in parallelism.widths), strict=True)
         members = {width: replica_members(each, of.experts.folded) for width, (each, of) in of_width.items()}
         sums = [
@@ -254,10 +225,10 @@ class MixedPricer:
 
     def _timed(self, layout: _Layout, replica: int) -> tuple[tuple[StageCost, ...], list[StageTimes]]:
         """A replica's stage costs that count only what a stage waits for, and its stage times that also have the collectives overlapped with it."""
-        cells, stages = layout.placement.cells[replica], self._stages(layout, replica)
-        gathers, reductions = self._gathers(layout, cells), self._reductions(layout, cells, stages)
-        stages = reductions.stages(gathers.stages(stages))
-        return stages, reductions.times(gathers.times(self._times(layout, cells, stages), stages))
+        cells, costs = layout.placement.cells[replica], self._stages(layout, replica)
+        beside = self._beside(layout, cells, costs)
+        stages = beside.stages(costs)
+        return stages, beside.times(self._times(layout, cells, stages), costs)
 
     def _stages(self, layout: _Layout, replica: int, recomputed: Sequence[int] | None = None) -> tuple[StageCost, ...]:
         """``recomputed``: recomputed layers of each stage; None = as in the layout."""
@@ -267,24 +238,22 @@ class MixedPricer:
             layout.cost(stage, cells[rank].group, count, some[stage]) for stage, rank in enumerate(layout.stage_rank)
         )
 
-    def _gathers(self, layout: _Layout, cells: Sequence[Cell]) -> Gathers:
-        """The weight gathers of each stage's cell that overlap with computation."""
-        last, each_s = len(layout.stage_rank) - 1, []
-        for stage, rank in enumerate(layout.stage_rank):
-            group, p, traits = self.groups[cells[rank].group], layout.own[rank], layout.traits[rank]
-            data, layers = group.data_parallel(p, traits), group.ranges(p)[stage]
-            if not gathers_beside(p, data):
-                return Gathers()
-            table = group.table([(layers.start, layers.stop, stage == 0, stage == last)])
-            each_s += gathers_s(group.units(p), table, data, self.network.times(group.network))
-        return Gathers(tuple(each_s), layout.stage_rank)
-
-    def _reductions(self, layout: _Layout, cells: Sequence[Cell], stages: tuple[StageCost, ...]) -> Reductions:
-        """The gradient reductions of each stage's cell that overlap with computation."""
-        for cell, p, traits in zip(cells, layout.own, layout.traits, strict=True):
-            if not reduces_beside(p, self.groups[cell.group].data_parallel(p, traits)):
-                return Reductions()
-        return Reductions.of(layout.parallelism, stages)
+    def _beside(self, layout: _Layout, cells: Sequence[Cell], costs: Sequence[StageCost]) -> BesideStages:
+        """The collectives of weights that overlap with computation, where those of all cells do."""
+        groups, last = [self.groups[cell.group] for cell in cells], len(layout.stage_rank) - 1
+        data = [
+            of.data_parallel(*own) for of, own in zip(groups, zip(layout.own, layout.traits, strict=True), strict=True)
+        ]
+        gathers, reductions = list[float](), list[float]()
+        if all(map(gathers_beside, layout.own, data)):
+            for stage, rank in enumerate(layout.stage_rank):
+                group, p = groups[rank], layout.own[rank]
+                layers = group.ranges(p)[stage]
+                table = group.table([(layers.start, layers.stop, stage == 0, stage == last)])
+                gathers += gathers_s(group.units(p), table, data[rank], self.network.times(group.network))
+        if all(share_beside(layout.parallelism.virtual_stages_per_rank, of.traits, of.overlap) for of in data):
+            reductions = reductions_s(layout.parallelism, costs)
+        return BesideStages(layout.stage_rank, gathers, reductions)
 
     def _stage_memory(self, layout: _Layout, replica: int, recomputed: Sequence[int] | None = None) -> StageMemory:
         """Memory of each stage of a replica on the devices of its cell."""
@@ -399,7 +368,7 @@ class MixedPricer:
         ]
         return np.array(rooms).reshape(len(priced.replicas), -1)
 
-    def memory_of_places(self, priced: Priced) -> list[PlaceMemory]:
+    def memory_of_places(self, priced: Priced) -> list[memory.PlaceMemory]:
         """Memory that the ranks of each cell need; the ranks at one place of replicas of one kind are taken together."""
         layout = self._layout(priced.parallelism)
         alike: dict[tuple[object, ...], list[Replica]] = {}
@@ -413,7 +382,7 @@ class MixedPricer:
                 own = [replica.cells[rank] for replica in replicas]
                 ranks = tuple(one.first_rank + offset for one in own for offset in range(one.width))
                 device = self.groups[cell.group].nodes.device
-                found.append(PlaceMemory(ranks, device.name, device.memory_bytes, used))
+                found.append(memory.PlaceMemory(ranks, device.name, device.memory_bytes, used))
         return found
 
     def _fullest(self, layout: _Layout, replicas: list[Replica]) -> tuple[int, Cell, memory.RankMemory]:

@@ -91,10 +91,11 @@ def _room(cluster: Cluster, parallelism: Parallelism) -> str | None:
     """Checks that every group has room for the cells that lie on it."""
     widths, columns = cell_widths(parallelism), named_groups(cluster, parallelism)
     if columns is None:
-        there = {group.name: cells_of(group, widths[0]) for group in cluster.groups}
+        there = ", ".join(f"{cells_of(group, widths[0])} on {group.name}" for group in cluster.groups)
+        replicas, ranks = parallelism.data_parallel_replicate_degree, parallelism.pipeline_parallel_degree
         return (
-            f"parallelism: its {_product(parallelism)} cells of {widths[0]} devices (shard x context x tensor) do not fit on the "
-            f"groups: there is room for {_counted(there)}, where a cell lies on one node or on whole nodes"
+            f"parallelism: its replicate {replicas} x pipeline {ranks} = {replicas * ranks} cells of {widths[0]} devices (shard x context x tensor) do not fit on the "
+            f"groups: there is room for {there}, where a cell lies on one node or on whole nodes"
         )
     cells = [(name, width) for width, column in zip(widths, columns, strict=True) for name in column]
     for called in dict.fromkeys(name for name, _ in cells):
@@ -117,15 +118,6 @@ def _room(cluster: Cluster, parallelism: Parallelism) -> str | None:
 def _in_turn(widths: list[int]) -> str:
     """``4, 4, 2``; the first ones of many."""
     return ", ".join(map(str, widths[:MOST_LISTED])) + (", ..." if len(widths) > MOST_LISTED else "")
-
-
-def _product(parallelism: Parallelism) -> str:
-    replicas, ranks = parallelism.data_parallel_replicate_degree, parallelism.pipeline_parallel_degree
-    return f"replicate {replicas} x pipeline {ranks} = {replicas * ranks}"
-
-
-def _counted(there: dict[str, int]) -> str:
-    return ", ".join(f"{count} on {name}" for name, count in there.items())
 
 
 def _has(group: NodeGroup) -> str:

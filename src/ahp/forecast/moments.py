@@ -1,25 +1,10 @@
-"""Moments in blocks of 8 bits (``adamw8bit``): which layouts would end a rank's part of a weight within a block."""
+"""Moments in blocks of 8 bits (``adamw8bit``): the weights whose blocks tensor parallelism could cut."""
 
 from __future__ import annotations
 
-from ahp.engines.ahp import BLOCK_OF_8_BITS, held_in_8_bits
+from ahp.engines.ahp import held_in_8_bits
 from ahp.forecast.split import split, way_of_keys
-from ahp.graph.operators import ModelGraph, Segment
-
-
-def cut_within_a_block(graph: ModelGraph, degree: int) -> tuple[str, list[int]] | None:
-    """Why ``degree`` tensor-parallel ranks cannot hold moments in blocks, and the degrees that can; None where they can."""
-    cut = [] if degree == 1 else [found for block in graph.blocks for found in cut_columns(block, degree)]
-    bad = next(((name, size) for name, size in cut if size % (degree * BLOCK_OF_8_BITS)), None)
-    if bad is None:
-        return None
-    name, size = bad
-    rule = (
-        f"would cut the {size} columns of {name} into parts of {size / degree:g}, and job.optimizer.name adamw8bit holds its moments "
-        f"in blocks of {BLOCK_OF_8_BITS}"
-    )
-    tried = range(1, 2 * degree + 1)
-    return rule, [d for d in tried if all(columns % (d * BLOCK_OF_8_BITS) == 0 for _, columns in cut)]
+from ahp.graph.operators import Segment
 
 
 def cut_columns(block: Segment, degree: int) -> list[tuple[str, int]]:

@@ -16,7 +16,7 @@ from ahp.forecast.communication import Network, Times
 from ahp.forecast.division import product_bytes
 from ahp.forecast.efficiency import Rates, is_cpu
 from ahp.forecast.group import Group
-from ahp.forecast.groups import data_groups, data_ranks, shard_ranks
+from ahp.forecast.groups import data_groups, data_ranks
 from ahp.forecast.mesh import axis_group, first_of, group_of, runs
 from ahp.forecast.split import KeysWay, split, way_of_keys
 from ahp.graph.operators import ModelGraph, Segment
@@ -73,7 +73,7 @@ def places_of(parallelism: Parallelism, devices_per_node: int) -> Places:
     """Where the ranks that hold parts of the same matrices lie."""
     tensor = axis_group(parallelism, "tp", devices_per_node)
     shard, replicas = data_groups(parallelism, devices_per_node)
-    shards, _ = first_of(data_ranks(parallelism), shard_ranks(parallelism))
+    shards, _ = first_of(data_ranks(parallelism), parallelism.weight_shards)
     within = group_of((*runs(parallelism, ("tp",)), *shards), devices_per_node, parallelism.world_size)
     return Places(tensor, shard, within, replicas)
 

@@ -1,19 +1,26 @@
-"""A priced layout with what its forecast was made from, and the choice where a layout leaves something open."""
+"""A priced layout with what its forecast was made from, what all pricers share, and the choice where a layout leaves something open."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import ge
 from typing import NamedTuple
 
 from ahp.cluster.cells import Cell
-from ahp.engines.traits import ContextWay, Traits
-from ahp.errors import AhpError
+from ahp.cluster.model import Cluster
+from ahp.engines.ahp import held_in_8_bits
+from ahp.engines.registry import get
+from ahp.engines.traits import Traits
+from ahp.errors import AhpError, BadInput, NotExpressible
+from ahp.forecast.rules import illegal
 from ahp.forecast.stage import StageCost
 from ahp.forecast.stage_memory import StageMemory
 from ahp.forecast.units import Units
-from ahp.plan import Forecast, Parallelism
+from ahp.graph.operators import ModelGraph
+from ahp.job import Job
+from ahp.plan import EngineChoice, Forecast, Parallelism
 from ahp.schedule.actions import Schedule
 from ahp.schedule.makespan import Makespan
 from ahp.schedule.simulate import StageTimes, Timeline
@@ -47,7 +54,6 @@ class Priced:
     """How long the schedule takes, rank by rank."""
     stages: tuple[StageCost, ...]
     memory: StageMemory
-    optimizer_s: float
     ratio: float = 1.0
     """Measured over forecast step time of runs on these nodes: ``forecast`` is multiplied by it, the other fields are not."""
     replicas: tuple[Replica, ...] = ()
@@ -63,21 +69,64 @@ class Priced:
         return self.span.schedule
 
 
-class KeptPrices:
-    """Prices keyed by layout, both as asked for and as decided: a search comes back to its best layouts in either form."""
+def on_graph(job: Job, graph: ModelGraph) -> Job:
+    """The job with the facts about its model that prices need: how much of it is trained, and how much of that has moments in 8 bits."""
+    if job.lora is None and job.optimizer.name != "adamw8bit":
+        return job
+    trained = [p for segment in graph.segments() for p in segment.parameters if p.trainable]
+    in_8_bits = sum(p.numel for p in trained if held_in_8_bits(p.shape))
+    return job.on_model(graph.trained_share, in_8_bits / max(1, sum(p.numel for p in trained)))
 
-    def __init__(self, price: Callable[[Parallelism], Priced]) -> None:
-        """``price``: prices a layout whose ``activation_checkpoint`` is not auto."""
-        self._price, self._found = price, dict[Parallelism, Priced]()
 
-    def of(self, layout: Parallelism) -> Priced:
-        """The price of a layout. Raises what ``price`` raises, each time."""
-        if layout not in self._found:
-            found = lightest_that_fits(self._price, layout)
+class LayoutPricer(ABC):
+    """What pricers of plain and of mixed clusters share: the engine's traits, and prices keyed by layout, both as asked for and as decided:
+    a search comes back to its best layouts in either form."""
+
+    slowest_share: float
+    """Share by which the slowest of all devices lags behind the mean."""
+    ratio: float = 1.0
+    """Measured step time over forecast step time, from runs on these nodes."""
+    turns: float = 1.0
+    """How many workers take turns on a core."""
+
+    def __init__(self, graph: ModelGraph, cluster: Cluster, job: Job, choice: EngineChoice) -> None:
+        self.graph, self.cluster, self.choice = graph, cluster, choice
+        self.job = on_graph(job, graph)
+        self._found: dict[Parallelism, Priced] = {}
+
+    def price(self, parallelism: Parallelism) -> Priced:
+        """Price one layout. ``activation_checkpoint`` auto becomes the lightest kind that fits, ``context_parallel_method``
+        None the faster method.
+
+        Raises NotExpressible when the engine cannot run the layout, BadInput when it breaks another rule.
+        """
+        if parallelism not in self._found:
+            found = lightest_that_fits(self._price_faster, parallelism)
             if len(self._found) >= MOST_KEPT:
                 self._found.clear()
-            self._found[layout] = self._found[found.parallelism] = found
-        return self._found[layout]
+            self._found[parallelism] = self._found[found.parallelism] = found
+        return self._found[parallelism]
+
+    @property
+    def stretch(self) -> float:
+        """Factor on the mean rank's seconds: the slowest rank lags behind, and runs took ``ratio`` times as long as forecast."""
+        return (1.0 + self.slowest_share) * self.ratio
+
+    @abstractmethod
+    def _price_faster(self, parallelism: Parallelism) -> Priced:
+        """Price a layout whose ``activation_checkpoint`` is not auto."""
+
+    def traits(self, parallelism: Parallelism) -> Traits:
+        """How the engine behaves under a layout."""
+        return get(self.choice.name).traits(self.job, parallelism, self.choice)
+
+    def legal_traits(self, parallelism: Parallelism) -> Traits:
+        """``traits`` of a layout that may break rules. Raises like ``price``."""
+        if reason := get(self.choice.name).refuses(self.job, parallelism, self.choice):
+            raise NotExpressible(reason)
+        if reason := illegal(self.graph, self.cluster, self.job, parallelism, self.choice):
+            raise BadInput(reason)
+        return self.traits(parallelism)
 
 
 def lightest_that_fits(price: Callable[[Parallelism], Priced], parallelism: Parallelism) -> Priced:
@@ -99,16 +148,7 @@ def lightest_that_fits(price: Callable[[Parallelism], Priced], parallelism: Para
     return priced
 
 
-def faster_method(
-    price: Callable[[Parallelism], Priced], parallelism: Parallelism, methods: list[ContextWay]
-) -> Priced:
-    """The layout priced with each of ``methods``: the fastest that fits, else the fastest of all. Without methods, priced as it is."""
-    if not methods:
-        return price(parallelism)
-    return _faster(price(parallelism.model_copy(update={"context_parallel_method": method})) for method in methods)
-
-
-def _faster(priced: Iterable[Priced]) -> Priced:
+def faster(priced: Iterable[Priced]) -> Priced:
     """The fastest layout that fits, else the fastest of all; the first of equal ones."""
     return min(priced, key=lambda one: (not one.forecast.fits, one.forecast.step_time_s))
 
@@ -131,8 +171,8 @@ class Begun(NamedTuple):
 
 
 def fastest_of(begun: Sequence[Begun], price: Callable[[Begun], Priced]) -> Priced:
-    """Like ``faster_method``, for layouts that differ only in the method; skips those that are surely slower than one that fits."""
+    """``faster`` for layouts that differ only in the context-parallel method; skips those that are surely slower than one that fits."""
     least = min(begun, key=lambda one: sum(stage.passes_s for stage in one.times))
     first = price(least)
     rivals = [one for one in begun if one is least or not (first.forecast.fits and one.takes_longer(least))]
-    return _faster(first if one is least else price(one) for one in rivals)
+    return faster(first if one is least else price(one) for one in rivals)

@@ -12,9 +12,8 @@ import numpy as np
 from ahp.arrays import Ints
 from ahp.cluster.domains import joined
 from ahp.cluster.model import Cluster
-from ahp.engines.registry import get
 from ahp.engines.traits import ContextWay, Traits
-from ahp.errors import BadInput, NotExpressible, bad_input
+from ahp.errors import bad_input
 from ahp.forecast import memory
 from ahp.forecast.assembly import (
     band_s,
@@ -30,29 +29,26 @@ from ahp.forecast.assembly import (
     stage_times,
     step_error,
     step_flops,
-    step_parts,
     unrun,
+    whole_step,
 )
 from ahp.forecast.axes import Axes, axes_of, has_opposite_pass
+from ahp.forecast.beside_stages import BesideStages, gathers_beside, gathers_s, reductions_s, share_beside
 from ahp.forecast.communication import Network, Times
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.efficiency import is_cpu
-from ahp.forecast.gathered import Gathers, gathers_beside, gathers_s
 from ahp.forecast.group import strided_group
 from ahp.forecast.groups import data_groups, expert_groups
 from ahp.forecast.mesh import PipelineAxis, pipeline_axis
 from ahp.forecast.muon import Between, Muon, places_of
-from ahp.forecast.place_memory import PlaceMemory
-from ahp.forecast.priced import Begun, KeptPrices, Priced, fastest_of
+from ahp.forecast.priced import Begun, LayoutPricer, Priced, fastest_of
 from ahp.forecast.received import received_bytes
-from ahp.forecast.reduced import Reductions, reduces_beside
-from ahp.forecast.rules import illegal
 from ahp.forecast.segment import Recompute
-from ahp.forecast.stage import StageCost, layout_costs
+from ahp.forecast.sharing import SharedWeights, StageUnits
+from ahp.forecast.stage import StageCost, StageCosts, stage_costs
 from ahp.forecast.stage_memory import StageMemory
 from ahp.forecast.stage_table import StageTable
 from ahp.forecast.states import Shards, state_bytes, unit_bytes, visiting_bytes
-from ahp.forecast.trained import on_graph
 from ahp.forecast.turns import share, turns
 from ahp.forecast.units import UnitPricer, Units
 from ahp.forecast.update_bytes import update_bytes
@@ -78,53 +74,37 @@ class _Shared(NamedTuple):
     data: DataParallel
 
 
-class Pricer:
+class Pricer(LayoutPricer):
     """Forecasts for one model, cluster, job and engine."""
 
     def __init__(
         self, graph: ModelGraph, cluster: Cluster, job: Job, choice: EngineChoice, *, in_cells: bool = False
     ) -> None:
         """``in_cells``: the nodes are a group of a mixed cluster, where each cell lies within one node or fills whole nodes."""
-        self.graph, self.cluster, self.choice = graph, cluster, choice
-        self.job = job = on_graph(job, graph)
+        super().__init__(graph, cluster, job, choice)
         self.in_cells = in_cells
         self.nodes = joined(cluster.groups[0])
         """A node here is an NVLink domain, not a host as a launcher counts them."""
         self.network = Network(self.nodes)
         self.slowest_share = 0.0 if is_cpu(self.nodes.device) else slowest_share(cluster.num_devices)
         self.ratio = self.nodes.calibration.step_ratio if self.nodes.calibration else 1.0
-        """Measured step time over forecast step time, from runs on these nodes."""
+        # Each group of a mixed cluster is probed by itself, so whether waiting workers leave cores to others is not known there.
         self.turns = 1.0 if in_cells else turns(self.nodes)
-        """How many workers take turns on a core."""
         self.unit_pricer = UnitPricer(graph, self.nodes, self.network, job.precision)
         if choice.offload_optimizer:
             self._refuse_without_host_link()
         self.muon = Muon(graph, self.unit_pricer.rates, self.network) if job.optimizer.name == "muon" else None
         """Prices Muon's updates; None where AdamW updates everything."""
-        self._ends: Ends = get(choice.name).traits(job, Parallelism(), choice).pipeline.ends
+        self._ends: Ends = self.traits(Parallelism()).pipeline.ends
         self._ranges: dict[tuple[int, tuple[int, ...] | None], tuple[range, ...]] = {}
         self._made: dict[tuple[object, ...], dict[tuple[object, ...], StageCost]] = {}
         """Stage costs keyed by (units, data, recompute), then by the stage's layers and place; cuts and schedules of a layout share them."""
         self._sends: dict[tuple[object, ...], list[float]] = {}
         self._tables: dict[tuple[object, ...], StageTable] = {}
-        self._kept = KeptPrices(self._price_faster)
-
-    @property
-    def stretch(self) -> float:
-        """Factor on the mean rank's seconds: the slowest rank lags behind, and runs took ``ratio`` times as long as forecast."""
-        return (1.0 + self.slowest_share) * self.ratio
-
-    def price(self, parallelism: Parallelism) -> Priced:
-        """Price one layout. ``activation_checkpoint`` auto becomes the lightest kind that fits, ``context_parallel_method``
-        None the faster method.
-
-        Raises NotExpressible when the engine cannot run the layout, BadInput when it breaks another rule.
-        """
-        return self._kept.of(parallelism)
 
     def _price_faster(self, parallelism: Parallelism) -> Priced:
         if parallelism.context_parallel_degree > 1:  # choosing a method needs groups; an illegal layout has none
-            legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
+            self.legal_traits(parallelism)
         ways = [parallelism.model_copy(update={"context_parallel_method": way}) for way in self.methods(parallelism)]
         return fastest_of([self._begun(layout) for layout in ways or [parallelism]], self._scheduled)
 
@@ -132,11 +112,11 @@ class Pricer:
         """Values of context_parallel_method to choose from; empty where there is no choice."""
         if parallelism.context_parallel_degree == 1 or parallelism.context_parallel_method is not None:
             return []
-        traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
+        traits = self.traits(parallelism)
         return self.unit_pricer.ways(self._axes(parallelism, traits), traits) if len(traits.context.ways) > 1 else []
 
     def _begun(self, parallelism: Parallelism) -> Begun:
-        traits = legal_traits(self.graph, self.cluster, self.job, parallelism, self.choice)
+        traits = self.legal_traits(parallelism)
         shared = self._shared(parallelism, traits)
         return Begun(parallelism, traits, shared.units, *self._timed(parallelism, shared))
 
@@ -145,23 +125,15 @@ class Pricer:
         stages, span = self._run(parallelism, stages, times)
         stage_memory = self.stage_memory(parallelism, traits)
         update_s, offload_s = self._optimizer_s(parallelism, traits, span, stage_memory)
-        optimizer_s = update_s + offload_s
         tied_s = self.tied_s(parallelism, units)
-        slowest_s = (span.makespan_s + tied_s + optimizer_s) * self.slowest_share
-        step_s = span.makespan_s + tied_s + optimizer_s + slowest_s
-        step = step_parts(span, stages, tied_s)
-        step["optimizer"] = update_s
-        if offload_s:
-            step["offload"] = offload_s
-        if slowest_s:
-            step["slowest_rank"] = slowest_s
+        step_s, step = whole_step(span, stages, tied_s, update_s, offload_s, self.slowest_share)
         if self.ratio != 1.0:
             step_s, step = step_s * self.ratio, {part: seconds * self.ratio for part, seconds in step.items()}
         ranks = self.ranks_memory(parallelism, traits, span, stage_memory)
         fullest = int(np.argmax(ranks.total))
         return Priced(
             self._forecast(parallelism, step_s, step, fullest, ranks.of(fullest), units),
-            parallelism, span, stages, stage_memory, optimizer_s, ratio=self.ratio,
+            parallelism, span, stages, stage_memory, ratio=self.ratio,
         )  # fmt: skip
 
     def _run(
@@ -190,7 +162,7 @@ class Pricer:
 
     def stage_times(self, parallelism: Parallelism, cuts: Sequence[tuple[int, ...]]) -> list[list[StageTimes]]:
         """Times of each stage of a legal layout, for each cut (the layers of each stage); neither schedule nor memory is computed."""
-        shared = self._shared(parallelism, get(self.choice.name).traits(self.job, parallelism, self.choice))
+        shared = self._shared(parallelism, self.traits(parallelism))
         return [self._timed(parallelism.model_copy(update={"layers_per_stage": layers}), shared)[1] for layers in cuts]
 
     def _shared(self, parallelism: Parallelism, traits: Traits) -> _Shared:
@@ -199,17 +171,16 @@ class Pricer:
 
     def _timed(self, parallelism: Parallelism, shared: _Shared) -> tuple[tuple[StageCost, ...], list[StageTimes]]:
         """Stage costs that count only what a stage waits for, and stage times that also have the collectives overlapped with it."""
-        stages = self._stages(parallelism, shared)
-        gathers, reductions = self._gathers(parallelism, shared), self._reductions(parallelism, shared, stages)
-        stages = reductions.stages(gathers.stages(stages))
+        costs = self._stages(parallelism, shared)
+        beside = self._beside(parallelism, shared, costs)
+        stages = beside.stages(costs)
         sends_s = self._sends_s(parallelism, message_bytes(parallelism, shared.traits, shared.units))
-        times = stage_times(parallelism, stages, sends_s)
-        return stages, reductions.times(gathers.times(times, stages))
+        return stages, beside.times(stage_times(parallelism, stages, sends_s), costs)
 
     def units(self, parallelism: Parallelism) -> Units:
         """The model's blocks and ends, priced for one rank of the layout and one micro-batch; lower bounds where the layout leaves
         context_parallel_method open."""
-        traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
+        traits = self.traits(parallelism)
         return self.unit_pricer.units(parallelism.micro_batch_size, self._axes(parallelism, traits), traits)
 
     def decided(self, parallelism: Parallelism) -> Parallelism:
@@ -237,17 +208,17 @@ class Pricer:
             recomputed = [len(kinds) if count is None else count for kinds, _, _, count, _ in new]
             behind = np.array([key[-1] for key in new], dtype=np.int64)
             table = self.table(list(new.values()), recomputed)
-            made |= zip(new, self.stage_costs(units, table, data, recompute, passes_behind=behind), strict=True)
+            costs = self.stage_costs(units, table, data, recompute, passes_behind=behind)
+            made |= zip(new, costs.rows(table), strict=True)
         return tuple(made[key] for key in keys)
 
-    def _gathers(self, parallelism: Parallelism, shared: _Shared) -> Gathers:
-        if not gathers_beside(parallelism, shared.data):
-            return Gathers()
-        each_s = gathers_s(shared.units, self._table(parallelism, None), shared.data, self.network)
-        return Gathers(tuple(each_s), ranks_of_stages(parallelism))
-
-    def _reductions(self, parallelism: Parallelism, shared: _Shared, stages: tuple[StageCost, ...]) -> Reductions:
-        return Reductions.of(parallelism, stages) if reduces_beside(parallelism, shared.data) else Reductions()
+    def _beside(self, parallelism: Parallelism, shared: _Shared, costs: Sequence[StageCost]) -> BesideStages:
+        data, gathers, reductions = shared.data, list[float](), list[float]()
+        if gathers_beside(parallelism, data):
+            gathers = gathers_s(shared.units, self._table(parallelism, None), data, self.network)
+        if share_beside(parallelism.virtual_stages_per_rank, data.traits, data.overlap):
+            reductions = reductions_s(parallelism, costs)
+        return BesideStages(ranks_of_stages(parallelism), gathers, reductions)
 
     def data_parallel(self, parallelism: Parallelism, traits: Traits) -> DataParallel:
         """How the ranks of these nodes share the weights of a layout."""
@@ -263,11 +234,10 @@ class Pricer:
         recompute: Recompute,
         network: Times | None = None,
         passes_behind: Ints | int = 0,
-    ) -> list[StageCost]:
-        """Price stages on these nodes. ``network`` prices their collectives; None = these nodes' own network."""
-        bytes_per_s = self.unit_pricer.rates.bytes_per_s
-        costs = layout_costs(units, table, recompute, data, network or self.network, bytes_per_s, passes_behind)
-        return costs.rows(table)
+    ) -> StageCosts:
+        """Price the stages of one layout on these nodes. ``network`` prices their collectives; None = these nodes' own network."""
+        shared = SharedWeights.of(StageUnits.of(units, data.traits, table), data, network or self.network)
+        return stage_costs(units, table, [recompute], data, shared, self.unit_pricer.rates.bytes_per_s, passes_behind)
 
     def table(
         self, stages: Sequence[tuple[int, int, bool, bool]], recomputed: Sequence[int] | None = None
@@ -369,7 +339,7 @@ class Pricer:
 
     def needs(self, parallelism: Parallelism) -> list[float]:
         """Device bytes that each pipeline rank of a legal layout needs, found without running its schedule."""
-        traits = get(self.choice.name).traits(self.job, parallelism, self.choice)
+        traits = self.traits(parallelism)
         span = unrun(parallelism, parallelism.num_micro_batches(self.job))
         stages = self.stage_memory(parallelism, traits)
         return self.ranks_memory(parallelism, traits, span, stages).total.tolist()
@@ -420,17 +390,17 @@ class Pricer:
     def activation_bytes(self, priced: Priced) -> memory.Floats:
         """[1, p] Bytes of activations that each pipeline rank can keep and still fit; all replicas are the same."""
         layout = priced.parallelism
-        traits = get(self.choice.name).traits(self.job, layout, self.choice)
+        traits = self.traits(layout)
         ranks = self.ranks_memory(layout, traits, priced.span, priced.memory)
         return memory.activation_room(ranks, self.nodes.device.memory_bytes, priced.span.m)[None]
 
-    def memory_of_places(self, priced: Priced) -> list[PlaceMemory]:
+    def memory_of_places(self, priced: Priced) -> list[memory.PlaceMemory]:
         """Memory that the ranks at each place of the pipeline need; all replicas are the same."""
         layout, device = priced.parallelism, self.nodes.device
-        traits = get(self.choice.name).traits(self.job, layout, self.choice)
+        traits = self.traits(layout)
         needs, axis = self.ranks_memory(layout, traits, priced.span, priced.memory), pipeline_axis(layout)
         return [
-            PlaceMemory(
+            memory.PlaceMemory(
                 tuple(place * axis.stride + offset for offset in axis.offsets),
                 device.name,
                 device.memory_bytes,
@@ -474,15 +444,3 @@ class Pricer:
             memory=used.parts,
             fullest_rank=rank * pipeline_axis(parallelism).stride,
         )
-
-
-def legal_traits(
-    graph: ModelGraph, cluster: Cluster, job: Job, parallelism: Parallelism, choice: EngineChoice
-) -> Traits:
-    """How the engine behaves under a layout. Raises NotExpressible when it cannot run the layout, BadInput when another rule is broken."""
-    engine = get(choice.name)
-    if reason := engine.refuses(job, parallelism, choice):
-        raise NotExpressible(reason)
-    if reason := illegal(graph, cluster, job, parallelism, choice):
-        raise BadInput(reason)
-    return engine.traits(job, parallelism, choice)

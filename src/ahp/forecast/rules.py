@@ -8,21 +8,20 @@ from collections.abc import Iterable
 
 from ahp.cluster.model import Cluster
 from ahp.divisors import divisors
-from ahp.engines.ahp import FP8_MULTIPLE, needs_one_graph
+from ahp.engines.ahp import BLOCK_OF_8_BITS, FP8_MULTIPLE, needs_one_graph
 from ahp.engines.registry import get
 from ahp.engines.traits import FewKeys
 from ahp.errors import AhpError, listed, nearest
 from ahp.forecast.division import attention_heads, expert_parameters
 from ahp.forecast.groups import num_expert_ranks
 from ahp.forecast.mixed_rules import illegal_placement
-from ahp.forecast.moments import cut_within_a_block
+from ahp.forecast.moments import cut_columns
 from ahp.forecast.split import in_8_bits, way_of_keys
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from ahp.schedule.orders import given_order, illegal_order
 from ahp.schedule.patterns import illegal as illegal_pattern
-from ahp.schedule.patterns import illegal_in_torch
 from ahp.schedule.stages import layers_of_stages
 from ahp.words import number_of
 
@@ -262,12 +261,21 @@ def products(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engi
 
 
 def _moments(graph: ModelGraph, job: Job, parallelism: Parallelism) -> str | None:
+    """Checks that tensor-parallel ranks can hold moments in blocks."""
     degree = parallelism.tensor_parallel_degree
-    if (found := cut_within_a_block(graph, degree)) is None:
+    cut = [] if degree == 1 else [found for block in graph.blocks for found in cut_columns(block, degree)]
+    bad = next(((name, size) for name, size in cut if size % (degree * BLOCK_OF_8_BITS)), None)
+    if bad is None:
         return None
-    rule, valid = found
-    known = [d for d in valid if not tensor(graph, job, _cut(d), EngineChoice())]
-    return _broken("tensor_parallel_degree", degree, rule, known)
+    name, size = bad
+    rule = (
+        f"would cut the {size} columns of {name} into parts of {size / degree:g}, and job.optimizer.name adamw8bit holds its moments "
+        f"in blocks of {BLOCK_OF_8_BITS}"
+    )
+    can = [d for d in range(1, 2 * degree + 1) if all(columns % (d * BLOCK_OF_8_BITS) == 0 for _, columns in cut)]
+    return _broken(
+        "tensor_parallel_degree", degree, rule, [d for d in can if not tensor(graph, job, _cut(d), EngineChoice())]
+    )
 
 
 def _layers_in_8_bits(graph: ModelGraph, degree: int, few: FewKeys) -> list[tuple[str, int | None]]:
@@ -400,7 +408,7 @@ def schedule(name: str, p: int, v: int, m: int, *, in_torch: bool) -> str | None
     """Checks that p ranks with v stages each can run m micro-batches with the schedule; ``in_torch``: in the order of torch's classes."""
     if p == 1:
         return _broken("virtual_stages_per_rank", v, "needs a pipeline_parallel_degree above 1", [1]) if v > 1 else None
-    return (illegal_in_torch if in_torch else illegal_pattern)(name, p, v, m)
+    return illegal_pattern(name, p, v, m, in_torch=in_torch)
 
 
 def _broken(key: str, value: object, rule: str, valid: Iterable[object]) -> str:

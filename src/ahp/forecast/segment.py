@@ -54,8 +54,8 @@ def launches(unit: Unit) -> tuple[float, float, float]:
     times = unit.times
     weights = times.weight_gradient.launches
     return (
-        times.forward.launches + unit.tensor_launches,
-        times.input_gradient.launches + weights + unit.tensor_launches,
+        times.forward.launches + unit.tensor.launches,
+        times.input_gradient.launches + weights + unit.tensor.launches,
         weights,
     )
 
@@ -65,29 +65,29 @@ def sent_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[
     if recompute == "none":
         return 0.0, 0.0
     if recompute == "full":
-        return unit.tensor_forward_s, unit.context_forward_s
+        return unit.tensor.forward_s, unit.context.forward_s
     if recompute == "read":
-        return unit.tensor_again_s, unit.context_forward_s
+        return unit.tensor.again_s, unit.context.forward_s
     again = data.traits.recompute.sends_again
     if again == "all":
-        return unit.tensor_again_s, unit.context_again_s
-    return unit.tensor_gather_s if again == "gathers" else 0.0, 0.0
+        return unit.tensor.again_s, unit.context.again_s
+    return unit.tensor.gather_s if again == "gathers" else 0.0, 0.0
 
 
 def tensor_backward_s(unit: Unit, overlap: float) -> float:
     """Seconds of backward tensor-parallel collectives that weight-gradient products do not hide; ``overlap``: the share they can hide."""
     beside = unit.times.weight_gradient.device_s
-    return shown_s(unit.tensor_backward_s, beside, overlap)
+    return shown_s(unit.tensor.backward_s, beside, overlap)
 
 
 def segment_forward_s(unit: Unit) -> float:
     """Device seconds of one segment's forward pass."""
-    return unit.times.forward_s + unit.tensor_forward_s + unit.context_forward_s + unit.expert_s
+    return unit.times.forward_s + unit.tensor.forward_s + unit.context.forward_s + unit.expert_s
 
 
 def segment_backward_s(unit: Unit, tensor_overlap: float) -> float:
     """Device seconds of one segment's backward pass, without recompute."""
-    return unit.times.backward_s + tensor_backward_s(unit, tensor_overlap) + unit.context_backward_s + unit.expert_s
+    return unit.times.backward_s + tensor_backward_s(unit, tensor_overlap) + unit.context.backward_s + unit.expert_s
 
 
 def segment_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> float:
@@ -102,14 +102,16 @@ def window_forward_s(unit: Unit) -> float:
     These are computation and waits for tensor-parallel ranks, without the seconds that hide a ring's messages, which go over
     the same network cards.
     """
-    return unit.times.forward_s + unit.tensor_forward_s - unit.context_hidden_s[0]
+    return unit.times.forward_s + unit.tensor.forward_s - unit.context.hidden_forward_s
 
 
 def window_backward_s(unit: Unit, recompute: Recompute, data: DataParallel) -> float:
     """``window_forward_s`` for the backward pass."""
     again_s = recomputed(unit, recompute).device_s + sent_again_s(unit, recompute, data)[0]
-    again_s -= unit.context_hidden_s[0] if recompute in OF_INPUT else 0.0
-    return unit.times.backward_s + tensor_backward_s(unit, data.tensor_overlap) + again_s - unit.context_hidden_s[1]
+    again_s -= unit.context.hidden_forward_s if recompute in OF_INPUT else 0.0
+    return (
+        unit.times.backward_s + tensor_backward_s(unit, data.tensor_overlap) + again_s - unit.context.hidden_backward_s
+    )
 
 
 def dropped_bytes(unit: Unit, units: Units, recompute: Recompute) -> int:

@@ -9,7 +9,11 @@ from ahp.graph.operators import Segment
 def kept_results(segment: Segment) -> frozenset[int]:
     """Indexes of weight products, fused attention, and dropout, whose random numbers must not be drawn twice."""
     forward = segment.phase("forward")
-    return frozenset(op.index for op in forward if is_weight_product(op) or _is_kept(op.name))
+    return frozenset(
+        op.index
+        for op in forward
+        if is_weight_product(op) or "attention" in op.name or op.name == "aten.native_dropout"
+    )
 
 
 def second_products(segment: Segment, *, attention_too: bool = False) -> frozenset[int]:
@@ -46,7 +50,3 @@ def last_read(segment: Segment) -> int:
     """
     forward = {op.index: op for op in segment.phase("forward")}
     return max((i for op in segment.phase("backward") for i in op.depends_on if i in forward), default=-1)
-
-
-def _is_kept(name: str) -> bool:
-    return "attention" in name or name == "aten.native_dropout"

@@ -33,8 +33,8 @@ def outside_blocks(units: Units, traits: Traits, *, first: bool, last: bool) -> 
     They are one unit, or the embedding and the head are units of their own: the forward pass needs the head's weights last, and
     the backward pass has the head's gradients first. The gradient of a weight that both share comes with the embedding's.
     """
-    embedding = units.embedding.parameters if first else 0
-    head = units.head.parameters if last else 0
+    embedding = units.embedding.weights.parameters if first else 0
+    head = units.head.weights.parameters if last else 0
     tied = units.tied_parameters if last and not first else 0
     shared = first and last and units.tied_parameters > 0
     return (embedding, head + tied) if traits.gather.ends_apart and not shared else (embedding + head + tied, 0)

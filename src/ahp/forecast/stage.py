@@ -8,13 +8,12 @@ together with.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
 
 from ahp.arrays import Floats, Ints, added
-from ahp.forecast.communication import Times
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.segment import (
     OF_INPUT,
@@ -58,12 +57,8 @@ class StageCost:
 
     def scaled(self, factor: float) -> StageCost:
         """The same stage with all its seconds times ``factor``."""
-        seconds = {
-            field.name: {part: factor * s for part, s in parts.items()}
-            for field in fields(self)
-            if isinstance(parts := getattr(self, field.name), dict)
-        }
-        return replace(self, **seconds)
+        names = [field.name for field in fields(self)]
+        return StageCost(*({part: factor * s for part, s in getattr(self, name).items()} for name in names))
 
 
 @dataclass(frozen=True)
@@ -148,31 +143,17 @@ def stage_costs(
     )
 
 
-def layout_costs(
-    units: Units,
-    table: StageTable,
-    recompute: Recompute,
-    data: DataParallel,
-    network: Times,
-    bytes_per_s: float,
-    passes_behind: Ints | int = 0,
-) -> StageCosts:
-    """Price the stages of one layout."""
-    shared = SharedWeights.of(StageUnits.of(units, data.traits, table), data, network)
-    return stage_costs(units, table, [recompute], data, shared, bytes_per_s, passes_behind)
-
-
 FIGURES: dict[str, Callable[[Unit, float], float]] = {
     "forward": lambda u, _: u.times.forward_s,
-    "tensor_forward": lambda u, _: u.tensor_forward_s,
-    "context_forward": lambda u, _: u.context_forward_s,
+    "tensor_forward": lambda u, _: u.tensor.forward_s,
+    "context_forward": lambda u, _: u.context.forward_s,
     "expert": lambda u, _: u.expert_s,
     "backward": lambda u, _: u.times.backward_s,
     "tensor_backward": tensor_backward_s,
-    "tensor_hidden": lambda u, overlap: u.tensor_backward_s - tensor_backward_s(u, overlap),
-    "context_backward": lambda u, _: u.context_backward_s,
+    "tensor_hidden": lambda u, overlap: u.tensor.backward_s - tensor_backward_s(u, overlap),
+    "context_backward": lambda u, _: u.context.backward_s,
     "weight_gradient": lambda u, _: u.times.weight_gradient.device_s,
-    "tensor_launches": lambda u, _: u.tensor_launches,
+    "tensor_launches": lambda u, _: u.tensor.launches,
     "forward_launches": lambda u, _: u.times.forward.launches,
     "input_gradient_launches": lambda u, _: u.times.input_gradient.launches,
     "weight_gradient_launches": lambda u, _: u.times.weight_gradient.launches,

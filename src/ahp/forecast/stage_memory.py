@@ -15,44 +15,15 @@ from numpy.typing import NDArray
 from ahp.arrays import Ints
 from ahp.forecast.segment import Recompute, dropped_bytes, made_again
 from ahp.forecast.stage_table import StageTable
-from ahp.forecast.states import RankWeights
+from ahp.forecast.states import Weights
 from ahp.forecast.units import Units
-
-
-@dataclass(frozen=True)
-class StageWeights:
-    """Parameters (elements) of stages, each [S]; ``RankWeights`` holds the same for ranks."""
-
-    in_blocks: Ints
-    outside_blocks: Ints
-    head: Ints
-    experts: Ints
-    largest_block: Ints
-    shapes: Ints
-    largest_without_experts: Ints
-
-    @property
-    def total(self) -> Ints:
-        return self.in_blocks + self.outside_blocks
-
-    def of_ranks(self, own: Ints) -> RankWeights:
-        """[W] The parameters of ranks with the stages ``own`` [W, V]."""
-        return RankWeights(
-            total=self.total[own].sum(axis=1),
-            largest_block=self.largest_block[own].max(axis=1),
-            outside_blocks=self.outside_blocks[own].sum(axis=1),
-            head=self.head[own].sum(axis=1),
-            experts=self.experts[own].sum(axis=1),
-            shapes=self.shapes[own].max(axis=1),
-            largest_without_experts=self.largest_without_experts[own].max(axis=1),
-        )
 
 
 @dataclass(frozen=True)
 class StageMemory:
     """Memory of each stage of a pipeline, [S] each."""
 
-    weights: StageWeights
+    weights: Weights
     kept: Ints
     """Bytes of activations of one micro-batch between its forward and its backward."""
     in_layers: Ints
@@ -73,23 +44,24 @@ class StageMemory:
     def on_devices(cls, each: Sequence[StageMemory], which: Sequence[int]) -> StageMemory:
         """The memory of a pipeline on several kinds of devices. ``each``: all stages on each kind; ``which``: the kind of each stage."""
         at = np.array(which, dtype=np.int64), np.arange(len(which))
-        weights = (np.stack([getattr(one.weights, field.name) for one in each])[at] for field in fields(StageWeights))
+        weights = (np.stack([getattr(one.weights, field.name) for one in each])[at] for field in fields(Weights))
         others = (field.name for field in fields(cls)[1:])
-        return cls(StageWeights(*weights), *(np.stack([getattr(one, name) for one in each])[at] for name in others))
+        return cls(Weights(*weights), *(np.stack([getattr(one, name) for one in each])[at] for name in others))
 
 
-def stage_weights(units: Units, table: StageTable) -> StageWeights:
+def stage_weights(units: Units, table: StageTable) -> Weights:
     """The parameters of each stage."""
     names = "parameters", "experts", "shapes"
-    parameters, experts, shapes = (_of_kinds(getattr(u, name) for u in units.blocks) for name in names)
+    parameters, experts, shapes = (_of_kinds(getattr(u.weights, name) for u in units.blocks) for name in names)
     has, tied = table.counts > 0, units.tied_parameters
-    head = (units.head.parameters + tied) * table.last
-    return StageWeights(
-        in_blocks=table.counts @ parameters,
-        outside_blocks=units.embedding.parameters * table.first + head - tied * table.last * table.first,
+    head = (units.head.weights.parameters + tied) * table.last
+    outside = units.embedding.weights.parameters * table.first + head - tied * table.last * table.first
+    return Weights(
+        total=table.counts @ parameters + outside,
+        largest_block=_largest(has, parameters),
+        outside_blocks=outside,
         head=head,
         experts=table.counts @ experts,
-        largest_block=_largest(has, parameters),
         shapes=_largest(has, shapes),
         largest_without_experts=_largest(has, parameters - experts),
     )

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from ahp.arrays import Floats, Ints
 from ahp.engines.traits import Traits
-from ahp.forecast.groups import shard_ranks
 from ahp.plan import Parallelism
 
 Figures = NDArray[Any] | float
@@ -147,12 +146,12 @@ class Shards(NamedTuple):
     def of(cls, parallelism: Parallelism, folded_experts: bool = False) -> Shards:
         """The ranks of one layout; ``folded_experts``: see ``ExpertTraits``."""
         tensor = parallelism.tensor_parallel_degree if folded_experts else 1
-        return cls.among(shard_ranks(parallelism), parallelism.expert_parallel_degree, tensor)
+        return cls.among(parallelism.weight_shards, parallelism.expert_parallel_degree, tensor)
 
 
 @dataclass(frozen=True)
-class RankWeights:
-    """Parameters (elements) that pipeline ranks hold after tensor parallelism, before sharding over data ranks."""
+class Weights:
+    """Parameters (elements) that pipeline ranks, or stages, hold after tensor parallelism, before sharding over data ranks."""
 
     total: Figures
     largest_block: Figures = 0
@@ -176,8 +175,14 @@ class RankWeights:
         """Parameters that the rank updates."""
         return self.dense / shards.dense + self.experts / shards.experts
 
+    def of_ranks(self, own: Ints) -> Weights:
+        """[W] The parameters of ranks with the stages ``own`` [W, V], from those of stages."""
+        largest = "largest_block", "shapes", "largest_without_experts"
+        each = {name: np.asarray(of)[own] for name, of in vars(self).items()}
+        return Weights(**{name: of.max(axis=1) if name in largest else of.sum(axis=1) for name, of in each.items()})
 
-def state_bytes(weights: RankWeights, of: Behaviour, shards: Shards, micro_batches: int | Ints) -> dict[str, Figures]:
+
+def state_bytes(weights: Weights, of: Behaviour, shards: Shards, micro_batches: int | Ints) -> dict[str, Figures]:
     """Bytes of parameters, optimizer states, gathered weights, gradients, reduce buffers and flat copies of each rank."""
     sent, block = _communicated(weights, of)
     part, trained = weights.updated(shards), of.states.trained_share
@@ -200,7 +205,7 @@ def _flat_bytes(weights: Figures, updated: Figures, of: Behaviour) -> Figures:
     return np.ceil(weights * of.states.flattened_bytes + updated * of.gradients.update_bytes)
 
 
-def _communicated(weights: RankWeights, of: Behaviour) -> tuple[Figures, Figures]:
+def _communicated(weights: Weights, of: Behaviour) -> tuple[Figures, Figures]:
     """Elements of a rank, and of its largest block, that are gathered and reduced."""
     alone = of.experts.leaves_lone
     sent = np.where(alone, weights.dense, weights.total)
@@ -220,7 +225,7 @@ def _gathered_element_bytes(of: Behaviour, shards: Shards) -> Figures:
     return np.where(np.greater(shards.dense, 1), 1.0, cast) * of.states.compute_weight_bytes
 
 
-def _reduce_buffer_bytes(weights: RankWeights, sent: Figures, block: Figures, of: Behaviour) -> Figures:
+def _reduce_buffer_bytes(weights: Weights, sent: Figures, block: Figures, of: Behaviour) -> Figures:
     bucket = of.reduce.bucket_elements
     copied = np.where(of.reduce.keeps_buckets, sent, np.minimum(sent, bucket))
     in_buckets = (copied + bucket * of.reduce.collects_in_bucket) * of.reduce.element_bytes
@@ -251,7 +256,7 @@ class UnitBytes(NamedTuple):
     """Kept on the stream of reductions where gradients grow as activations go (one micro-batch): all gradients."""
 
 
-def unit_bytes(weights: RankWeights, of: Behaviour, shards: Shards, micro_batches: int | Ints) -> UnitBytes:
+def unit_bytes(weights: Weights, of: Behaviour, shards: Shards, micro_batches: int | Ints) -> UnitBytes:
     """Read from ``memory_snapshot()`` of FSDP2 on one of 8 and one of 128 ranks (torch 2.11; docs/forecast/memory.md)."""
     sent, block = _communicated(weights, of)
     apart, outside, head = of.gather.ends_apart, weights.outside_blocks, weights.head
@@ -279,14 +284,14 @@ def layer_state_bytes(
 ) -> tuple[Figures, Figures]:
     """Least bytes that a layer with ``dense`` and ``experts`` parameters adds to its rank's states, whatever else is there; and the
     part that is gradients."""
-    parts = state_bytes(RankWeights(dense + experts, experts=experts), of, shards, micro_batches)
+    parts = state_bytes(Weights(dense + experts, experts=experts), of, shards, micro_batches)
     kept = np.where(of.gather.keeps_weights, parts["gathered_weights"], 0.0)
     kept += np.where(of.reduce.gradients_in_buckets, parts["reduce_buffers"], 0.0)
     states = parts["parameters"] + parts["optimizer_states"] + parts["gradients"] + kept
     return np.maximum(states - 3.0, 0.0), parts["gradients"]  # three of the parts are rounded up once for a rank
 
 
-def visiting_bytes(weights: RankWeights, of: Behaviour, shards: Shards) -> Figures:
+def visiting_bytes(weights: Weights, of: Behaviour, shards: Shards) -> Figures:
     """The most bytes of states from host memory that are on the device at once while weights are updated."""
     in_host = of.states.trained_share * weights.updated(shards) * of.states.host_bytes
     return np.ceil(np.minimum(of.states.host_bucket_bytes, in_host))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from ahp.cluster.model import Measurements
 
@@ -59,15 +59,9 @@ class ElementWise:
             scale = 3 * (4 if key[1] == "fp32" else 2) if key[0] == "add" else 1
             self._tables[key] = sorted((scale * s.elements, s.seconds) for s in nearest_workers(alike, workers))
 
-    def add_s(self, moved_bytes: float, precision: str) -> float | None:
-        """Seconds to move ``moved_bytes`` with next to no arithmetic; None where nothing was measured."""
-        return self._at("add", moved_bytes, precision)
-
-    def silu_s(self, elements: float, precision: str) -> float | None:
-        """Seconds of an exponential and a division for each element; None where nothing was measured."""
-        return self._at("silu", elements, precision)
-
-    def _at(self, kind: str, size: float, precision: str) -> float | None:
+    def seconds(self, kind: Literal["add", "silu"], size: float, precision: str) -> float | None:
+        """``add``: to move ``size`` bytes with next to no arithmetic. ``silu``: of an exponential and a division for each of ``size`` elements.
+        None where nothing was measured."""
         table = self._tables.get((kind, precision))
         if table is None:
             return None

@@ -19,15 +19,17 @@ SCALE_BYTES = 4
 
 
 class TensorCost(NamedTuple):
-    """Seconds of a segment's tensor-parallel collectives for one micro-batch, and how many one pass has."""
+    """Seconds of a segment's tensor-parallel collectives for one micro-batch that computation does not hide, and how many one pass has."""
 
     forward_s: float
     again_s: float
-    """The part of ``forward_s`` before the last result that the backward pass reads."""
+    """The part of ``forward_s`` before the last result that the backward pass reads, so that recompute must run it again."""
     gather_s: float
     """The part of ``forward_s`` in all-gathers."""
     backward_s: float
+    """Before products for weight gradients hide any of it."""
     launches: int
+    """0 where one graph launches everything."""
 
 
 class TensorCollectives:
@@ -60,7 +62,7 @@ class TensorCollectives:
         def total(kind: CollectiveKind, tensors: tuple[TensorSpec, ...]) -> float:
             part = 0.5 if fp8 and kind == "all_gather" else 1.0
             # A single sequence gathered along its length arrives in the right order.
-            copied = how.tensor_copies and (kind == "reduce_scatter" or (kind == "all_gather" and sequences > 1))
+            copied = how.tensor.copies and (kind == "reduce_scatter" or (kind == "all_gather" and sequences > 1))
             seconds = 0.0
             for spec in tensors:
                 sent = part * spec.bytes / context
@@ -68,19 +70,19 @@ class TensorCollectives:
                 seconds += self._rates.element_wise_s(2 * sent, 0.0, spec.dtype) if copied else 0.0
             return seconds
 
-        count = len(parts.forward_reduce)
+        count, launched = len(parts.forward_reduce), not how.one_graph
         unread = parts.forward_reduce[count - num_unread :]
         if not axes.sequence_parallel:
             forward, backward = total("all_reduce", parts.forward_reduce), total("all_reduce", parts.backward_reduce)
             forward, backward = forward + of_heads_s[0], backward + of_heads_s[1]
-            return TensorCost(forward, forward - total("all_reduce", unread), 0.0, backward, count)
+            return TensorCost(forward, forward - total("all_reduce", unread), 0.0, backward, count * launched)
         hidden = tuple(spec for spec in parts.forward_reduce if len(spec.shape) > 1)
         rows = tuple(spec for spec in parts.forward_reduce if len(spec.shape) == 1)
         gathered = total("all_gather", parts.backward_reduce)
         forward = total("reduce_scatter", hidden) + gathered
         gathers = total("all_gather", hidden)
-        gathers += gathered if how.gathers_again else 0.0
-        if how.tensor_in_pieces:
+        gathers += gathered if how.tensor.gathers_inputs_again else 0.0
+        if how.tensor.in_pieces:
             # A rank begins or ends with its own piece: one piece of each collective has no computation to overlap with.
             overlap, beside_s = 1.0 - 1.0 / group.size, times.products.device_s
             forward, gathers, gathered = (shown_s(s, beside_s, overlap) for s in (forward, gathers, gathered))
@@ -88,7 +90,7 @@ class TensorCollectives:
         backward = gathers + total("reduce_scatter", parts.backward_reduce) + of_heads_s[1]
         backward += total("all_reduce", parts.summed_whole) - total("reduce_scatter", parts.summed_whole)
         again = max(0.0, forward - total("reduce_scatter", unread))
-        return TensorCost(forward, again, gathered, backward, 2 * count)
+        return TensorCost(forward, again, gathered, backward, 2 * count * launched)
 
     def _heads_s(self, parts: TensorSplit, group: Group, context: int) -> tuple[float, float]:
         """Seconds, forward and backward, due to keys with fewer heads than ranks: to sum the gradients of whole keys, or to gather

@@ -256,10 +256,10 @@ class _Drawing:
             for parts, times in each:
                 for part, seconds in parts.items():
                     left[part] = left.get(part, 0.0) - times * seconds
-        if waited := self.priced.span.gathering_s:  # before the actions
-            left["weight_gather"] -= waited[slowest]
-        if tails := self.priced.span.reducing_s:
-            left["gradient_reduce"] = left.get("gradient_reduce", 0.0) - tails[slowest] - timeline.slowed_s[slowest]
+        ran = self.priced.span  # weights that a rank waits for come before the actions
+        left["weight_gather"] = left.get("weight_gather", 0.0) - ran.gathering_s[slowest]
+        reduced_s = left.get("gradient_reduce", 0.0)
+        left["gradient_reduce"] = reduced_s - ran.reducing_s[slowest] - timeline.slowed_s[slowest]
         rounding_s = 1e-9 * self.priced.forecast.step_time_s
         order = {"gradient_reduce": 0, "optimizer": 1}
         found = [(part, seconds) for part, seconds in left.items() if seconds > rounding_s]

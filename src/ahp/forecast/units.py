@@ -44,21 +44,11 @@ def least_of(ways: list[Units]) -> Units:
     """The least of each figure over units that differ only in how context ranks see each other's tokens."""
     if len(ways) == 1:
         return ways[0]
-    blocks = tuple(map(_least_unit, zip(*(units.blocks for units in ways), strict=True)))
-    return replace(ways[0], blocks=blocks)
-
-
-def _least_unit(alike: tuple[Unit, ...]) -> Unit:
-    return replace(
-        alike[0],
-        context_forward_s=min(unit.context_forward_s for unit in alike),
-        context_again_s=min(unit.context_again_s for unit in alike),
-        context_backward_s=min(unit.context_backward_s for unit in alike),
-        context_hidden_s=(
-            min(unit.context_hidden_s[0] for unit in alike),
-            min(unit.context_hidden_s[1] for unit in alike),
-        ),
-    )
+    blocks = []
+    for alike in zip(*(units.blocks for units in ways), strict=True):
+        each = zip(*(unit.context for unit in alike), strict=True)
+        blocks.append(replace(alike[0], context=SharedTokens(*map(min, each))))
+    return replace(ways[0], blocks=tuple(blocks))
 
 
 class UnitPricer:
@@ -90,10 +80,12 @@ class UnitPricer:
         return self._least[key]
 
     def ways(self, axes: Axes, traits: Traits) -> list[ContextWay]:
-        """The ways in which the context ranks can see each other's tokens."""
+        """The ways in which the context ranks can see each other's tokens: all-to-all needs the same number of heads on every rank."""
         if axes.context.size == 1 or len(traits.context.ways) == 1:
             return [traits.context.ways[0]]
-        return [way for way in traits.context.ways if self._can(way, axes)]
+        ranks = axes.context.size * axes.tensor.size
+        uneven = any(heads % ranks for heads in self._heads)
+        return [way for way in traits.context.ways if way != "all-to-all" or not uneven]
 
     def _shared_tokens(self, of: Divided, axes: Axes, how: KernelOptions) -> SharedTokens:
         key = of, axes.context, how.context
@@ -102,11 +94,6 @@ class UnitPricer:
                 of.attention, of.division, axes.context, of.times, how.context, how.context_sums_bytes, self.rates, self._network
             )  # fmt: skip
         return self._tokens[key]
-
-    def _can(self, way: ContextWay, axes: Axes) -> bool:
-        """Whether the layout can use ``way``: all-to-all needs the same number of heads on every rank."""
-        ranks = axes.context.size * axes.tensor.size
-        return way != "all-to-all" or not any(heads % ranks for heads in self._heads)
 
     def how(self, traits: Traits, way: ContextWay) -> KernelOptions:
         """The kernels of an engine on these devices."""
@@ -144,7 +131,7 @@ class UnitPricer:
         return chunked_head(
             one,
             count,
-            weights=one.parameters + _tied_parameters(graph) // axes.tensor.size,
+            weights=one.weights.parameters + _tied_parameters(graph) // axes.tensor.size,
             weight_bytes=how.weight_bytes,
             hidden_bytes=hidden_bytes,
             rates=self.rates,
@@ -178,23 +165,15 @@ class UnitPricer:
         )
         if fp8 is not None and fp8.shares_scales:
             tensor = self._tensor.with_scales(tensor, parts, axes, segment)
-        shared = self._shared_tokens(of, axes, how)
         return Unit(
             times=of.times,
             memory=of.memory,
-            tensor_forward_s=tensor.forward_s,
-            tensor_again_s=tensor.again_s,
-            tensor_gather_s=tensor.gather_s,
-            tensor_backward_s=tensor.backward_s,
-            tensor_launches=0 if how.one_graph else tensor.launches,
-            context_forward_s=shared.forward_s,
-            context_again_s=0.0 if how.context == "ring" else shared.forward_s,
-            context_backward_s=shared.backward_s,
-            context_hidden_s=(shared.hidden_forward_s, shared.hidden_backward_s),
+            tensor=tensor,
+            context=self._shared_tokens(of, axes, how),
             expert_s=self._expert_s(of, micro_batch_size, axes, how),
+            weights=of.weights,
             # The host waits for each expert's number of tokens before it prepares the experts' products.
             stalled_launches=how.expert_operators[0] if of.weights.experts and not how.one_graph else 0.0,
-            **of.weights._asdict(),
         )
 
     def _expert_s(self, of: Divided, micro_batch_size: int, axes: Axes, how: KernelOptions) -> float:
@@ -203,9 +182,9 @@ class UnitPricer:
         if axes.expert.size == 1 or grouped is None:
             return 0.0
         division, tokens = of.division, micro_batch_size * self._graph.sequence_length
-        parts = 1 if how.experts_gather_tokens or not division.sequence_parallel else division.tensor
+        parts = 1 if how.experts.gather_tokens or not division.sequence_parallel else division.tensor
         routed = Routed.of(grouped, 1 / division.context / parts, tokens)
-        once, overlap = how.tokens_once_to_a_node, how.expert_overlap(axes.expert.nodes) * axes.beside_opposite
+        once, overlap = how.experts.tokens_once_to_a_node, how.expert_overlap(axes.expert.nodes) * axes.beside_opposite
         passes_s = of.times.forward_s + of.times.backward_s
         return pass_waits_s(routed, axes.expert, self._network, passes_s, once_to_a_node=once, overlap=overlap)
 

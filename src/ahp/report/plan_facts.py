@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ahp.errors import AhpError
-from ahp.forecast.place_memory import PlaceMemory
+from ahp.forecast.memory import PlaceMemory
 from ahp.plan import Plan
 from ahp.report.binding import Binding
 from ahp.report.schedules import ComparedSchedules

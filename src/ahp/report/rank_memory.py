@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ahp.forecast.place_memory import PlaceMemory
+from ahp.forecast.memory import PlaceMemory
 from ahp.plan import Forecast
 from ahp.report.bars import bars_of
 from ahp.report.html_parts import note

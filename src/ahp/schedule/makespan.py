@@ -51,23 +51,19 @@ class Makespan:
     """Seconds each rank computes."""
     ends_s: tuple[float, ...]
     """When each rank has done its last action, and its gradients are reduced."""
+    gathering_s: tuple[float, ...]
+    """Seconds of ``idle_s`` in which each rank waits for weights gathered next to the computation."""
+    reducing_s: tuple[float, ...]
+    """Seconds of ``idle_s`` in which each rank still reduces gradients after its last action."""
+    slowed_s: tuple[float, ...]
+    """Seconds of ``busy_s`` that each rank loses because gradients are reduced at the same time."""
     order: Schedule | None = None
     """The order itself, if it is not one that ``name`` makes."""
-    gathering_s: tuple[float, ...] = ()
-    """Seconds of ``idle_s`` in which each rank waits for weights gathered next to the computation; empty: no rank waits."""
-    reducing_s: tuple[float, ...] = ()
-    """Seconds of ``idle_s`` in which each rank still reduces gradients after its last action; empty: no rank does."""
-    slowed_s: tuple[float, ...] = ()
-    """Seconds of ``busy_s`` that each rank loses because gradients are reduced at the same time; empty: no rank loses any."""
 
     @property
     def idle_s(self) -> tuple[float, ...]:
         """Seconds each rank waits, including before its first and after its last action."""
         return tuple(self.makespan_s - busy for busy in self.busy_s)
-
-    def end_s(self, rank: int) -> float:
-        """When the rank has done its last action, and its gradients are reduced."""
-        return self.ends_s[rank]
 
     @property
     def splits_backward(self) -> bool:
@@ -112,11 +108,9 @@ def makespan(name: str, p: int, v: int, m: int, times: Sequence[StageTimes]) -> 
         return replace(makespan_of_order(make(name, p, v, m), times), order=None)
     ran = _all_forwards_first(m, times) if first else _run(name, p, v, m, times)
     ends = tuple(map(max, ran.ends_s, ran.reduced_s))
-    gathering = tuple(ran.gathering_s) if any(ran.gathering_s) else ()
-    reducing = tuple(end - own for end, own in zip(ends, ran.ends_s, strict=True)) if any(ran.reduced_s) else ()
-    slowed = tuple(ran.slowed_s) if any(ran.slowed_s) else ()
-    busy = tuple(ran.busy_s)
-    return Makespan(name, p, v, m, tuple(times), max(ends), busy, ends, None, gathering, reducing, slowed)
+    busy, gathering, slowed = map(tuple, (ran.busy_s, ran.gathering_s, ran.slowed_s))
+    reducing = tuple(end - own for end, own in zip(ends, ran.ends_s, strict=True))
+    return Makespan(name, p, v, m, tuple(times), max(ends), busy, ends, gathering, reducing, slowed)
 
 
 def _may_queue(name: str, p: int, v: int, times: Sequence[StageTimes]) -> bool:
@@ -140,8 +134,8 @@ def makespan_of_order(order: Schedule, times: Sequence[StageTimes]) -> Makespan:
     timeline, p = simulate(order, times), len(order.ranks)
     ends_s = tuple(timeline.end_s(rank) for rank in range(p))
     name, v, m = order.name, order.num_stages // p, order.num_micro_batches
-    made = name, p, v, m, tuple(times), timeline.makespan_s, timeline.busy_s, ends_s
-    return Makespan(*made, order, timeline.gathering_s, timeline.reducing_s, timeline.slowed_s)
+    columns = timeline.busy_s, ends_s, timeline.gathering_s, timeline.reducing_s, timeline.slowed_s
+    return Makespan(name, p, v, m, tuple(times), timeline.makespan_s, *columns, order)
 
 
 def peak_kept(

@@ -13,21 +13,16 @@ from ahp.schedule.actions import Schedule
 from ahp.schedule.registry import get
 
 
-def illegal(name: str, p: int, v: int, m: int) -> str | None:
-    """Why there is no such schedule with p ranks, v stages per rank, m micro-batches; None if there is.
+def illegal(name: str, p: int, v: int, m: int, *, in_torch: bool = False) -> str | None:
+    """Why there is no such schedule with p ranks, v stages per rank, m micro-batches; None if there is. ``in_torch``: why torch 2.13 cannot run it.
 
     The rules are torch's, with three exceptions. Several stages on a single rank are refused, because they are no pipeline. 1F1B
-    and InterleavedZeroBubble with v = 1 are allowed for any m; ``illegal_in_torch`` applies torch's own rule.
+    and InterleavedZeroBubble with v = 1 are allowed for any m outside torch.
     """
     try:
-        return get(name).illegal(p, v, m)
+        return get(name).illegal(p, v, m, in_torch=in_torch)
     except BadInput as unknown:
         return str(unknown)
-
-
-def illegal_in_torch(name: str, p: int, v: int, m: int) -> str | None:
-    """Why torch 2.13 cannot run this schedule, or None."""
-    return get(name).illegal(p, v, m, in_torch=True)
 
 
 def stage_ranks(name: str, p: int, v: int) -> tuple[int, ...]:

@@ -24,14 +24,10 @@ class Placement(StrEnum):
             return down * v
         return tuple(rank for turn in range(v) for rank in (down[::-1] if turn % 2 else down))
 
+    @lru_cache(maxsize=1 << 10)
     def rank_stages(self, p: int, v: int) -> NDArray[np.int64]:
         """The stages of each rank, lowest first: [p, v]."""
-        return _rank_stages(self, p, v)
-
-
-@lru_cache(maxsize=1 << 10)
-def _rank_stages(placement: Placement, p: int, v: int) -> NDArray[np.int64]:
-    own: list[list[int]] = [[] for _ in range(p)]
-    for stage, rank in enumerate(placement.stage_ranks(p, v)):
-        own[rank].append(stage)
-    return np.array(own, dtype=np.int64)
+        own: list[list[int]] = [[] for _ in range(p)]
+        for stage, rank in enumerate(self.stage_ranks(p, v)):
+            own[rank].append(stage)
+        return np.array(own, dtype=np.int64)

@@ -14,7 +14,7 @@ from functools import cache, cached_property, lru_cache
 from itertools import permutations
 from typing import NamedTuple
 
-from ahp.forecast.groups import OF_A_REPLICA, expert_ranks_of
+from ahp.forecast.groups import OF_A_REPLICA, joined
 from ahp.forecast.mesh import Run, first_of, numbered_runs
 from ahp.plan import AXES, Axis
 
@@ -154,7 +154,7 @@ def _experts(per_node: int, degrees: Degrees, order: Order) -> tuple[int, tuple[
 def _share_nodes(
     per_node: int, within: tuple[Run, ...], between: tuple[Run, ...], expert: int, shards: int
 ) -> tuple[int, tuple[int, ...]]:
-    share, alike = expert_ranks_of(within, between, expert)
+    share, alike = first_of(joined(within, between), expert)
     parts = alike, *first_of(alike, shards)
 
     def local(ranks: tuple[Run, ...]) -> int:

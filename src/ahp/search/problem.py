@@ -16,10 +16,9 @@ from ahp.engines.traits import Traits
 from ahp.errors import BadInput, NotExpressible, bad_input
 from ahp.forecast import rules
 from ahp.forecast.mixed import MixedPricer
-from ahp.forecast.priced import Priced
+from ahp.forecast.priced import Priced, on_graph
 from ahp.forecast.pricer import Pricer
 from ahp.forecast.step import pricer
-from ahp.forecast.trained import on_graph
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job, Precision
 from ahp.plan import AXES, DEGREE, Axis, ContextMethod, EngineChoice, Forecast, Parallelism, validated

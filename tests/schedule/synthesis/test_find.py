@@ -11,8 +11,7 @@ from ahp.errors import BadInput
 from ahp.schedule.legal import why_not
 from ahp.schedule.makespan import makespan
 from ahp.schedule.simulate import StageTimes, peak_in_flight, simulate
-from ahp.schedule.synthesis.find import one_f_one_b_s, synthesize
-from ahp.schedule.synthesis.fixed import best_fixed
+from ahp.schedule.synthesis.find import best_fixed, one_f_one_b_s, synthesize
 from ahp.schedule.synthesis.merge import merged
 from ahp.schedule.synthesis.problem import Problem
 from ahp.schedule.synthesis.replay import replay

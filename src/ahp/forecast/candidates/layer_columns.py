@@ -27,7 +27,6 @@ from ahp.forecast.segment import (
 from ahp.forecast.sharing import StageUnits
 from ahp.forecast.stage import stage_costs
 from ahp.forecast.stage_memory import (
-    StageWeights,
     kept_beside_layers,
     kept_bytes,
     kept_of_kinds,
@@ -36,7 +35,7 @@ from ahp.forecast.stage_memory import (
     temporary_bytes,
 )
 from ahp.forecast.stage_table import StageTable
-from ahp.forecast.states import RankWeights
+from ahp.forecast.states import Weights
 from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
 
@@ -82,12 +81,12 @@ class LayerColumns:
     @cached_property
     def parameters(self) -> Floats:
         """[K]"""
-        return self._kinds(lambda u: u.parameters)
+        return self._kinds(lambda u: u.weights.parameters)
 
     @cached_property
     def experts(self) -> Floats:
         """[K] Parameters of experts."""
-        return self._kinds(lambda u: u.experts)
+        return self._kinds(lambda u: u.weights.experts)
 
     @cached_property
     def dense(self) -> Floats:
@@ -119,15 +118,10 @@ class LayerColumns:
         return *kept, max(head.forward_extra, head.backward_extra)
 
     @cached_property
-    def ends_weights(self) -> RankWeights:
+    def ends_weights(self) -> Weights:
         """[4] Weights of ranks without layers that have the embedding, the head, both, neither."""
         stages = StageTable.of((), len(self.units.blocks), [(0, 0, *ends) for ends in ENDS])
-        return self.weights_of(stages).of_ranks(np.arange(len(ENDS))[:, None])
-
-    @property
-    def overlap(self) -> float:
-        """1 where collectives can overlap with computation, else 0."""
-        return self.data.overlap
+        return stage_weights(self.units, stages).of_ranks(np.arange(len(ENDS))[:, None])
 
     @cached_property
     def forward_of_kinds(self) -> Floats:
@@ -245,10 +239,6 @@ class LayerColumns:
     def ends_s(self) -> float:
         """Device seconds of both ends in both passes of a micro-batch."""
         return self.embedding_s + self.head_s
-
-    def weights_of(self, stages: StageTable) -> StageWeights:
-        """The parameters of each stage."""
-        return stage_weights(self.units, stages)
 
     def kept_bytes(self, stages: StageTable) -> Floats:
         """[R, S] Bytes of activations of one micro-batch between its forward and its backward."""

@@ -12,7 +12,6 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from ahp.engines.registry import get
 from ahp.engines.traits import ContextWay, Traits
 from ahp.forecast.compute import is_causal
 from ahp.forecast.dispatch import Routed, pass_waits_s
@@ -150,7 +149,7 @@ class LeastLayers:
             expert_tensor_parallel_degree=1 if folded else tensor,
             enable_sequence_parallel=bool(sequence),
         )
-        return get(self._pricer.choice.name).traits(self._job, layout, self._pricer.choice)
+        return self._pricer.traits(layout)
 
     def _how_of(self, *degrees: int) -> KernelOptions:
         traits = self._traits(*degrees)
@@ -226,7 +225,7 @@ class LeastLayers:
         """Seconds to send tokens to expert ranks and back, in both passes. ``size``: what a rank sends, over what was traced."""
         tokens, traits = self._graph.micro_batch_size * self._graph.sequence_length, self._of_engine
         how = self._pricer.unit_pricer.how(traits, traits.context.ways[0])
-        once, overlap = how.tokens_once_to_a_node, how.expert_overlap(group.nodes)
+        once, overlap = how.experts.tokens_once_to_a_node, how.expert_overlap(group.nodes)
 
         def of_kind(kind: int) -> float:
             first = self._grouped[kind]

@@ -17,10 +17,10 @@ from ahp.forecast import memory
 from ahp.forecast.memory import Outside
 from ahp.forecast.states import (
     Figures,
-    RankWeights,
     Shards,
     TraitColumns,
     UnitBytes,
+    Weights,
     cast_bytes,
     gradient_copy_bytes,
     layer_state_bytes,
@@ -69,18 +69,18 @@ class ShardingColumns:
         copied = gradient_copy_bytes(self.traits, shards, micro_batches)
         return np.asarray(cast_bytes(self.traits, shards)), np.asarray(copied)
 
-    def states(self, weights: RankWeights, micro_batches: int | Ints) -> tuple[Floats, Floats]:
+    def states(self, weights: Weights, micro_batches: int | Ints) -> tuple[Floats, Floats]:
         """[N, W] Bytes that do not depend on the schedule, and the gradients among them whose place activations can take: with
         one micro-batch gradients grow as activations go. ``micro_batches``: one number or [N, 1]."""
         parts = state_bytes(weights, self.traits, self.shards, micro_batches)
         return np.asarray(sum(parts.values())), np.where(np.equal(micro_batches, 1), parts["gradients"], 0.0)
 
-    def units(self, weights: RankWeights, micro_batches: int) -> UnitBytes:
+    def units(self, weights: Weights, micro_batches: int) -> UnitBytes:
         """[N, W, 1] each: bytes of whole units' weights and gradients beyond ``states``."""
         found = unit_bytes(weights, self.traits, self.shards, micro_batches)
         return UnitBytes(*(np.asarray(count)[..., None] for count in found))
 
-    def updated(self, weights: RankWeights) -> Floats:
+    def updated(self, weights: Weights) -> Floats:
         """[N, W] Parameters that a rank updates."""
         return np.asarray(weights.updated(self.shards))
 

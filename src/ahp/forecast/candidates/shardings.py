@@ -19,7 +19,7 @@ from ahp.forecast.candidates.sharding_columns import ShardingColumns
 from ahp.forecast.communication import Network
 from ahp.forecast.data_parallel import CommUnit, DataParallel
 from ahp.forecast.group import Group
-from ahp.forecast.groups import data_groups, expert_groups, shard_ranks
+from ahp.forecast.groups import data_groups, expert_groups
 from ahp.forecast.memory import Outside
 from ahp.forecast.pricer import Pricer, num_groups
 from ahp.forecast.sharing import SharedWeights, StageUnits, UnitTimes
@@ -138,7 +138,7 @@ class Shardings:
     @cached_property
     def columns(self) -> ShardingColumns:
         """The figures of each split."""
-        ranks = np.array([shard_ranks(layout) for layout in self.layouts], dtype=float)
+        ranks = np.array([layout.weight_shards for layout in self.layouts], dtype=float)
         groups = np.array([num_groups(layout, self._folded) for layout in self.layouts], dtype=float)
         shards = Shards.among(ranks, self.layouts[0].expert_parallel_degree, self.tensor if self._folded else 1)
         outside = Outside.of(self._nodes.device, groups)

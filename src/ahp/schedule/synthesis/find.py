@@ -8,16 +8,41 @@ from math import inf
 from operator import gt
 
 from ahp.schedule.actions import Schedule
-from ahp.schedule.makespan import makespan
+from ahp.schedule.makespan import makespan, peak_kept
 from ahp.schedule.orders import SYNTHESIZED
-from ahp.schedule.patterns import make
-from ahp.schedule.registry import PLAIN
+from ahp.schedule.patterns import illegal, make, stage_ranks
+from ahp.schedule.registry import PLAIN, SCHEDULES
 from ahp.schedule.simulate import StageTimes, Timeline, simulate
 from ahp.schedule.synthesis.bound import LowerBound, lower_bound
 from ahp.schedule.synthesis.codes import as_schedule
-from ahp.schedule.synthesis.fixed import Fixed, best_fixed
 from ahp.schedule.synthesis.problem import ROUNDING, Problem
 from ahp.schedule.synthesis.search import Search
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A fixed pattern that fits, and when it ends."""
+
+    name: str
+    makespan_s: float
+
+
+def best_fixed(problem: Problem) -> Fixed | None:
+    """The fastest pattern with the problem's placement of stages that fits into every rank's memory; None if there is none."""
+    p, m = problem.num_ranks, problem.num_micro_batches
+    v, uneven = divmod(problem.num_stages, p)
+    if uneven:
+        return None
+    found = []
+    for name, schedule in SCHEDULES.items():
+        if schedule.splits_backward and not problem.split:
+            continue
+        if illegal(name, p, v, m) or stage_ranks(name, p, v) != problem.stage_rank:
+            continue
+        peaks = peak_kept(name, p, v, m, problem.kept_bytes, problem.freed_bytes)
+        if all(peak <= memory * (1 + ROUNDING) for peak, memory in zip(peaks, problem.memory_bytes, strict=True)):
+            found.append(Fixed(name, makespan(name, p, v, m, problem.times).makespan_s))
+    return min(found, key=lambda fixed: fixed.makespan_s, default=None)
 
 
 @dataclass(frozen=True)

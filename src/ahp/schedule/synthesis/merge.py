@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ahp.schedule.synthesis.codes import BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Orders
+from itertools import pairwise
+
+from ahp.schedule.synthesis.codes import BACKWARD, Orders, numbered
 from ahp.schedule.synthesis.problem import Problem
 from ahp.schedule.synthesis.replay import replay
 
@@ -31,50 +33,34 @@ def merged(problem: Problem, orders: Orders, end_s: float) -> tuple[Orders, floa
 
 def _pairs(problem: Problem, orders: Orders) -> list[tuple[float, int, int]]:
     """Urgency of the gradient, rank and place of each pair that can be merged."""
-    stages, times = problem.num_stages, problem.times
-    ends = replay(problem, orders).ends_s
-    starts_of: list[list[float]] = [[] for _ in range(stages)]
-    for order, end in zip(orders, ends, strict=True):
-        for code, at in zip(order, end, strict=True):
-            kind, stage = divmod(code, stages)
-            if kind in (BACKWARD, INPUT_GRADIENT):
-                starts_of[stage].append(
-                    at - (times[stage].backward_s if kind == BACKWARD else times[stage].input_gradient_s)
-                )
+    times, ends_s = problem.times, replay(problem, orders).ends_s
+    actions = numbered(orders, problem.num_stages)
+    starts_s: dict[tuple[int, int], float] = {}
+    """When each stage starts the backward of each micro-batch, whole or its first part."""
+    for order, ends in zip(actions, ends_s, strict=True):
+        for (letter, stage, number), at in zip(order, ends, strict=True):
+            if letter in "BI":
+                whole = letter == "B"
+                starts_s[stage, number] = at - (times[stage].backward_s if whole else times[stage].input_gradient_s)
     pairs = []
-    for rank, order in enumerate(orders):
-        apart: list[list[int]] = [[] for _ in range(stages)]
-        gradients, weights = [0] * stages, [0] * stages
-        for place, code in enumerate(order):
-            kind, stage = divmod(code, stages)
-            if kind in (BACKWARD, INPUT_GRADIENT):
-                if kind == INPUT_GRADIENT:
-                    apart[stage].append(gradients[stage])
-                gradients[stage] += 1
-            elif kind == WEIGHT_GRADIENT:
-                number = apart[stage][weights[stage]]
-                weights[stage] += 1
-                if order[place - 1] == INPUT_GRADIENT * stages + stage and number == gradients[stage] - 1:
-                    waits_s = float("-inf")
-                    if stage:
-                        there_s = ends[rank][place - 1] + times[stage].send_backward_s
-                        waits_s = there_s - starts_of[stage - 1][number]
-                    pairs.append((waits_s, rank, place - 1))
+    for rank, order in enumerate(actions):
+        for place, ((letter, stage, number), after) in enumerate(pairwise(order)):
+            if letter == "I" and after == ("W", stage, number):
+                waits_s = float("-inf")
+                if stage:
+                    waits_s = ends_s[rank][place] + times[stage].send_backward_s - starts_s[stage - 1, number]
+                pairs.append((waits_s, rank, place))
     return pairs
 
 
 def _with_pairs(problem: Problem, orders: Orders, pairs: set[tuple[int, int]]) -> Orders:
+    """The orders with a whole backward in place of each of the ``pairs`` (rank, place of the first)."""
     stages = problem.num_stages
-    found: Orders = []
-    for rank, order in enumerate(orders):
-        new, skip = [], False
-        for place, code in enumerate(order):
-            if skip:
-                skip = False
-            elif (rank, place) in pairs:
-                new.append(BACKWARD * stages + code % stages)
-                skip = True
-            else:
-                new.append(code)
-        found.append(new)
-    return found
+    return [
+        [
+            BACKWARD * stages + code % stages if (rank, place) in pairs else code
+            for place, code in enumerate(order)
+            if (rank, place - 1) not in pairs
+        ]
+        for rank, order in enumerate(orders)
+    ]

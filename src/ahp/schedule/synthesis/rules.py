@@ -37,22 +37,15 @@ def along_the_way(problem: Problem, *, split: bool, lead: float, behind: float, 
 class Rhythm:
     """A repeating schedule: when each stage does the actions of one micro-batch, in overlapping periods."""
 
-    forward_s: tuple[float, ...]
-    gradient_s: tuple[float, ...]
-    weight_s: tuple[float, ...]
-    """Empty if the backward is whole."""
-    period_s: float
-    held: tuple[int, ...]
-    """The most micro-batches between the forward and the gradient of each stage."""
+    base: Rule
+    """Its order, with no more micro-batches between the forward and the gradient of each stage (``ahead``) than it has there."""
     fullness: float
     """The most that the fullest rank keeps, as a fraction of its memory."""
-    num_ranks: int
 
     def rule(self, spare: int, patience: float) -> Rule:
         """A rule for the rhythm's order that lets ``spare`` more micro-batches into each stage than the rhythm holds there."""
-        ahead = tuple(count + spare for count in self.held)
-        waits = (patience,) * self.num_ranks
-        return Rule(self.forward_s, self.gradient_s, self.weight_s, self.period_s, waits, ahead)
+        ahead = tuple(count + spare for count in self.base.ahead)
+        return replace(self.base, patience=(patience,) * len(self.base.patience), ahead=ahead)
 
 
 def rhythms(problem: Problem, random: Random, *, split: bool) -> list[Rhythm]:
@@ -62,7 +55,7 @@ def rhythms(problem: Problem, random: Random, *, split: bool) -> list[Rhythm]:
     several = sorted(_usual(problem, split), key=_promise_s), drawn_rhythms(problem, random, split=split)
     for made in chain.from_iterable(zip_longest(*several)):
         if made is not None:
-            found.setdefault((_order(problem, made), made.held), made)
+            found.setdefault((_order(problem, made), made.base.ahead), made)
     return list(found.values())
 
 
@@ -96,7 +89,7 @@ def _drawn(problem: Problem, random: Random, split: bool) -> Iterator[Rhythm]:
 
 def _promise_s(rhythm: Rhythm) -> float:
     """A score of a rhythm: the lower it is, the shorter its schedule may be."""
-    return rhythm.period_s * max(1.0, rhythm.fullness) ** FULLNESS
+    return rhythm.base.period_s * max(1.0, rhythm.fullness) ** FULLNESS
 
 
 ENOUGH = 6
@@ -155,15 +148,16 @@ def in_rhythm(
     done = [at + t.weight_gradient_s for at, t in zip(weight, times, strict=True)] if split else ends
     fullness = _fullness(problem, forward, ends, done, period_s)
     weights = tuple(weight) if split else ()
-    return Rhythm(tuple(forward), tuple(gradient), weights, period_s, held, fullness, problem.num_ranks)
+    at_once = (0.0,) * problem.num_ranks
+    return Rhythm(Rule(tuple(forward), tuple(gradient), weights, period_s, at_once, held), fullness)
 
 
 def _order(problem: Problem, rhythm: Rhythm) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Each rank's actions in their order within a period, each with how many periods its micro-batch is behind the first action's."""
-    ranks = []
+    ranks, base = [], rhythm.base
     for own in problem.stages_of:
-        starts = [each[s] for s in own for each in (rhythm.forward_s, rhythm.gradient_s, rhythm.weight_s) if each]
-        turns = [divmod((start - starts[0]) / rhythm.period_s + 1e-9, 1.0) for start in starts]
+        starts = [each[s] for s in own for each in (base.forward_s, base.gradient_s, base.weight_s) if each]
+        turns = [divmod((start - starts[0]) / base.period_s + 1e-9, 1.0) for start in starts]
         ranks.append(tuple((n, int(turns[n][0])) for n in sorted(range(len(turns)), key=lambda n: turns[n][1])))
     return tuple(ranks)
 

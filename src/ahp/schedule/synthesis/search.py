@@ -14,9 +14,8 @@ from ahp.schedule.synthesis.listing import MANY, Listed, Rule, list_schedule
 from ahp.schedule.synthesis.merge import merged
 from ahp.schedule.synthesis.problem import Problem
 from ahp.schedule.synthesis.repeat import Part, fewer, repeated, steady_part
-from ahp.schedule.synthesis.replay import replay
+from ahp.schedule.synthesis.replay import fits, replay
 from ahp.schedule.synthesis.rules import along_the_way, drawn_rhythms, rhythms
-from ahp.schedule.synthesis.swaps import swapped
 
 ROUNDS_TRIED = 1.5
 """Micro-batches per rank (and a few more) of the short schedules on which rules are compared."""
@@ -235,3 +234,30 @@ class Search:
 
 def _best(tried: list[_Tried], one: _Tried) -> list[_Tried]:
     return sorted([*tried, one], key=lambda some: some.score_s)[: 2 * FINALISTS]
+
+
+def swapped(
+    problem: Problem, orders: Orders, end_s: float, random: Random, tries: int, enough_s: float
+) -> tuple[Orders, float]:
+    """Orders that no rule makes: neighbors swapped at random, as long as the step gets no longer; and when they end. Stops at ``enough_s``.
+
+    Swaps that do not change when the orders end are kept too: the next swap may need them.
+    """
+    orders = [list(order) for order in orders]
+    for _ in range(tries):
+        if end_s <= enough_s:
+            break
+        order = orders[random.randrange(len(orders))]
+        first = random.randrange(len(order) - 1)
+        second = min(len(order) - 1, first + random.choice((1, 1, 2, 3)))
+        moved = order.pop(second)
+        order.insert(first, moved)
+        try:
+            found_s = replay(problem, orders).end_s if fits(problem, orders) else float("inf")
+        except ValueError:  # it cannot run
+            found_s = float("inf")
+        if found_s <= end_s:
+            end_s = found_s
+        else:
+            order.insert(second, order.pop(first))
+    return orders, end_s

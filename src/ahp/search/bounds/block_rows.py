@@ -11,16 +11,15 @@ from functools import cache, cached_property
 import numpy as np
 
 from ahp.arrays import Floats, Ints, Mask
+from ahp.forecast.beside_stages import gathered_columns_s, gathers_ahead, share_ahead, share_beside
 from ahp.forecast.candidates.layer_columns import BESIDE, LayerColumns
 from ahp.forecast.candidates.shardings import Shardings
-from ahp.forecast.gathered import gathered_columns_s, gathers_ahead, share_ahead
 from ahp.forecast.memory import Peak, pooled_bytes
 from ahp.forecast.mesh import pipeline_axis
 from ahp.forecast.received import received_bytes
-from ahp.forecast.reduced import share_beside
 from ahp.forecast.stage import StageCosts
-from ahp.forecast.stage_memory import StageWeights
-from ahp.forecast.states import UnitBytes
+from ahp.forecast.stage_memory import stage_weights
+from ahp.forecast.states import UnitBytes, Weights
 from ahp.schedule.bounds import TimeColumns, in_flight, lower_bounds_s
 from ahp.schedule.descriptor import PipelineSchedule
 from ahp.schedule.placement import Placement
@@ -125,8 +124,8 @@ class BlockRows:
         """Write lower bounds of the schedules of some rows [J, R] into ``times``."""
         split, kind = np.nonzero(rows)
         stages = self._cut.of[virtual]
-        beside = share_beside(virtual, self.splits.columns.traits, self.stages.overlap)[split]
-        ahead = share_ahead(self.splits.columns.traits, self.stages.overlap)[split]
+        beside = share_beside(virtual, self.splits.columns.traits, self.stages.data.overlap)[split]
+        ahead = share_ahead(self.splits.columns.traits, self.stages.data.overlap)[split]
         of_rows = {name: seconds[split[:, None], kind[:, None], stages] for name, seconds in passes.items()}
         for index in pipes:
             pipe = self.rows.pipes[index]
@@ -176,9 +175,9 @@ class BlockRows:
         return updates_s.max(axis=1, keepdims=True)
 
     @cached_property
-    def _weights(self) -> StageWeights:
+    def _weights(self) -> Weights:
         """[U]"""
-        return self.stages.weights_of(self._cut.stages)
+        return stage_weights(self.stages.units, self._cut.stages)
 
     @cached_property
     def _temporary(self) -> Floats:

@@ -17,13 +17,12 @@ from typing import TypeVar
 import numpy as np
 
 from ahp.arrays import Floats, Ints, Mask
+from ahp.forecast.beside_stages import gathers_ahead, share_ahead, share_beside
 from ahp.forecast.candidates.layer_columns import LayerColumns
 from ahp.forecast.candidates.layer_costs import LayerCosts, launched, layer_costs
 from ahp.forecast.candidates.sharding_columns import ShardingColumns
 from ahp.forecast.candidates.shardings import CollectiveTimes, Shardings
-from ahp.forecast.gathered import gathers_ahead, share_ahead
-from ahp.forecast.reduced import share_beside
-from ahp.forecast.states import RankWeights
+from ahp.forecast.states import Weights
 from ahp.forecast.turns import least_share
 from ahp.schedule.registry import get
 from ahp.search.bounds.pipelines import FullestRanks, Pipelines
@@ -117,7 +116,7 @@ class LayerBounds:
         head_s = np.broadcast_to(heads_s[of][..., None], layer.forward.shape)
         beside = self._beside[rows][..., None]
         last = (1.0 - beside) * layer.last_backward, beside * layer.last_backward
-        ahead = share_ahead(self.ways.part(rows).traits, self.blocks[0].stages.overlap)[..., None]
+        ahead = share_ahead(self.ways.part(rows).traits, self.blocks[0].stages.data.overlap)[..., None]
         once = layer.first_forward + (1.0 - ahead) * layer.first_gather, ahead * layer.first_gather
         parts = np.stack([layer.forward, layer.backward, layer.input_gradient, *once, *last, head_s], axis=1)
         each_s = parts.swapaxes(2, 3).reshape(len(of), -1, parts.shape[2])  # [rows, parts x K, R]
@@ -145,7 +144,7 @@ class LayerBounds:
         of, ways, shape = self._of[rows], self.ways.part(rows), held.shape[:3]
         layers = front.layers.reshape(-1, front.layers.shape[-1])
         parameters, experts = (self._kinds_of(name)[of] @ layers.T for name in ("parameters", "experts"))
-        states, gradients = ways.states(RankWeights(parameters, experts=experts), self._m[of])
+        states, gradients = ways.states(Weights(parameters, experts=experts), self._m[of])
         kept = held.reshape(len(of), -1, held.shape[-1]) @ self._kept[of].swapaxes(1, 2)
         allocated = np.maximum(kept - gradients[..., None], 0.0)
         allocated += (states + front.received.reshape(-1) * self._buffers[of])[..., None]
@@ -155,7 +154,7 @@ class LayerBounds:
         """[rows, C] Seconds of the update of ranks with these parameters and layers; for Muon, whose matrices a stage's ranks share, the
         least it takes."""
         of, muon, ways = self._of[rows], self.asked.pricer.muon, self.ways.part(rows)
-        weights = RankWeights(dense + experts, experts=experts)
+        weights = Weights(dense + experts, experts=experts)
         update_s = ways.updated(weights) * self._update_of_one_s[rows]
         return update_s if muon is None else update_s + layers * (muon.least_s() / self._ranks_of_stage[of])
 
@@ -172,13 +171,13 @@ class LayerBounds:
         some = [
             any(gathers_ahead(get(pipe.schedule), pipe.virtual) for pipe in block.rows.pipes) for block in self.blocks
         ]
-        return np.array(some)[self._of, None] * share_ahead(self.ways.traits, self.blocks[0].stages.overlap)
+        return np.array(some)[self._of, None] * share_ahead(self.ways.traits, self.blocks[0].stages.data.overlap)
 
     @cached_property
     def _beside(self) -> Floats:
         """[N, 1] Share of what comes with the last backward pass that overlaps with a rank's other stages, if it can have several."""
         most = np.array([[max(pipe.virtual for pipe in block.rows.pipes)] for block in self.blocks])[self._of]
-        return share_beside(most, self.ways.traits, self.blocks[0].stages.overlap)
+        return share_beside(most, self.ways.traits, self.blocks[0].stages.data.overlap)
 
     def _each_block(self, name: str) -> Floats:
         """[B, 1] A figure of the blocks' layers."""

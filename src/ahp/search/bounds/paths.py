@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ahp.arrays import Floats, Ints, Mask
-from ahp.forecast.gathered import gathers_ahead
+from ahp.forecast.beside_stages import gathers_ahead
 from ahp.forecast.overlap import CONTENTION
 from ahp.schedule.bounds import in_flight
 from ahp.schedule.descriptor import PipelineSchedule
