@@ -110,9 +110,9 @@ def why_refused(rank: int, world: int, name: str, layout: str) -> str:
 @pytest.mark.parametrize(
     ("name", "layout", "told"),
     [
-        ("own function", "tp", "Quarter brings a backward of its own"),
-        ("recomputed", "tp", "CheckpointFunction brings a backward of its own"),
-        ("module backward", "tp", "brings a backward of its own"),
+        ("own function", "tp", "Quarter has a backward of its own"),
+        ("recomputed", "tp", "CheckpointFunction has a backward of its own"),
+        ("module backward", "tp", "has a backward of its own"),
         ("parameter", "tp", "blocks.0.up.weight has a hook"),
         ("accumulated", "tp", "blocks.0.up.weight has a hook"),
         ("parameter", "zero3", "blocks.0.up.weight has a hook"),

@@ -329,7 +329,7 @@ REFUSED: list[tuple[type[Own], type[Numbered], str, str]] = [
     (GivesNotes, Counting, "tp", "changes the Notes that it is given"),
     (GivesNotes, Counting, "1f1b", "changes the Notes that it is given"),
     (GivesNotes, Noting, "tp", "reads a tensor that was computed before it and is not among its arguments"),
-    (Own, ByLength, "context", "is given a number made of the sequence's length"),
+    (Own, ByLength, "context", "gets a number computed from the sequence's length"),
     (Own, OverRows, "context", "aten.mean.dim reads other tokens than its own"),
     *((Renormed, Numbered, layout, "tokens has a max_norm") for layout in ("zero0", "zero3")),
     (TakesFirst, InList, "tp", "its blocks return list"),

@@ -245,7 +245,7 @@ def refused(rank: int, world: int, model: str, layout: dict[str, Any], job: dict
             ("mesh_order = ['cp', 'dp_shard']", "dp_shard before cp"),
         ),
         ("llama", RING, {"sequence_length": 18}, ("context_parallel_degree = 2", "sequence_length 18")),
-        ("rotated", RING, {}, ("context_parallel_degree = 2", "aten.mul.Tensor", "places", "(valid: 1)")),
+        ("rotated", RING, {}, ("context_parallel_degree = 2", "aten.mul.Tensor", "positions", "(valid: 1)")),
         ("averaged", RING, {}, ("context_parallel_degree = 2", "aten.mean.dim", "(valid: 1)")),
         ("biased", RING, {}, ("context_parallel_method = 'ring'", "trainable", "all-to-all")),
         ("llama", {**HEADS, "context_parallel_degree": 8}, {}, ("context_parallel_method = 'all-to-all'", "4 attention heads", "ring")),

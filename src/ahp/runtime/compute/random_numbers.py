@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,10 +23,24 @@ def numbers_of_step(mesh: Mesh, seed: int, step: int) -> Iterator[None]:
     place = (seed, step, mesh.token_rank, mesh.rank("pp"))
     state = int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1)
     on_gpu = [mesh.device] if mesh.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=on_gpu, device_type="cuda"):
+    with torch.random.fork_rng(devices=on_gpu, device_type="cuda"), _numbers_of_python(state):
         # Not torch.manual_seed, which would leave the generators of this process's other GPUs changed.
         torch.default_generator.manual_seed(state)
         for device in on_gpu:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(state)
         yield
+
+
+@contextmanager
+def _numbers_of_python(state: int) -> Iterator[None]:
+    """Within, the generators of Python and NumPy are seeded too: a forward that drops layers often asks ``random.random()``. Tensor-parallel
+    ranks that dropped different layers would wait for each other."""
+    before, before_numpy = random.getstate(), np.random.get_state()
+    random.seed(state)
+    np.random.seed(state % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(before_numpy)
