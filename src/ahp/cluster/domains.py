@@ -14,7 +14,7 @@ from ahp.errors import bad_input
 
 
 def joined(group: NodeGroup) -> NodeGroup:
-    """The group with each domain as one node that has the network cards of all its hosts. The last domain counts as full even if hosts
+    """The group with each NVLink domain as one node. The node has the network cards of all hosts in the domain. The last domain counts as full even if hosts
     do not fill it: the real number of devices is that of ``group``."""
     hosts = min(group.nodes_per_domain, group.nodes)
     if hosts == 1:

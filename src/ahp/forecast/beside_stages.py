@@ -4,7 +4,7 @@ torch's pipeline runtime starts to gather the weights of all stages of a rank as
 waits for all its weights before its first forward (torch 2.13, pipelining/schedules.py: ``_add_unshard_reshard``, ``_assert_unsharded``):
 for a given order, and for patterns that can have several stages on a rank.
 
-AHP's runtime begins to reduce a stage's gradients when the last of them is there, goes on with the rank's other stages, and waits for
+AHP's runtime begins to reduce a stage's gradients after its last backward, goes on with the rank's other stages, and waits for
 all reductions after the rank's last action (``runtime/pipeline/torch_compat.py``: ``reduce_beside``). Reductions are then all that a
 last backward pass has once per step.
 """

@@ -69,7 +69,7 @@ class RanksMemory:
 
 @dataclass(frozen=True)
 class PlaceMemory:
-    """Ranks that need the same memory, at one place of the pipeline on one kind of device; and the device that each of them has."""
+    """Ranks that need the same memory, at one place of the pipeline on one kind of device, and the device of each rank."""
 
     ranks: tuple[int, ...]
     device: str

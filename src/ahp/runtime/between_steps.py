@@ -21,10 +21,10 @@ def forget_step(runner: Accumulation | Pipeline, local: LocalParameters, shardin
 
 
 def refuse_modes(device: torch.device, precision: str) -> None:
-    """Raises BadInput for a mode of the program around a step in which it would compute no gradients, or others than the job's."""
+    """Raises BadInput if gradients are disabled around a step, or if autocast is on, which would change the precision of the job."""
     if not torch.is_grad_enabled():
         raise BadInput(
-            "step: gradients are off, by torch.no_grad or torch.inference_mode (valid: step outside of them, or evaluate)"
+            "step: gradients are disabled by torch.no_grad or torch.inference_mode (valid: call step outside of both, or call evaluate)"
         )
     if torch.is_autocast_enabled(device.type):
         rule = "torch.autocast is on around step, and would change what some layouts compute"
@@ -34,12 +34,12 @@ def refuse_modes(device: torch.device, precision: str) -> None:
 
 
 def refuse_gradients(local: LocalParameters, sharding: Sharding) -> None:
-    """Raises BadInput if a parameter has a gradient before a step begins, and drops all gradients; or if the optimizer does not have one that
-    is trained now."""
+    """Raises BadInput if a parameter has a gradient before a step begins, and drops all gradients; or if a parameter requires a gradient that
+    the optimizer does not update."""
     if (name := local.trained_since()) is not None:
         raise BadInput(
-            f"step: {name} has requires_grad now, and had not when ahp.parallelize was called, so the optimizer does not have it (valid: "
-            "let it have requires_grad at first, and take it off before the first step)"
+            f"step: {name} has requires_grad now, but not when ahp.parallelize was called, so the optimizer does not update it (valid: set "
+            "requires_grad before ahp.parallelize, and call requires_grad_(False) for the steps that must not train it)"
         )
     if (name := local.with_gradient()) is not None:
         local.forget_gradients()

@@ -19,7 +19,7 @@ def mark_taken(module: nn.Module) -> None:
 
 
 def refuse_parameters(module: nn.Module) -> None:
-    """Raises BadInput for parameters that the optimizers do not take, or that would come apart as soon as one of them gets other memory."""
+    """Raises BadInput for parameters that the optimizers cannot update, or that share memory without being one parameter."""
     if (again := next((path for path, part in module.named_modules() if hasattr(part, TAKEN)), None)) is not None:
         rule = "ahp.parallelize has changed it in place already"
         raise bad_input("module", again or type(module).__name__, rule, ["a module that is built anew, and load"])

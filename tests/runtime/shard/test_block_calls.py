@@ -40,7 +40,7 @@ class Own(Custom):
 
 
 class LeavesOut(Own):
-    """The data of a micro-batch say which block is left out: each of them, or none."""
+    """A token of the micro-batch selects the block that is skipped, or none."""
 
     def inner(self, input_ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         without = int(input_ids[0, 1]) % (NUM_BLOCKS + 1)

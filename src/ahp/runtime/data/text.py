@@ -22,7 +22,7 @@ PYTHON_STDLIB = "python-stdlib"
 HUB = "hub:"
 """Prefix of a hub's data set: ``hub:owner/name``, ``hub:owner/name/configuration``, ``hub:owner/name@split``."""
 SUFFIXES = (".txt", ".jsonl", ".parquet")
-KINDS = (PYTHON_STDLIB, f"a file of {' '.join(SUFFIXES)}", "a folder of them", "hub:owner/name")
+KINDS = (PYTHON_STDLIB, f"a file of {' '.join(SUFFIXES)}", "a folder of such files", "hub:owner/name")
 
 STDLIB_LIMIT_BYTES = 12_000_000
 """[Empirical] About 3 million tokens: several passes of the default job do not exhaust it, a tokenizer trains in seconds."""

@@ -22,8 +22,8 @@ from ahp.runtime.torch_compat import pass_through, pytree, why_fsdp2_refused
 
 
 class BlockCalls:
-    """The blocks of a stage, each a unit of FSDP2, and how many of them the running forward has passed. Blocks that are called in another
-    order, or again, must be so on all ranks."""
+    """The blocks of a stage, each a unit of FSDP2, and how many blocks the running forward has passed. If blocks are called in another
+    order, or more than once, all ranks must do the same."""
 
     def __init__(self, blocks: Sequence[nn.Module], head: nn.Module | None) -> None:
         """``head``: a unit after the blocks."""

@@ -47,7 +47,7 @@ class LocalParameters:
         self.parameters: dict[str, nn.Parameter] = {}
         self.twins: list[tuple[str, nn.Parameter]] = []
         self.trained: set[str] = set()
-        """Those that the optimizer has. A program may stop training some of them later, or go on with it."""
+        """Names of the parameters that the optimizer updates. A program may freeze some later, and unfreeze them again."""
         for stage in stages:
             for local_name, parameter in stage.named_parameters():
                 name = names.of[local_name]
