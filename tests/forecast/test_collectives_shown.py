@@ -5,11 +5,10 @@ import pytest
 from ahp.engines.registry import get
 from ahp.forecast.axes import ALONE, axes_of
 from ahp.forecast.communication import Network
-from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.pricer import slowest_share
 from ahp.forecast.rules import asynchronous
-from ahp.forecast.states import UNALIKE_CAST, UNALIKE_SUM
+from ahp.forecast.states import UNALIKE_CAST, UNALIKE_SUM, gradient_copy_bytes
 from ahp.forecast.step import price
 from ahp.forecast.units import UnitPricer
 from ahp.graph.kept import analyze
@@ -192,8 +191,7 @@ def test_bytes_moved_to_keep_a_gradient(engine, precision, layout, first, later)
         Job.model_validate({"precision": precision}), Parallelism(**layout), EngineChoice(name=engine)
     )
     for count in (1, 4):
-        data = DataParallel(shard=ALONE, replicate=ALONE, traits=traits, micro_batches=count, overlap=1.0)
-        assert data.copied_bytes[1] == pytest.approx((first + (count - 1) * later) / count)
+        assert gradient_copy_bytes(traits, ALONE.size, count) == pytest.approx((first + (count - 1) * later) / count)
 
 
 def test_only_the_first_stage_waits_for_weights_that_all_ranks_gather_at_once(llama):

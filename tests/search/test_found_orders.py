@@ -235,7 +235,7 @@ def test_a_longer_order_than_is_looked_for_is_named(graph: ModelGraph, monkeypat
 def test_those_with_the_lowest_floors_and_the_fastest_take_turns() -> None:
     floors_s, times_s = [1.0, 5.0, 2.0, 6.0, 3.0, 7.0, 8.0], [9.0, 12.0, 10.0, 8.0, 15.0, 11.0, 14.0]
     pairs = [
-        (SimpleNamespace(number=number, forecast=SimpleNamespace(step_time_s=time_s)), SimpleNamespace(floor_s=floor_s))
+        (SimpleNamespace(number=number, priced=SimpleNamespace(step_time_s=time_s)), SimpleNamespace(floor_s=floor_s))
         for number, (floor_s, time_s) in enumerate(zip(floors_s, times_s, strict=True))
     ]
 

@@ -18,9 +18,7 @@ from ahp.errors import BadInput, NothingFits
 from ahp.graph.kept import analyze
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
-from ahp.search.anneal import anneal
-from ahp.search.encoding import NUM_GENES, Cube, Objective
-from ahp.search.evolve import evolve
+from ahp.search.encoding import NUM_GENES, Cube, Objective, anneal, evolve
 from ahp.search.method import Method, MethodName
 from ahp.search.problem import Problem, problem
 from ahp.search.ranking import search

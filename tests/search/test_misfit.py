@@ -97,9 +97,9 @@ def test_one_that_fits_is_found_where_the_nearest_fits() -> None:
         used = small("experts", "4xA100-SXM-40GB", batch=8, memory_bytes=megabytes * 10**6)
         nearest, fitting = misfit.nearest(used), misfit.nearest(used, fitting=True)
         assert nearest is not None
-        assert (fitting is not None) == nearest.forecast.fits
-        assert fitting is None or fitting.forecast.fits
-        fits.append(nearest.forecast.fits)
+        assert (fitting is not None) == nearest[1].fits
+        assert fitting is None or fitting[1].fits
+        fits.append(nearest[1].fits)
     assert fits == sorted(fits)
     assert set(fits) == {False, True}
 

@@ -54,7 +54,7 @@ def test_each_level_of_floors_is_worth_something(
         near = sorted(at, key=repr)
         near = near[:: max(1, len(near) // 24)]
         levels = [rough.where(np.array([at[shape] for shape in near]))]
-        levels.append(floors.by_replicas(kind, levels[-1], 6.0))
+        levels.append(floors.by_replicas(levels[-1], 6.0))
         for shape, *floors_s in zip(near, *(of.floor_s.tolist() for of in levels), strict=True):
             task = finder.task(shape)
             found = task.promising()

@@ -54,8 +54,8 @@ def placements(finder: Finder, draw: random.Random) -> Iterator[tuple[Task, Plac
         if len(cells) < p:
             continue
         task = finder.task(Shape(alike, p, 1, draw.choice(space.schedules(p))))
-        pipe = draw.choice(task.pipes) if isinstance(task, SeveralTask) else None
-        stages, kind = p * (1 if pipe is None else pipe.virtual), tuple(draw.sample(cells, p))
+        pipe = draw.choice(task.pipes) if isinstance(task, SeveralTask) else task.pipes[0]
+        stages, kind = p * pipe.virtual, tuple(draw.sample(cells, p))
         ends = sorted(draw.sample(range(1, layers), stages - 1))
         cut = tuple(np.diff([0, *ends, layers]).tolist())
         yield task, Placement((Row(kind, task.total, (0,) * stages),), cut, 0.0, pipe)
@@ -69,7 +69,6 @@ def told(task: Task, placement: Placement, fits: Fits) -> tuple[Mask, list[int],
         of_stages = task.tables.stages(kinds, cut, count)
         asked = list(fewest(fits, none, cut))
         return of_stages.fits, of_stages.recomputed.tolist(), np.array(fits(asked)) | np.array(fits(none)), asked
-    assert placement.pipe is not None
     costs, asked = task._costs(placement.pipe, kinds, cut, count), task._fewest(placement, none, fits)
     of_ranks = [task._ranks(placement.pipe) == rank for rank in range(task.shape.pipeline)]
     each = ([int(np.array(some)[own].sum()) for own in of_ranks] for some in (costs.recomputed, asked))

@@ -12,9 +12,8 @@ from ahp.cluster.model import Cluster, Host
 from ahp.cluster.reliability import Failures, defaults
 from ahp.errors import BadInput, NothingFits
 from ahp.search import counts
-from ahp.search.checkpoint_cost import checkpoint_bytes
 from ahp.search.counts import choose, smaller
-from ahp.search.objective import Scale, objective_of
+from ahp.search.objective import Scale, checkpoint_bytes, objective_of
 from ahp.search.problem import Problem
 from ahp.search.ranking import search
 from tests.search.small import SEQUENCE, graph, small

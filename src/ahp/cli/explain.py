@@ -134,8 +134,8 @@ def _nearest(subject: Problem, misses: list[Constraints]) -> Alternative:
     from ahp.search.reasons import does_not_fit, needed_bytes
 
     near = [miss for keys in misses if (miss := nearest(replace(subject, constraints=keys))) is not None]
-    least = min(near, key=lambda miss: needed_bytes(miss.forecast))
-    return Alternative(least.layout, least.forecast, does_not_fit(least.forecast, subject.capacity_bytes))
+    layout, forecast = min(near, key=lambda miss: needed_bytes(miss[1]))
+    return Alternative(layout, forecast, does_not_fit(forecast, subject.capacity_bytes))
 
 
 def _binds(subject: Problem, plan: Plan) -> tuple[str, str]:

@@ -55,10 +55,10 @@ def _read_data(settings: Settings) -> Fields:
     return one_kind_of_replicas(ranks, stage, micro, batch)
 
 
-def with_batch(settings: Settings, devices: int) -> Settings:
+def with_batch(settings: Settings, nodes: int, per_node: int) -> Settings:
     """Settings with the missing ones of the three batch keys computed from the others and the devices, as DeepSpeed does (runtime/config.py,
     _set_batch_related_parameters); 'auto' stays, for the Trainer to set. Raises Unreadable if they do not divide."""
-    three = (BATCH, MICRO, ACCUMULATION)
+    devices, three = nodes * per_node, (BATCH, MICRO, ACCUMULATION)
     if any(settings.get(key) == "auto" for key in three):
         return settings
     share = whole(settings.get(TENSOR, 1), TENSOR) * whole(settings.get(SEQUENCE, 1), SEQUENCE)

@@ -54,11 +54,6 @@ def chosen(formats: Mapping[str, Format], plan: Plan, asked: str | None, engine:
     return formats[asked or (meant[0] if meant else next(iter(formats)))]
 
 
-def _of_its_own(plan: Plan, version: str, options: Any) -> str:
-    """No name: the script has the model, or the arguments describe all of it."""
-    return ""
-
-
 @dataclass
 class EngineTarget:
     """A ``Target`` that writes a plan as an engine's own configuration."""
@@ -69,8 +64,9 @@ class EngineTarget:
     formats: Mapping[str, Format]
     """Keyed by release; the first is the default."""
     options: type[Any] = Options
-    model: Callable[[Plan, str, Any], str] = _of_its_own
-    """The engine's name for the plan's model, by release and options. Raises NotExpressible for a model that it does not have."""
+    model: Callable[[Plan, str, Any], str] = lambda plan, version, options: ""
+    """The engine's name for the plan's model, by release and options; empty if the script has the model, or the arguments describe all of
+    it. Raises NotExpressible for a model that the engine does not have."""
 
     def write(self, source: Source, options: Any) -> Exported:
         """The plan as a file. Raises BadInput for a config or an unknown version, NotExpressible if the file cannot express it."""
@@ -118,5 +114,5 @@ def torchrun(shape: Shape) -> str:
     return f"torchrun --nnodes {shape.most} --nproc-per-node {shape.workers}{several}"
 
 
-def commented(lines: list[str], sign: str = "#") -> str:
-    return "".join(f"{sign} {line}\n" for line in lines)
+def commented(lines: list[str]) -> str:
+    return "".join(f"# {line}\n" for line in lines)

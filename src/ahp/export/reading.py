@@ -40,15 +40,11 @@ def _titan_model(settings: Settings) -> Model:
 PLUGGED = accelerate_megatron.DIALECT.name
 READERS: dict[str, dict[str, Reader]] = {
     "torchtitan": {
-        name: Reader(form.dialect, form.parse, _titan_model, lambda found, nodes, each: with_rest(found, nodes * each))
-        for name, form in torchtitan.FORMATS.items()
+        name: Reader(form.dialect, form.parse, _titan_model, with_rest) for name, form in torchtitan.FORMATS.items()
     },
     "megatron": {name: Reader(form.dialect, form.parse, config_of) for name, form in megatron.FORMATS.items()},
     "deepspeed": {
-        name: Reader(
-            form.dialect, form.parse, fill=lambda found, nodes, each: deepspeed.with_batch(found, nodes * each)
-        )
-        for name, form in deepspeed.FORMATS.items()
+        name: Reader(form.dialect, form.parse, fill=deepspeed.with_batch) for name, form in deepspeed.FORMATS.items()
     },
     "accelerate": {name: Reader(form.dialect, form.parse) for name, form in accelerate.FORMATS.items()},
     PLUGGED: {

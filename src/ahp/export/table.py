@@ -305,18 +305,13 @@ def _job_fields(job: Job) -> list[str]:
     names = [f"job.{name}" for name in Job.model_fields if name != "optimizer"] + optimizer
     always = {"job.data", "job.sequence_length", "job.global_batch_size", "job.steps", "job.precision", "job.seed"}
     own = {"job.optimizer.momentum", "job.optimizer.decay_share", "job.optimizer.name"}
-    plain = Plan(job=Job())
-
-    def default(name: str) -> Any:
-        return _value(Subject(plain, 0, ""), name)
-
-    made = Subject(Plan(job=job), 0, "")
+    plain, made = (Subject(Plan(job=one), 0, "") for one in (Job(), job))
     return [
         name
         for name in names
         if name in always
         or (name.startswith("job.optimizer.") and name not in own)
-        or _value(made, name) != default(name)
+        or _value(made, name) != _value(plain, name)
     ]
 
 

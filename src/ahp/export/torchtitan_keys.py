@@ -48,12 +48,12 @@ def _least(name: str) -> int:
     return -1 if name == "data_parallel_shard_degree" else 1
 
 
-def with_rest(settings: Settings, devices: int) -> Settings:
+def with_rest(settings: Settings, nodes: int, per_node: int) -> Settings:
     """Settings with a shard degree of -1 replaced by what the other degrees leave of the devices. Raises Unreadable if that is no whole number."""
     key = P + "data_parallel_shard_degree"
     if degree(settings, "data_parallel_shard_degree") != -1:
         return settings
-    others = math.prod(degree(settings, name) for name in DEGREES[:1] + DEGREES[2:5])
+    devices, others = nodes * per_node, math.prod(degree(settings, name) for name in DEGREES[:1] + DEGREES[2:5])
     if devices % others:
         raise Unreadable(f"{key} = -1: the other degrees make {others}, which does not divide {devices} devices")
     return {**settings, key: devices // others}

@@ -41,6 +41,8 @@ from ahp.forecast.states import (
     gradient_copy_bytes,
     layer_state_bytes,
     state_bytes,
+    trait_columns,
+    trait_figures,
     unit_bytes,
 )
 from ahp.forecast.units import Units
@@ -256,7 +258,7 @@ class _Maker:
             units.append(self._groups[that_have(groups, cell_widths(layout)[0])[0]].units(layout))
         traits = [self._pricer.traits(layout) for layout in layouts]
         shards = [Shards.of(layout, of.experts.folded) for layout, of in zip(layouts, traits, strict=True)]
-        return TraitColumns.of(traits), Shards(*np.array(shards, dtype=float).T[..., None]), units
+        return trait_columns(trait_figures(traits)), Shards(*np.array(shards, dtype=float).T[..., None]), units
 
     def _rooms(self, layouts: Sequence[Parallelism]) -> Floats:
         """[n, G, P] Bytes that a device of each group has for tensors, besides its communicators."""

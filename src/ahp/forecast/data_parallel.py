@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import NamedTuple
 
 from ahp.cluster.model import NodeGroup
@@ -12,7 +12,6 @@ from ahp.forecast.axes import ALONE
 from ahp.forecast.communication import Times
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.group import CollectiveKind, Group
-from ahp.forecast.states import cast_bytes, gradient_copy_bytes, last_copy_bytes
 from ahp.forecast.unit import Unit
 
 
@@ -57,10 +56,6 @@ class StageParameters(NamedTuple):
     experts: int
     first: bool
     """Whether the stage is the pipeline's first."""
-
-    @property
-    def total(self) -> int:
-        return self.dense + self.experts
 
 
 @dataclass(frozen=True)
@@ -113,13 +108,6 @@ class DataParallel:
     def tensor_overlap(self) -> float:
         """Share of the tensor-parallel collectives of a backward pass that can hide on this device."""
         return self.overlap * self.traits.tensor.overlap_backward
-
-    @cached_property
-    def copied_bytes(self) -> tuple[float, float, float]:
-        """Bytes moved per weight element: per micro-batch to cast weights and to copy gradients, and to copy gradients after the last."""
-        traits, shards = self.traits, self.shard.size
-        each = cast_bytes(traits, shards), gradient_copy_bytes(traits, shards, self.micro_batches)
-        return float(each[0]), float(each[1]), float(last_copy_bytes(traits, self.micro_batches))
 
     def gather_s(self, weights: CommUnit, network: Times, stage: StageParameters | None = None) -> float:
         """Seconds to gather one unit. ``stage``: the parameters of its stage; None = not known, which gives the least seconds."""

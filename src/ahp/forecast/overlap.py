@@ -38,7 +38,8 @@ def hidden_columns_s(collective_s: Figures, beside_s: Figures, overlap: Figures)
 
 
 def shown_columns_s(collective_s: Floats, beside_s: Figures, overlap: Figures) -> Floats:
-    """``shown_s`` of many at once."""
+    """``shown_s`` of many at once. A unit adds at least this to ``exposed_ahead_s``, wherever it comes, if no unit computes for longer than
+    ``beside_s``."""
     return _slowed_s(collective_s, hidden_columns_s(collective_s, beside_s, overlap))
 
 
@@ -64,11 +65,6 @@ def exposed_ahead_s(collectives: ArrayLike, work: ArrayLike, overlap: float) -> 
     shown = shown_columns_s(each[..., 1:], beside[..., : each.shape[-1] - 1], overlap)
     first = np.broadcast_to(each[..., :1], (*shown.shape[:-1], 1))
     return np.concatenate([first, shown], axis=-1).cumsum(axis=-1)[..., -1]
-
-
-def least_of_one_ahead_s(collective_s: Figures, longest_work_s: Figures, overlap: Figures) -> Floats:
-    """Least seconds that a unit adds to ``exposed_ahead_s``, wherever it comes, if no unit computes for longer than ``longest_work_s``."""
-    return shown_columns_s(np.asarray(collective_s), longest_work_s, overlap)
 
 
 def left_beside_ahead_s(collectives: Floats, work: Floats, overlap: float) -> Floats:

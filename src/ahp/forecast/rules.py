@@ -8,16 +8,15 @@ from collections.abc import Iterable
 
 from ahp.cluster.model import Cluster
 from ahp.divisors import divisors
-from ahp.engines.ahp import BLOCK_OF_8_BITS, FP8_MULTIPLE, needs_one_graph
+from ahp.engines.ahp import BLOCK_OF_8_BITS, FP8_MULTIPLE, held_in_8_bits, needs_one_graph
 from ahp.engines.registry import get
 from ahp.engines.traits import FewKeys
 from ahp.errors import AhpError, listed, nearest
 from ahp.forecast.division import attention_heads, expert_parameters
 from ahp.forecast.groups import num_expert_ranks
 from ahp.forecast.mixed_rules import illegal_placement
-from ahp.forecast.moments import cut_columns
-from ahp.forecast.split import in_8_bits, way_of_keys
-from ahp.graph.operators import ModelGraph
+from ahp.forecast.split import in_8_bits, split, way_of_keys
+from ahp.graph.operators import ModelGraph, Segment
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from ahp.schedule.orders import given_order, illegal_order
@@ -263,7 +262,7 @@ def products(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engi
 def _moments(graph: ModelGraph, job: Job, parallelism: Parallelism) -> str | None:
     """Checks that tensor-parallel ranks can hold moments in blocks."""
     degree = parallelism.tensor_parallel_degree
-    cut = [] if degree == 1 else [found for block in graph.blocks for found in cut_columns(block, degree)]
+    cut = [] if degree == 1 else [found for block in graph.blocks for found in _cut_columns(block, degree)]
     bad = next(((name, size) for name, size in cut if size % (degree * BLOCK_OF_8_BITS)), None)
     if bad is None:
         return None
@@ -276,6 +275,21 @@ def _moments(graph: ModelGraph, job: Job, parallelism: Parallelism) -> str | Non
     return _broken(
         "tensor_parallel_degree", degree, rule, [d for d in can if not tensor(graph, job, _cut(d), EngineChoice())]
     )
+
+
+def _cut_columns(block: Segment, degree: int) -> list[tuple[str, int]]:
+    """Trained weights with moments in 8 bits whose last dim ``degree`` ranks divide, and the size of that dim. If a square weight is
+    divided, its last dim counts as the divided one."""
+    shapes = {p.name: p.shape for p in block.parameters if p.trainable and held_in_8_bits(p.shape)}
+    parts = split(block, "block", way_of_keys=way_of_keys(block, degree, "whole"))
+    found = []
+    for op in block.phase("forward"):
+        for name in op.parameters if op.index in parts.column | parts.row else ():
+            *_, rows, columns = shapes.get(name, (0, 0))
+            outputs = op.outputs[0].shape[-1]
+            if columns and columns == (outputs if op.index in parts.column else rows * columns // outputs):
+                found.append((name, columns))
+    return found
 
 
 def _layers_in_8_bits(graph: ModelGraph, degree: int, few: FewKeys) -> list[tuple[str, int | None]]:

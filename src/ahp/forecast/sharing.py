@@ -20,7 +20,7 @@ from ahp.forecast.communication import Times
 from ahp.forecast.data_parallel import CommUnit, DataParallel, StageParameters
 from ahp.forecast.overlap import bucket_ends, exposed_ahead_s, exposed_behind_s, in_buckets, left_beside_ahead_s
 from ahp.forecast.stage_table import StageTable
-from ahp.forecast.states import last_copy_bytes
+from ahp.forecast.states import cast_bytes, gradient_copy_bytes, last_copy_bytes
 from ahp.forecast.units import Units
 
 Parts = dict[str, Floats]
@@ -141,13 +141,13 @@ class SharedWeights:
         def times(seconds: SecondsOfUnit) -> UnitTimes:
             return UnitTimes.of(units, seconds)
 
-        cast, copied, _ = data.copied_bytes
+        traits, shards = data.traits, data.shard.size
         return cls(
             times(lambda unit, stage: data.gather_s(unit, network, stage)),
             times(lambda unit, stage: data.reduce_s(unit, network, stage)),
             times(lambda unit, _: data.replicas_s(unit, network)),
-            np.array([cast]),
-            np.array([copied]),
+            np.array([cast_bytes(traits, shards)], dtype=float),
+            np.array([gradient_copy_bytes(traits, shards, data.micro_batches)], dtype=float),
         )
 
 

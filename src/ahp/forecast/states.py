@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,96 +23,36 @@ from ahp.plan import Parallelism
 Figures = NDArray[Any] | float
 
 
-class StateColumns(NamedTuple):
-    """Columns of ``StateTraits``."""
+FIGURES: dict[str, tuple[str, ...]] = {
+    "states": (
+        "master_weight_bytes", "compute_weight_bytes", "device_bytes", "no_matrix_bytes", "flattened_bytes",
+        "host_bytes", "host_bucket_bytes", "trained_share",
+    ),
+    "gradients": ("element_bytes", "beside_bytes", "whole", "update_bytes", "fused_accumulation"),
+    "gather": (
+        "keeps_weights", "ahead_elements", "is_waited_for", "in_each_forward", "in_each_backward", "overlap",
+        "beside_stages", "ends_apart",
+    ),
+    "reduce": (
+        "element_bytes", "copies", "bucket_elements", "keeps_buckets", "gradients_in_buckets", "collects_in_bucket",
+        "every_micro_batch", "overlap", "beside_stages", "on_own_stream",
+    ),
+    "experts": ("leaves_lone",),
+    "host": ("operators_per_unit",),
+}  # fmt: skip
+"""The figures of ``Traits`` that are read in columns, keyed by their record; booleans are 1 or 0."""
 
-    master_weight_bytes: Floats
-    compute_weight_bytes: Floats
-    device_bytes: Floats
-    no_matrix_bytes: Floats
-    flattened_bytes: Floats
-    host_bytes: Floats
-    host_bucket_bytes: Floats
-    trained_share: Floats
+TraitColumns = SimpleNamespace
+"""``FIGURES`` of several layouts under the names that they have in ``Traits``, each [N, 1]."""
 
-
-class GradientColumns(NamedTuple):
-    """Columns of ``GradientTraits``."""
-
-    element_bytes: Floats
-    beside_bytes: Floats
-    whole: Floats
-    update_bytes: Floats
-    fused_accumulation: Floats
-
-
-class GatherColumns(NamedTuple):
-    """Columns of ``GatherTraits``."""
-
-    keeps_weights: Floats
-    ahead_elements: Floats
-    is_waited_for: Floats
-    in_each_forward: Floats
-    in_each_backward: Floats
-    overlap: Floats
-    beside_stages: Floats
-    ends_apart: Floats
+Behaviour = Traits | TraitColumns
 
 
-class ReduceColumns(NamedTuple):
-    """Columns of ``ReduceTraits``."""
-
-    element_bytes: Floats
-    copies: Floats
-    bucket_elements: Floats
-    keeps_buckets: Floats
-    gradients_in_buckets: Floats
-    collects_in_bucket: Floats
-    every_micro_batch: Floats
-    overlap: Floats
-    beside_stages: Floats
-    on_own_stream: Floats
-
-
-class ExpertColumns(NamedTuple):
-    """Columns of ``ExpertTraits``."""
-
-    leaves_lone: Floats
-
-
-class HostColumns(NamedTuple):
-    """Columns of ``HostTraits``."""
-
-    operators_per_unit: Floats
-
-
-class TraitColumns(NamedTuple):
-    """``Traits`` of several layouts under their own names, each [N, 1]; booleans are 1 or 0."""
-
-    states: StateColumns
-    gradients: GradientColumns
-    gather: GatherColumns
-    reduce: ReduceColumns
-    experts: ExpertColumns
-    host: HostColumns
-
-    @classmethod
-    def of(cls, traits: Sequence[Traits]) -> TraitColumns:
-        """A row for each of ``traits``, in which equal ones are one object."""
-        return cls.of_figures(trait_figures(traits))
-
-    @classmethod
-    def of_figures(cls, figures: Floats) -> TraitColumns:
-        """The columns of what ``trait_figures`` returned."""
-        left = iter(figures[..., None])
-        return cls(*(kind._make(islice(left, len(kind._fields))) for kind in KINDS))  # type: ignore[arg-type]
-
-
-KINDS = (StateColumns, GradientColumns, GatherColumns, ReduceColumns, ExpertColumns, HostColumns)
-"""The records of ``TraitColumns``, in its order."""
-
-FIGURES = [(group, name) for group, kind in zip(TraitColumns._fields, KINDS, strict=True) for name in kind._fields]
-"""(record of the traits, field of the record) for each figure."""
+def trait_columns(figures: Floats) -> TraitColumns:
+    """The columns of what ``trait_figures`` returned."""
+    left = iter(figures[..., None])
+    records = {of: dict(zip(names, islice(left, len(names)), strict=True)) for of, names in FIGURES.items()}
+    return TraitColumns(**{of: SimpleNamespace(**columns) for of, columns in records.items()})
 
 
 def trait_figures(traits: Sequence[Traits]) -> Floats:
@@ -123,10 +64,7 @@ def trait_figures(traits: Sequence[Traits]) -> Floats:
 
 @lru_cache(maxsize=1 << 10)
 def _figures(traits: Traits) -> list[float]:
-    return [getattr(getattr(traits, group), name) for group, name in FIGURES]
-
-
-Behaviour = Traits | TraitColumns
+    return [getattr(getattr(traits, of), name) for of, names in FIGURES.items() for name in names]
 
 
 class Shards(NamedTuple):

@@ -134,7 +134,8 @@ def _slowest(forecast: Forecast) -> tuple[str, float, str, list[str]]:
     largest = parts[0]
     if others.get(largest, 0.0) > compute_s:
         share = others[largest] / step_s
-        words = f"{_first_upper(part_words(largest))}: {percent(share)} of the step ({seconds(others[largest])})"
+        name = part_words(largest)
+        words = f"{name[:1].upper()}{name[1:]}: {percent(share)} of the step ({seconds(others[largest])})"
         return largest, share, f"{words}; computation is {percent(compute_s / step_s)}.", parts
     words = f"Computation: forward and backward are {percent(compute_s / step_s)} of the step"
     if largest == "compute":
@@ -306,7 +307,3 @@ def _data_key(layout: Parallelism) -> str:
 
 def _factor(number: int) -> int:
     return next(k for k in range(2, number + 1) if number % k == 0)
-
-
-def _first_upper(words: str) -> str:
-    return words[:1].upper() + words[1:]

@@ -62,13 +62,11 @@ def candidates_of(plan: Plan) -> list[Candidate]:
 
 
 def _judged(rows: Sequence[Candidate], today: str | None) -> list[Candidate]:
-    front = set(map(id, _front(rows)))
-    kinds = ["best" if one.kind == "best" else _kind(one, id(one) in front) for one in rows]
-    return [replace(one, kind=kind, is_today=one.words == today) for one, kind in zip(rows, kinds, strict=True)]
-
-
-def _kind(one: Candidate, in_front: bool) -> str:
-    return "misfit" if not one.fits else "front" if in_front else "other"
+    front, judged = _front(rows), []
+    for one in rows:
+        kind = "misfit" if not one.fits else "front" if one in front else "other"
+        judged.append(replace(one, kind="best" if one.kind == "best" else kind, is_today=one.words == today))
+    return judged
 
 
 def _front(rows: Sequence[Candidate]) -> list[Candidate]:

@@ -17,6 +17,8 @@ Words = Callable[[float], str]
 
 MOST_POINTS = 1_500
 """[Empirical] Most points of a curve: more than a screen has columns for."""
+ROOM, TICKS = 0.05, 5
+"""Share of an axis that stays free beyond its values, and how many numbers are written beside it."""
 SIDE = 1000
 """Side of the square that curves are drawn in before it is stretched."""
 
@@ -58,19 +60,19 @@ class Axis:
         return nice_ticks(self.low, self.high)
 
 
-def axis(title: str, values: Iterable[float], words: Words, *, from_zero: bool = False, room: float = 0.05) -> Axis:
+def axis(title: str, values: Iterable[float], words: Words, *, from_zero: bool = False) -> Axis:
     """An axis that holds all values, with some room beyond them."""
     known = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = min(known), max(known)
     if from_zero:
         low = min(0.0, low)
     wide = high - low or abs(high) or 1.0
-    return Axis(title, low if from_zero and low == 0 else low - room * wide, high + room * wide, words)
+    return Axis(title, low if from_zero and low == 0 else low - ROOM * wide, high + ROOM * wide, words)
 
 
-def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """About ``wanted`` round numbers between two ends."""
-    rough = (high - low) / max(wanted, 1)
+def nice_ticks(low: float, high: float) -> list[float]:
+    """About ``TICKS`` round numbers between two ends."""
+    rough = (high - low) / TICKS
     if not (math.isfinite(rough) and rough > 0):
         return [low]
     size = 10.0 ** math.floor(math.log10(rough))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ahp.report import curves
 from ahp.report.differences import differences
-from ahp.report.html_parts import Html, section, table
+from ahp.report.html_parts import Html, in_pairs, section, table
 from ahp.report.run_sections import RunFiles
 from ahp.run_history import effect
 from ahp.words import gib, percent, seconds
@@ -27,12 +27,10 @@ def names(folders: Sequence[Path]) -> list[str]:
 def sections(title: str, called: Sequence[str], runs: Sequence[RunFiles]) -> list[str]:
     """A table of all runs, then a chart for each quantity."""
     measured = [run.measured(name) for name, run in zip(called, runs, strict=True)]
-    drawn = [section(head, chart) for head, chart in curves.charts(measured)]
-    curves_of_all = f"<div class='two'>{''.join(drawn)}</div>" if drawn else ""
     return [
         f"<header><h1>{escape(title)}</h1></header>",
         section("Runs", _table(called, runs)),
-        curves_of_all,
+        in_pairs(curves.charts(measured)),
         section("What differs", _differences(called, runs)),
     ]
 

@@ -21,10 +21,14 @@ class Html:
     text: str
 
 
-def section(title: str, *inside: str, id: str = "") -> str:
+def section(title: str, *inside: str) -> str:
     """A box with a heading."""
-    where = f" id='{id}'" if id else ""
-    return f"<section{where}><h2>{escape(title)}</h2>{''.join(inside)}</section>"
+    return f"<section><h2>{escape(title)}</h2>{''.join(inside)}</section>"
+
+
+def in_pairs(charts: Sequence[tuple[str, str]]) -> str:
+    """Charts under their titles, side by side if the page is wide."""
+    return f"<div class='two'>{''.join(section(title, chart) for title, chart in charts)}</div>" if charts else ""
 
 
 def note(words: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from html import escape
 from importlib.resources import files
@@ -13,35 +13,29 @@ from typing import Any
 from ahp.errors import BadInput
 from ahp.plan import Plan
 from ahp.report import compared, curves, plan_sections, run_sections
-from ahp.report.html_parts import cards, note, section
-from ahp.report.plan_facts import Facts, facts_of
+from ahp.report.html_parts import cards, in_pairs, note, section
+from ahp.report.plan_facts import facts_of
 from ahp.report.run_sections import RunFiles
 from ahp.run_files import Status
 from ahp.whole_files import write_aside
 
-Told = Callable[[Plan], Facts]
-"""A function that computes the facts of a plan."""
 
-
-def write(source: str | Path, *, out: Path | None = None, facts: Told = facts_of, every_s: int = 0) -> Path:
+def write(source: str | Path, *, out: Path | None = None, every_s: int = 0) -> Path:
     """Draw the page of a run's folder or of a plan.
 
     Args:
         source: a run's folder, or a plan.
         out: the page; None = ``report.html`` in the run's folder, ``plan.html`` next to ``plan.yaml``.
-        facts: computes what plan.yaml does not have about the plan.
         every_s: seconds after which an open page reloads itself; 0 = never.
 
     Raises BadInput if there is no plan.
     """
     source = Path(source).expanduser()
     if source.is_dir():
-        return _save(
-            out or source / "report.html", f"Run {source.name}", _of_run(RunFiles.read(source), facts), every_s
-        )
+        return _save(out or source / "report.html", f"Run {source.name}", _of_run(RunFiles.read(source)), every_s)
     if not source.exists():
         raise BadInput(f"report = {str(source)!r}: neither a run's folder nor a plan")
-    return _save(out or source.with_suffix(".html"), f"Plan {source.name}", _of_plan(source, facts), 0)
+    return _save(out or source.with_suffix(".html"), f"Plan {source.name}", _of_plan(source), 0)
 
 
 def write_compared(folders: Sequence[Path], out: Path) -> Path:
@@ -52,33 +46,33 @@ def write_compared(folders: Sequence[Path], out: Path) -> Path:
     return _save(out, title, compared.sections(title, names, runs), 0)
 
 
-def _of_run(run: RunFiles, facts: Told) -> list[str]:
+def _of_run(run: RunFiles) -> list[str]:
     plan, name = run.plan, run.folder.name
-    told, sample = facts(plan), _text(run.folder / "sample.txt")
+    sample = _text(run.folder / "sample.txt")
     measured = run_sections.figures(run)
     drawn = curves.charts([run.measured(name, _vocabulary(plan))])
     return [
         header(f"Run {name}", plan, run.status, run.steps_done),
         cards(measured or plan_sections.figures(plan)),
-        *(_in_pairs(drawn)),
+        *([in_pairs(drawn)] if drawn else []),
         *run_sections.history(run.starts),
         *run_sections.noticed(run.folder / "status.json"),
         *([section("A sample of its text", f"<pre>{escape(sample)}</pre>")] if sample else []),
-        *_plan_parts(plan, told, _json(run.folder / "trace.json")),
+        *_plan_parts(plan, _json(run.folder / "trace.json")),
     ]
 
 
-def _of_plan(file: Path, facts: Told) -> list[str]:
+def _of_plan(file: Path) -> list[str]:
     plan = Plan.load(file)
-    told = facts(plan)
     return [
         header(f"Plan {file.name}", plan, None, 0),
         cards(plan_sections.figures(plan)),
-        *_plan_parts(plan, told, None),
+        *_plan_parts(plan, None),
     ]
 
 
-def _plan_parts(plan: Plan, told: Facts, trace: Any) -> list[str]:
+def _plan_parts(plan: Plan, trace: Any) -> list[str]:
+    told = facts_of(plan)
     missing = (
         [note(f"Timeline, memory of every rank and what binds are not shown: {told.missing}.")] if told.missing else []
     )
@@ -92,11 +86,6 @@ def _plan_parts(plan: Plan, told: Facts, trace: Any) -> list[str]:
         *plan_sections.schedules(told),
         plan_sections.job(plan),
     ]
-
-
-def _in_pairs(charts: Sequence[tuple[str, str]]) -> list[str]:
-    """Charts side by side if the page is wide."""
-    return [f"<div class='two'>{''.join(section(title, chart) for title, chart in charts)}</div>"] if charts else []
 
 
 _PAGE = """<!doctype html>

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from ahp.cluster.catalogue import CPU
@@ -54,15 +55,16 @@ class RunFiles:
     @property
     def median_s(self) -> float | None:
         """Median step time, without the first step of the run, which waits for allocations."""
-        return median([m["step_time_s"] for m in self.metrics[1:] or self.metrics])
+        times_s = [m["step_time_s"] for m in self.metrics[1:] or self.metrics]
+        return median_high(times_s) if times_s else None
 
     @property
     def mfu(self) -> float | None:
         """Median MFU that was reached; for older runs, whose steps do not have it, from the forecast's FLOPs."""
-        reached = median([m["mfu"] for m in self.metrics if m.get("mfu") is not None])
-        if reached is None and self.plan.forecast is not None and self.median_s:
+        reached = [m["mfu"] for m in self.metrics if m.get("mfu") is not None]
+        if not reached and self.plan.forecast is not None and self.median_s:
             return self.plan.forecast.mfu * self.plan.forecast.step_time_s / self.median_s
-        return reached
+        return median_high(reached) if reached else None
 
     @property
     def peak_bytes(self) -> int | None:
@@ -80,11 +82,6 @@ def _ended(found: Sequence[Start], status: Status | None) -> Sequence[Start]:
     if not found or found[-1].ended is not None or status is None or status.state == "running":
         return found
     return [*found[:-1], replace(found[-1], last_step=status.step, why=status.cause or status.state)]
-
-
-def median(values: Sequence[float]) -> float | None:
-    """The middle value, the upper one of two; None if there are no values."""
-    return sorted(values)[len(values) // 2] if values else None
 
 
 def _restarted(before: Start, start: Start) -> str:

@@ -77,9 +77,9 @@ class Timeline:
     busy_s: tuple[float, ...]
     """Seconds each rank computes."""
     gathering_s: tuple[float, ...]
-    """Seconds of ``idle_s`` in which each rank waits only for weights (``StageTimes.gathered_s``)."""
+    """Seconds in which each rank waits only for weights (``StageTimes.gathered_s``)."""
     reducing_s: tuple[float, ...]
-    """Seconds of ``idle_s`` in which each rank still reduces gradients (``StageTimes.reduce_s``) after its last action."""
+    """Seconds in which each rank still reduces gradients (``StageTimes.reduce_s``) after its last action."""
     slowed_s: tuple[float, ...]
     """Seconds of ``busy_s`` that each rank loses because gradients are reduced at the same time."""
 
@@ -88,11 +88,6 @@ class Timeline:
         """Per rank, its actions with start and end."""
         columns = zip(self.schedule.ranks, self.starts_s, self.ends_s, strict=True)
         return tuple(tuple(map(Span, actions, starts, ends)) for actions, starts, ends in columns)
-
-    @property
-    def idle_s(self) -> tuple[float, ...]:
-        """Seconds each rank waits, including before its first and after its last action."""
-        return tuple(self.makespan_s - busy for busy in self.busy_s)
 
     def end_s(self, rank: int) -> float:
         """When the rank has done its last action, and its gradients are reduced."""
@@ -226,24 +221,18 @@ class Run:
 
 
 def peak_in_flight(
-    schedule: Schedule, weights: Sequence[float], freed_after_input_gradient: Sequence[float] | None = None
+    orders: Iterable[Sequence[PlainAction]], weights: Sequence[float], freed: Sequence[float] = ()
 ) -> tuple[float, ...]:
     """The most that each rank keeps at once for the micro-batches of all its stages.
 
     Args:
-        schedule: the order of each rank.
+        orders: the actions of each rank (``Schedule.plain``).
         weights: what one micro-batch of each stage keeps from its forward to its backward, or to its weight gradient
             (bytes); weights of 1 count micro-batches.
-        freed_after_input_gradient: the part of ``weights`` that only the input gradient needs and that is freed after it, if
-            the backward is split; 0 if not given.
+        freed: the part of ``weights`` that only the input gradient needs and that is freed after it, if the backward is split;
+            empty: nothing.
     """
-    return peak_of(schedule.plain, weights, freed_after_input_gradient or [0.0] * len(weights))
-
-
-def peak_of(
-    orders: Iterable[Sequence[PlainAction]], weights: Sequence[float], freed: Sequence[float]
-) -> tuple[float, ...]:
-    """Like ``peak_in_flight``, for the orders themselves."""
+    freed = freed or [0.0] * len(weights)
     peaks = []
     for order in orders:
         held = peak = 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ahp.cluster.model import Cluster
 from ahp.errors import BadInput, NotExpressible
 from ahp.job import MOST_SEQUENCES
 from ahp.plan import Plan
@@ -30,7 +29,7 @@ def small_batch(asked: Problem, plan: Plan) -> str | None:
     best = plan.forecast
     if best is None or plan.cluster is None or asked.cluster.is_mixed:
         return None
-    used = replace(asked.on(Cluster.resolve(plan.cluster)), engine=plan.engine)
+    used = asked.of_plan(plan)
     found: dict[int, float] = {}
     for times in TIMES:
         if (batch := asked.job.global_batch_size * times) > MOST_SEQUENCES:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ahp.divisors import divisors
 from ahp.errors import bad_input
 from ahp.search.problem import Problem, with_devices
@@ -28,16 +26,6 @@ def refuse_too_many(asked: Problem) -> None:
     raise bad_input("cluster", f"{total:,} devices", rule, [f"up to {MOST_DEVICES:,}, or ahp simulate one layout"])
 
 
-def replicas_of(asked: Problem) -> Iterator[tuple[int, int]]:
-    """The tensor and context degrees that the model and the engine allow."""
-    for tensor in range(1, MOST_TENSOR + 1):
-        if not asked.can_divide(tensor, 1):
-            continue
-        for context in divisors(asked.job.sequence_length):
-            if asked.can_divide(tensor, context):
-                yield tensor, context
-
-
 def busy_counts(asked: Problem) -> list[int]:
     """Every number of devices, up to the cluster's, that can be kept busy, the largest first: equally many on each of some nodes.
 
@@ -45,7 +33,9 @@ def busy_counts(asked: Problem) -> list[int]:
     """
     total = asked.cluster.num_devices
     pipelines, data = range(1, max(asked.most_stages, 1) + 1), divisors(asked.job.global_batch_size)
-    cells = {tensor * context for tensor, context in replicas_of(asked)}
+    tensors = [tensor for tensor in range(1, MOST_TENSOR + 1) if asked.can_divide(tensor, 1)]
+    contexts = divisors(asked.job.sequence_length)
+    cells = {tensor * context for tensor in tensors for context in contexts if asked.can_divide(tensor, context)}
     replicas = {cell * pipeline for cell in cells for pipeline in pipelines if cell * pipeline <= total}
     found = {count for one in replicas for d in data if (count := one * d) <= total}
     return sorted((n for n in found if with_devices(asked.cluster, n) is not None), reverse=True)

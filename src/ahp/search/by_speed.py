@@ -12,7 +12,7 @@ from ahp.errors import BadInput, NotExpressible, NothingFits, bad_input
 from ahp.plan import Parallelism, Plan
 from ahp.search import explain, families
 from ahp.search.bounds.space_bounds import Bounds
-from ahp.search.certificate import Certificate, certified
+from ahp.search.certificate import Certificate
 from ahp.search.compiled import compiling, why_compiled, why_eager
 from ahp.search.current import compared, today_of, with_candidate
 from ahp.search.exact import Outcome, Place
@@ -34,16 +34,16 @@ def ranking_with_any_kernels(
     asked: Problem, keep: int, current: Parallelism | Mapping[str, Any] | None, by: Method, tied: float = 0.0
 ) -> Ranking:
     """``ranking_by_speed``, with compiled blocks or with eager ones where that is left open."""
-    either = compiling(asked)
-    if not either.problem.either_blocks:
-        return _because(ranking_by_speed(either.problem, keep, current, by, tied), either.reason)
-    compiled, eager = either.problem.compiled, either.problem.eager
+    either, reason = compiling(asked)
+    if not either.either_blocks:
+        return ranking_by_speed(either, keep, current, by, tied).told(reason)
+    compiled, eager = either.compiled, either.eager
     looked = None
     try:
         if asked.cluster.is_mixed or by.name != "exact":
             ranking = ranking_by_speed(compiled, keep, current, by, tied)
         else:
-            looked = _look(either.problem, keep, by)
+            looked = _look(either, keep, by)
             ranking = _ranked(looked, keep, current, by, tied)
     except (BadInput, NotExpressible, NothingFits) as refusal:
         if not _has_a_plan(eager):
@@ -52,15 +52,15 @@ def ranking_with_any_kernels(
             ranking = ranking_by_speed(eager, keep, current, by, tied, remedies=False)
         except (BadInput, NotExpressible, NothingFits):
             raise refusal from None
-        return _because(ranking, f"eager blocks: compiled, {str(refusal).splitlines()[0]}")
+        return ranking.told(f"eager blocks: compiled, {str(refusal).splitlines()[0]}")
     reason = why_compiled(ranking.best, compiled)
     if looked is None:
-        return _because(ranking, f"{reason}; other layouts with eager blocks are not searched here")
+        return ranking.told(f"{reason}; other layouts with eager blocks are not searched here")
     if looked.eager.fastest_s >= ranking.fastest.priced.step_time_s:
-        return _because(ranking, reason)
+        return ranking.told(reason)
     slower, ranking = ranking.fastest, ranking_by_speed(eager, keep, current, by, tied)
     ranking = replace(ranking, certificate=replace(ranking.certificate, either_blocks=True))
-    return _because(ranking, why_eager(ranking.fastest, slower))
+    return ranking.told(why_eager(ranking.fastest, slower))
 
 
 def _has_a_plan(asked: Problem) -> bool:
@@ -71,12 +71,6 @@ def _has_a_plan(asked: Problem) -> bool:
         return that_fits(asked) is not None
     found = fastest_on_one_group(asked)
     return found is not None and found.best is not None
-
-
-def _because(ranking: Ranking, reason: str) -> Ranking:
-    """The ranking with the reason for the kernels of its plans."""
-    first, *rest = ranking.best.why
-    return ranking.told((first, *filter(None, [reason]), *rest))
 
 
 def ranking_by_speed(
@@ -238,23 +232,34 @@ def _improved(looked: _Looked, *, families_too: bool, other_cuts: bool) -> _Impr
 
 
 def _certificate(looked: _Looked, better: _Improved, method: str, *, other_cuts: bool) -> Certificate:
-    used, bounds = looked.used, looked.bounds
-    ways = ways_of(used)
-    tried, best_s = (better.recut.forecasts, better.lighter.forecasts), better.pairs[0][1].step_time_s
+    used, space, found, eager = looked.used, looked.table.space, looked.found, looked.eager
+    ways, best_s = ways_of(used), better.pairs[0][1].step_time_s
     cut_given = used.constraints.layers_per_stage is not None
-    any_cut_s = bounds.any_cut_s(best_s) if other_cuts and not cut_given else None
-    any_part_s = None if ways is None or not other_cuts else bounds.any_part_s(ways, best_s)
-    took_s = perf_counter() - looked.start
-    found = certified(looked.table.space, looked.found, tried, best_s, (any_cut_s, any_part_s), took_s, method)
-    if not looked.table.problem.either_blocks:
-        return found
-    alone, more = looked.eager.alone, looked.eager.forecasts
-    return replace(
-        found,
-        broken=found.broken - alone,
-        left=found.left + alone,
-        forecasts=found.forecasts + more,
-        either_blocks=True,
+    floors_s = (
+        looked.bounds.any_cut_s(best_s) if other_cuts and not cut_given else None,
+        looked.bounds.any_part_s(ways, best_s) if other_cuts and ways is not None else None,
+    )
+    any_cut_s, any_part_s = (None if floor_s == float("inf") else floor_s for floor_s in floors_s)
+    return Certificate(
+        rows=space.size,
+        rules=space.rules,
+        broken=space.size - space.num_legal - space.num_alike + len(found.refused) - eager.alone,
+        alike=space.num_alike,
+        not_fit=found.too_large + len(found.misfits),
+        fit=len(found.fitting),
+        left=found.left + eager.alone,
+        forecasts=found.priced + eager.forecasts,
+        cuts=better.recut.forecasts,
+        lightened=better.lighter.forecasts,
+        best_s=found.fitting[0][1].step_time_s,
+        lowest_bound_left_s=found.lowest_bound_left_s,
+        proven=found.proven,
+        any_cut_s=any_cut_s,
+        any_part_s=any_part_s,
+        found_s=best_s,
+        search_s=perf_counter() - looked.start,
+        solver=method,
+        either_blocks=looked.table.problem.either_blocks,
     )
 
 

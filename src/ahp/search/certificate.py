@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ahp.search.exact import Outcome
-from ahp.search.space import Rule, Space
+from ahp.search.space import Rule
 from ahp.words import seconds
 
 SOLVERS = {"anneal": "simulated annealing", "evolve": "differential evolution"}
@@ -101,40 +100,6 @@ class Certificate:
     def _without_bound(self) -> list[str]:
         """Choices without a lower bound: nothing is known about those that were not priced."""
         return []
-
-
-def certified(
-    space: Space,
-    found: Outcome,
-    tried: tuple[int, int],
-    found_s: float,
-    floors_s: tuple[float | None, float | None],
-    search_s: float,
-    solver: str = "exact",
-) -> Certificate:
-    """The certificate of a search. ``tried``: forecasts of other cuts, and with fewer layers recomputed; ``floors_s``: lower bounds of all
-    such choices, infinite if none fits."""
-    any_cut_s, any_part_s = (None if floor_s == float("inf") else floor_s for floor_s in floors_s)
-    return Certificate(
-        rows=space.size,
-        rules=space.rules,
-        broken=space.size - space.num_legal - space.num_alike + len(found.refused),
-        alike=space.num_alike,
-        not_fit=found.too_large + len(found.misfits),
-        fit=len(found.fitting),
-        left=found.left,
-        forecasts=found.priced,
-        cuts=tried[0],
-        lightened=tried[1],
-        best_s=found.fitting[0][1].step_time_s if found.fitting else float("inf"),
-        lowest_bound_left_s=found.lowest_bound_left_s,
-        proven=found.proven,
-        any_cut_s=any_cut_s,
-        any_part_s=any_part_s,
-        found_s=found_s,
-        search_s=search_s,
-        solver=solver,
-    )
 
 
 def merged(found: list[tuple[Rule, ...]]) -> tuple[Rule, ...]:

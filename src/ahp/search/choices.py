@@ -74,12 +74,6 @@ class Shared(NamedTuple):
         return self._replace(tensor=1, sequence_parallel=0)
 
 
-def shared(expert: int, pipeline: int, context: int, tensor: int, sequence_parallel: int) -> Shared:
-    """``Shared`` from the degrees of a block."""
-    ranks = context if expert > 1 else min(context, 2)
-    return Shared(expert, min(pipeline, 2), ranks, min(tensor, 2), sequence_parallel)
-
-
 class MeshDegrees(NamedTuple):
     """Degrees whose product is the number of devices, and the expert and sequence-parallel degrees, which reuse their ranks."""
 
@@ -90,6 +84,11 @@ class MeshDegrees(NamedTuple):
     sequence_parallel: int
     data: int
 
+    @property
+    def shared(self) -> Shared:
+        ranks = self.context if self.expert > 1 else min(self.context, 2)
+        return Shared(self.expert, min(self.pipeline, 2), ranks, min(self.tensor, 2), self.sequence_parallel)
+
 
 class Mesh(NamedTuple):
     """What a block's layouts have in common, except for the micro-batch."""
@@ -98,11 +97,6 @@ class Mesh(NamedTuple):
     within: Within
     splits: tuple[ShardingChoice, ...]
     """Ways to share states with this placement, legal or not."""
-
-    @property
-    def shared(self) -> Shared:
-        of = self.degrees
-        return shared(of.expert, of.pipeline, of.context, of.tensor, of.sequence_parallel)
 
 
 class Choices:
@@ -282,13 +276,11 @@ class Choices:
                 found.setdefault(self.traits((replicate, shard, zero), mesh.of_states), zero)
         return tuple(found.values())
 
-    def _legal_states(
-        self, tensor: int, context: int, pipeline: int, expert: int, data: int, sequence: int
-    ) -> tuple[ShardingChoice, ...]:
+    def _legal_states(self, of: MeshDegrees) -> tuple[ShardingChoice, ...]:
         found: dict[tuple[int, int, int], ShardingChoice] = {}
-        folded = self.folded(tensor, expert, sequence, data * context)
-        for _, splits in self.lying(tensor, context, pipeline, expert, data, folded):
-            for split in self.legal_splits(splits, shared(expert, pipeline, context, tensor, sequence)):
+        folded = self.folded(of.tensor, of.expert, of.sequence_parallel, of.data * of.context)
+        for _, splits in self.lying(of.tensor, of.context, of.pipeline, of.expert, of.data, folded):
+            for split in self.legal_splits(splits, of.shared):
                 found.setdefault(split[:3], split)
         return tuple(found.values())
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from ahp.cluster.model import Cluster
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast.efficiency import is_cpu
 from ahp.plan import Plan
@@ -21,36 +20,25 @@ ON_CPU = (
 NOT_COUNTED = "the time to compile, once at the start, is not counted"
 
 
-@dataclass(frozen=True)
-class Compiling:
-    """Whether blocks can be compiled."""
-
-    problem: Problem
-    """The problem with the only possible kind of blocks, or with ``either_blocks``."""
-    reason: str = ""
-    """Why only one kind is possible; empty if both are, or if the user or the engine leaves no choice."""
-
-
-def compiling(asked: Problem) -> Compiling:
-    """What to search, for a problem that may leave open whether blocks are compiled."""
+def compiling(asked: Problem) -> tuple[Problem, str]:
+    """The problem with the only possible kind of blocks, or with ``either_blocks``; and why only one kind is possible: empty if both are, or if
+    the user or the engine leaves no choice."""
     if asked.engine.compile is not None:
-        return Compiling(asked)
+        return asked, ""
     if asked.engine.name != "ahp":
-        return Compiling(asked.eager)
+        return asked.eager, ""
     if any(is_cpu(group.device) for group in asked.cluster.groups):
-        return Compiling(asked.eager, ON_CPU)
+        return asked.eager, ON_CPU
     try:
         asked.compiled.check()
     except (BadInput, NotExpressible) as refusal:
-        return Compiling(asked.eager, f"eager blocks: {refusal}")
-    return Compiling(replace(asked, either_blocks=True))
+        return asked.eager, f"eager blocks: {refusal}"
+    return replace(asked, either_blocks=True), ""
 
 
 def why_compiled(best: Plan, asked: Problem) -> str:
     """Why blocks of the best plan are compiled: what the same layout would cost with eager blocks."""
-    assert best.cluster is not None, "plans of a search have one"
-    used = asked if best.cluster == asked.cluster.plain() else asked.on(Cluster.resolve(best.cluster))
-    eager = replace(used, engine=best.engine.model_copy(update={"compile": False}))
+    eager = asked.of_plan(best).eager
     other = eager.priced(best.parallelism).forecast
     gain = _gain(1 - best.priced.step_time_s / other.step_time_s)
     against = f"{gain} the same layout with eager ones, {seconds(other.step_time_s)} a step"

@@ -21,7 +21,8 @@ from ahp.search.feasible_space import legal_rows
 from ahp.search.method import Method
 from ahp.search.misfit import more_nodes, nothing_fits
 from ahp.search.objective import Objective, Scale
-from ahp.search.one_group import Fastest, Pair
+from ahp.search.one_group import Fastest
+from ahp.search.pairs import Pair
 from ahp.search.problem import OF_PLACEMENTS, Problem, with_devices
 from ahp.words import WORTH_TELLING, duration, number_of, percent
 

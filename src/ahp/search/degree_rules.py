@@ -14,6 +14,7 @@ from ahp.arrays import Ints, Mask
 from ahp.forecast import rules
 from ahp.plan import Parallelism
 from ahp.search.choices import Choices, MeshDegrees
+from ahp.search.problem import Problem
 from ahp.search.unique_rows import unique_rows
 
 COLUMNS = (
@@ -55,6 +56,19 @@ def _broken(table: Ints, name: str, reason: Reason, keys: tuple[str, ...]) -> Br
     return None if says is None else Broken(name, says, np.array([text is not None for text in reasons])[at])
 
 
+def of_tensor(asked: Problem) -> list[tuple[str, Reason, tuple[str, ...]]]:
+    """The rules for ranks that share products, whatever else they share: name, reason, and the keys that they look at."""
+    graph, job, engine = asked.graph, asked.job, asked.engine
+    tensor, both = COLUMNS[:1], (COLUMNS[0], COLUMNS[4])
+    return [
+        ("tensor", lambda layout: rules.tensor(graph, job, layout, engine), tensor),
+        ("products in 8 bits", lambda layout: rules.products(graph, job, layout, engine), tensor),
+        ("sequence", lambda layout: rules.sequence(graph, layout), both),
+        ("whole attention", lambda layout: rules.whole_attention(graph, job, layout, engine), both),
+        ("asynchronous", lambda layout: rules.asynchronous(layout, engine), both),
+    ]
+
+
 def _rules(choices: Choices) -> list[tuple[str, Reason, tuple[str, ...]]]:
     asked, given = choices.asked, choices.given
     graph, job, engine = asked.graph, asked.job, asked.engine
@@ -86,11 +100,7 @@ def _rules(choices: Choices) -> list[tuple[str, Reason, tuple[str, ...]]]:
         )
 
     return [
-        ("tensor", lambda layout: rules.tensor(graph, job, layout, engine), (tensor,)),
-        ("products in 8 bits", lambda layout: rules.products(graph, job, layout, engine), (tensor,)),
-        ("sequence", lambda layout: rules.sequence(graph, layout), (tensor, sequence)),
-        ("whole attention", lambda layout: rules.whole_attention(graph, job, layout, engine), (tensor, sequence)),
-        ("asynchronous", lambda layout: rules.asynchronous(layout, engine), (tensor, sequence)),
+        *of_tensor(asked),
         ("context", lambda layout: rules.sequence(graph, layout), (context,)),
         ("attention", bad_attention, (tensor, context)),
         (

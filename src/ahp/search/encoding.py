@@ -8,6 +8,7 @@ seen before costs nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,3 +100,39 @@ class Objective:
             return value
         self.outcome.misfits.append((place, forecast))
         return value + TOO_LARGE + float(np.log(sum(forecast.memory.values()) / self.capacity_bytes))
+
+
+def anneal(objective: Objective, seed: int) -> None:
+    """scipy's generalized simulated annealing (arXiv cond-mat/9501016): prices layouts until the budget is spent or ten times as many points
+    were tried. The same seed gives the same walk."""
+    from scipy.optimize import dual_annealing
+
+    with suppress(BudgetSpent):
+        dual_annealing(
+            objective,
+            [(0.0, 1.0)] * NUM_GENES,
+            maxiter=objective.budget,
+            maxfun=10 * objective.budget,
+            no_local_search=True,  # it follows gradients, and here there are none
+            rng=seed,
+        )
+
+
+POPULATION = 4
+"""Points for each coordinate; scipy's 15 would spend a small budget on the first generation."""
+
+
+def evolve(objective: Objective, seed: int) -> None:
+    """scipy's differential evolution (Storn and Price, 1997): prices layouts until the budget is spent or the population has converged.
+    The same seed gives the same course."""
+    from scipy.optimize import differential_evolution
+
+    with suppress(BudgetSpent):
+        differential_evolution(
+            objective,
+            [(0.0, 1.0)] * NUM_GENES,
+            maxiter=10 * objective.budget // (POPULATION * NUM_GENES) + 1,
+            popsize=POPULATION,
+            polish=False,  # it follows gradients, and here there are none
+            rng=seed,
+        )

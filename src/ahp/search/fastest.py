@@ -18,7 +18,7 @@ def fastest(
     problem; on mixed clusters, where searches are long, it makes the search brief. ``slack``: share of the time by which another may be faster;
     only on clusters of one group.
     """
-    used = compiling(asked).problem
+    used = compiling(asked)[0]
     return (
         _over_groups(used, ceiling_s, like) if asked.cluster.is_mixed else fastest_on_one_group(used, ceiling_s, slack)
     )

@@ -8,11 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
-from ahp.forecast.mixed import MixedPricer
-from ahp.forecast.pricer import Pricer
-from ahp.forecast.step import pricer
 from ahp.plan import Forecast, Parallelism, Plan, Rejected
 from ahp.schedule.orders import SYNTHESIZED, any_order, ranks_of_stages
 from ahp.schedule.registry import PLAIN
@@ -70,7 +66,7 @@ def _where_it_pays(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
     if not waiting:
         return ranking
     if reason := replace(asked, engine=best.engine).refused(any_order()):
-        return _told(ranking, f"no schedule made for its stages: {reason}") if best in waiting else ranking
+        return ranking.told(f"no schedule made for its stages: {reason}", last=True) if best in waiting else ranking
     able, reasons = _able(asked, waiting)
     found, left = [], MOST_ACTIONS
     for plan, to_order in _promising(able, limit_s):
@@ -79,13 +75,15 @@ def _where_it_pays(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
             order = to_order.found(effort=_effort(to_order))
             found += [] if order is None else [(plan, order)]
     if not found:
-        return _told(ranking, reasons[0]) if reasons and best in waiting else ranking
+        return ranking.told(reasons[0], last=True) if reasons and best in waiting else ranking
     plan, order = min(found, key=lambda one: one[1].priced.forecast.step_time_s)
     own = _own_order(order, _step_s(ranking.fastest))
     if own.gain <= TIED:
-        return _told(replace(ranking, own_order=own), _less_than_tied(plan, own)) if best in waiting else ranking
+        return (
+            replace(ranking, own_order=own).told(_less_than_tied(plan, own), last=True) if best in waiting else ranking
+        )
     first = _entry(plan, order)
-    others = [_Entry(other, other.parallelism, _forecast(other)) for other in _different(ranking)]
+    others = [_Entry(other, other.parallelism, other.priced) for other in _different(ranking)]
     return _ranked(asked, replace(ranking, own_order=replace(own, leads=True)), [first, *others], keep)
 
 
@@ -103,7 +101,7 @@ def _of_all(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
     plans = _different(ranking)
     able, reasons = _able(asked, plans)
     orders = {id(plan): to_order.found(effort=_effort(to_order) / 2) for plan, to_order in able}
-    entries = [_Entry(plan, plan.parallelism, _forecast(plan)) for plan in plans if not _has_pipeline(plan)]
+    entries = [_Entry(plan, plan.parallelism, plan.priced) for plan in plans if not _has_pipeline(plan)]
     for plan, to_order in able:
         order = orders[id(plan)]
         entries.append(_under_own_pattern(plan, to_order) if order is None else _entry(plan, order))
@@ -131,7 +129,7 @@ def _able(asked: Problem, plans: list[Plan]) -> tuple[list[tuple[Plan, ToOrder]]
             continue
         if (actions := _actions(plan)) > MOST_ACTIONS:
             reasons.append(f"no schedule made for its stages: {actions:,} actions, more than {MOST_ACTIONS:,}")
-        elif (to_order := ToOrder.of(_pricer(asked, plan), layout)) is not None:
+        elif (to_order := ToOrder.of(asked.of_plan(plan).any_pricer, layout)) is not None:
             found[key] = plan, to_order
     return list(found.values()), reasons
 
@@ -164,7 +162,7 @@ def _under_own_pattern(plan: Plan, to_order: ToOrder) -> _Entry:
 def _ranked(asked: Problem, ranking: Ranking, entries: list[_Entry], keep: int) -> Ranking:
     """The ranking with these entries, in their order."""
     first, old, today = entries[0], ranking.best, ranking.current
-    used = replace(asked.on(_cluster(asked, first.plan)), engine=first.plan.engine)
+    used = asked.of_plan(first.plan)
     holding = mixed_explain.on_fullest(used, (first.layout, first.forecast))
     lost = [
         Rejected.of(entry.layout, entry.forecast, slower_because(entry.forecast, first.forecast))
@@ -220,11 +218,6 @@ def _different(ranking: Ranking) -> list[Plan]:
     return sorted(found.values(), key=_step_s)
 
 
-def _told(ranking: Ranking, line: str) -> Ranking:
-    """The ranking with one more reason for its first plan."""
-    return ranking.told((*ranking.best.why, line))
-
-
 def _less_than_tied(plan: Plan, own: OwnOrder) -> str:
     if own.gain < WORTH_TELLING:
         return "no schedule made for these stages was found that is faster than a fixed pattern"
@@ -236,21 +229,11 @@ def _less_than_tied(plan: Plan, own: OwnOrder) -> str:
 
 def _without_bubble_s(plan: Plan) -> float:
     """Seconds of a plan's step without the last rank's waits: for other ranks, for weights, and for gradients that its other stages could hide."""
-    forecast = _forecast(plan)
+    forecast = plan.priced
     of_mean_s = forecast.step_time_s - forecast.step.get("slowest_rank", 0.0)
     hidden = ("bubble", "weight_gather", *(["gradient_reduce"] if plan.parallelism.virtual_stages_per_rank > 1 else []))
     waits_s = sum(forecast.step.get(part, 0.0) for part in hidden)
     return forecast.step_time_s * (1 - waits_s / of_mean_s) if _has_pipeline(plan) else forecast.step_time_s
-
-
-def _pricer(asked: Problem, plan: Plan) -> Pricer | MixedPricer:
-    return pricer(asked.graph, _cluster(asked, plan), asked.job, plan.engine)
-
-
-def _cluster(asked: Problem, plan: Plan) -> Cluster:
-    """The cluster that the plan runs on: all of it, one group, or fewer nodes."""
-    assert plan.cluster is not None, "plans of a search have one"
-    return asked.cluster if plan.cluster == asked.cluster.plain() else Cluster.resolve(plan.cluster)
 
 
 def _actions(plan: Plan) -> int:
@@ -263,10 +246,5 @@ def _has_pipeline(plan: Plan) -> bool:
     return plan.parallelism.pipeline_parallel_degree > 1
 
 
-def _forecast(plan: Plan) -> Forecast:
-    assert plan.forecast is not None, "plans of a search have one"
-    return plan.forecast
-
-
 def _step_s(plan: Plan) -> float:
-    return _forecast(plan).step_time_s
+    return plan.priced.step_time_s

@@ -105,6 +105,15 @@ def ways_of(asked: Problem) -> Ways | None:
     return can if some else None
 
 
+def lowest_first(counts: Sequence[int], layers: Sequence[int], rank_of: Sequence[int]) -> tuple[int, ...]:
+    """The count of each stage: a rank's count goes to its lowest stages first, which hold the most micro-batches."""
+    left, found = list(counts), []
+    for most, rank in zip(layers, rank_of, strict=True):
+        found.append(min(most, left[rank]))
+        left[rank] -= found[-1]
+    return tuple(found)
+
+
 class _Fewest:
     """The fewest recomputed layers of each stage of one layout such that every rank fits."""
 
@@ -130,12 +139,7 @@ class _Fewest:
         return [count for count, holder in zip(self.layers, self._rank_of, strict=True) if holder == rank]
 
     def _by_rank(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """The count of each stage: a rank's count goes to its lowest stages first, which hold the most micro-batches."""
-        left, found = list(counts), []
-        for layers, rank in zip(self.layers, self._rank_of, strict=True):
-            found.append(min(layers, left[rank]))
-            left[rank] -= found[-1]
-        return tuple(found)
+        return lowest_first(counts, self.layers, self._rank_of)
 
     def _alike(self, counts: Sequence[int]) -> tuple[int, ...]:
         return tuple(counts) * len(self.layers)

@@ -159,6 +159,6 @@ def _why_nothing(remains: Problem) -> str:
         part = free.on(cluster)
         miss = nearest(part)
         if miss is not None:
-            reason = does_not_fit(miss.forecast, part.capacity_bytes)
-            return f"no plan of the same batch fits on what is left; the nearest, {miss.layout.short()}, {reason}"
+            reason = does_not_fit(miss[1], part.capacity_bytes)
+            return f"no plan of the same batch fits on what is left; the nearest, {miss[0].short()}, {reason}"
     return f"no layout of {remains.cluster.num_devices} devices or fewer is legal for this batch"

@@ -10,10 +10,8 @@ from numpy.typing import NDArray
 
 from ahp.errors import bad_input
 from ahp.plan import Forecast
-from ahp.search.anneal import anneal
 from ahp.search.bounds.space_bounds import Bounds
-from ahp.search.encoding import Cube, Objective
-from ahp.search.evolve import evolve
+from ahp.search.encoding import Cube, Objective, anneal, evolve
 from ahp.search.exact import Limits, Outcome, Place, best_first
 from ahp.search.problem import Problem
 from ahp.search.space import Space

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 
-from ahp.cluster.model import Cluster, Link, NodeGroup
+from ahp.cluster.model import Cluster, NodeGroup
 from ahp.cluster.parse import WIDEST_PLAIN
 from ahp.config import Constraints
 from ahp.errors import BadInput, NothingFits
 from ahp.forecast.efficiency import is_cpu
-from ahp.plan import Forecast, Parallelism
+from ahp.plan import Forecast
 from ahp.search.bounds.level import TOGETHER
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.exact import Place
+from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 from ahp.search.reasons import needed_bytes
 from ahp.search.space import build
@@ -33,52 +35,50 @@ MAY_FIT = 80
 MOST_TIMES_MORE_NODES = 64
 SHORTEST_SEQUENCE = 128
 
+Changes = Iterable[tuple[str, Problem]]
+"""Changes to a problem, each in words and made."""
 
-@dataclass(frozen=True)
-class Nearest:
-    """The layout that comes closest to fitting."""
-
-    layout: Parallelism
-    forecast: Forecast
+Fits = Callable[[Problem], str | None]
+"""A layout of a problem that fits, in words; None if none does."""
 
 
 def nothing_fits(used: Problem, *, remedies: bool = True) -> NothingFits:
     """The error to raise when no legal layout fits; with ``remedies``, it lists the changes that were found to work."""
     miss = nearest(used)
     assert miss is not None, "called without a legal layout"
-    lines = [
-        f"nothing fits: the nearest miss, {miss.layout.short()}, {by_how_much(miss.forecast, used.capacity_bytes)}"
-    ]
+    layout, forecast = miss
+    lines = [f"nothing fits: the nearest miss, {layout.short()}, {by_how_much(forecast, used.capacity_bytes)}"]
     if not remedies:
         return NothingFits(lines[0])
-    families = freed(used), more_devices(used), more_nodes(used), shorter(used, lambda other: _checked("", other))
-    tried: list[str] = []
+    each = ([one] for one in freed(used))
+    found = what_helps(
+        [*each, more_devices(used), more_nodes(used), shorter(used, _fits)], _fits, _larger_and_shorter(used)
+    )
+    return NothingFits("\n  ".join([*lines, *found]))
+
+
+def what_helps(families: Iterable[Changes], fits: Fits, last: Changes = ()) -> list[str]:
+    """The first change of each family that makes something fit, or else of ``last``, each with what then fits; or what was tried in vain."""
+    found, tried = list[str](), list[str]()
     for family in families:
         for words, changed in family:
-            remedy = _checked(words, changed)
-            if remedy is not None:
-                lines.append(f"would fit: {remedy}")
-                if family is not families[0]:
-                    break  # the smallest change to the devices, the nodes or the sequence length is enough
-            else:
-                tried.append(words)
-    if len(lines) == 1 and (remedy := _larger_and_shorter(used)) is not None:
-        lines.append(f"would fit: {remedy}")
-    if len(lines) == 1:
-        lines.append(f"tried, and does not fit either: {'; '.join(tried) or 'nothing, no change is known'}")
-    return NothingFits("\n  ".join(lines))
+            if (fit := fits(changed)) is not None:
+                found.append(f"would fit: {words} ({fit})")
+                break
+            tried.append(words)
+    if not found:
+        last_fits = ((words, fits(changed)) for words, changed in last)
+        found = [f"would fit: {words} ({fit})" for words, fit in last_fits if fit is not None][:1]
+    return found or [f"tried, and does not fit either: {'; '.join(tried) or 'nothing, no change is known'}"]
 
 
-def _larger_and_shorter(used: Problem) -> str | None:
-    """The longest sequence that fits on the most devices that a node is known to hold."""
+def _larger_and_shorter(used: Problem) -> Changes:
+    """Shorter sequences on the most devices that a node is known to hold."""
     for words, larger in [*more_devices(used)][-1:]:
-        for more, changed in shorter(larger, lambda other: _checked("", other)):
-            if (remedy := _checked(f"{words} and {more}", changed)) is not None:
-                return remedy
-    return None
+        yield from ((f"{words} and {more}", changed) for more, changed in shorter(larger, _fits))
 
 
-def nearest(used: Problem, *, fitting: bool = False) -> Nearest | None:
+def nearest(used: Problem, *, fitting: bool = False) -> Pair | None:
     """The first layout found that fits, else the legal layout that needs the least memory. None if no layout is legal, and on mixed clusters,
     whose placements have no order by memory. ``fitting``: None if none fits, which takes a fraction of the time."""
     if used.cluster.is_mixed:
@@ -92,10 +92,10 @@ def nearest(used: Problem, *, fitting: bool = False) -> Nearest | None:
         layout = space.layout(*place)
         if (forecast := used.price_or_none(layout)) is None:
             continue
-        if found is None or needed_bytes(forecast) < needed_bytes(found.forecast):
-            found = Nearest(layout, forecast)
+        if found is None or needed_bytes(forecast) < needed_bytes(found[1]):
+            found = layout, forecast
         if forecast.fits:
-            return Nearest(layout, forecast)
+            return layout, forecast
     return None if fitting else found
 
 
@@ -132,14 +132,14 @@ def by_how_much(forecast: Forecast, capacity_bytes: int) -> str:
     return f"{need}, {gib(over)} too much (most of it: {most})"
 
 
-def _checked(words: str, changed: Problem) -> str | None:
-    """The remedy with a layout that proves it, or None if it does not help."""
+def _fits(changed: Problem) -> str | None:
+    """A layout that fits, in words; None if none does."""
     if (fit := nearest(changed, fitting=True)) is None:
         return None
-    return f"{words} ({fit.layout.short()}: {of_gib(needed_bytes(fit.forecast), changed.capacity_bytes)})"
+    return f"{fit[0].short()}: {of_gib(needed_bytes(fit[1]), changed.capacity_bytes)}"
 
 
-def freed(used: Problem) -> Iterator[tuple[str, Problem]]:
+def freed(used: Problem) -> Changes:
     """The problem without each of the user's constraints in turn, then without any."""
     given = used.constraints.given
     for key, value in given.items():
@@ -149,27 +149,25 @@ def freed(used: Problem) -> Iterator[tuple[str, Problem]]:
         yield "parallelism: auto", replace(used, constraints=Constraints())
 
 
-def more_devices(used: Problem) -> Iterator[tuple[str, Problem]]:
+def more_devices(used: Problem) -> Changes:
     """More of the same devices in a single node, if it is known what connects them. Not for CPUs: workers on a processor share its
     memory."""
     group = used.cluster.groups[0]
     if used.cluster.is_mixed or group.nodes > 1 or is_cpu(group.device):
         return
     for count in (2, 4, WIDEST_PLAIN):
-        if count > group.devices_per_node and (node := _usual_node(group, count)) is not None:
+        if count > group.devices_per_node and (usual := _usual(group, 1, count)) is not None:
+            node = Cluster(groups=(usual.model_copy(update={"device": group.device}),))
             yield f"{count} devices instead of {group.devices_per_node}", used.on(node)
 
 
-def _usual_node(group: NodeGroup, count: int) -> Cluster | None:
-    """A node of ``count`` devices of the group's kind with their usual links; None for a device that is not in the catalog."""
-    try:
-        usual = Cluster.from_dict({"nodes": 1, "devices_per_node": count, "device": group.device.name}).groups[0]
-    except BadInput:
-        return None
-    return Cluster(groups=(usual.model_copy(update={"device": group.device}),))
+def _usual(group: NodeGroup, nodes: int, per_node: int) -> NodeGroup | None:
+    """Devices of the group's kind with their usual links; None for a device that is not in the catalog."""
+    with suppress(BadInput):
+        return Cluster.from_dict({"nodes": nodes, "devices_per_node": per_node, "device": group.device.name}).groups[0]
 
 
-def more_nodes(used: Problem) -> Iterator[tuple[str, Problem]]:
+def more_nodes(used: Problem) -> Changes:
     """More of the same nodes, if it is known what connects them or what usually does."""
     if used.cluster.is_mixed:
         return
@@ -177,7 +175,8 @@ def more_nodes(used: Problem) -> Iterator[tuple[str, Problem]]:
     times = 2
     while times <= MOST_TIMES_MORE_NODES:
         nodes = group.nodes * times
-        network = group.inter_node or _usual_network(group, nodes)
+        usual = _usual(group, nodes, group.devices_per_node)
+        network = group.inter_node or (usual and usual.inter_node)
         if network is None:
             return
         larger = group.model_copy(update={"nodes": nodes, "inter_node": network})
@@ -185,18 +184,7 @@ def more_nodes(used: Problem) -> Iterator[tuple[str, Problem]]:
         times *= 2
 
 
-def _usual_network(group: NodeGroup, nodes: int) -> Link | None:
-    """The usual link between nodes of this device; None for a device that is not in the catalog."""
-    try:
-        usual = Cluster.from_dict(
-            {"nodes": nodes, "devices_per_node": group.devices_per_node, "device": group.device.name}
-        )
-    except BadInput:
-        return None
-    return usual.groups[0].inter_node
-
-
-def shorter(used: Problem, fits: Callable[[Problem], object]) -> Iterator[tuple[str, Problem]]:
+def shorter(used: Problem, fits: Callable[[Problem], object]) -> Changes:
     """Shorter sequences, if the model can be traced again from its description.
 
     ``fits``: whether a problem has a layout that fits. The shortest length is checked first: if nothing fits there, it alone is yielded.

@@ -21,7 +21,7 @@ from ahp.forecast.pricer import Pricer
 from ahp.forecast.step import pricer
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job, Precision
-from ahp.plan import AXES, DEGREE, Axis, ContextMethod, EngineChoice, Forecast, Parallelism, validated
+from ahp.plan import AXES, DEGREE, Axis, ContextMethod, EngineChoice, Forecast, Parallelism, Plan, validated
 from ahp.schedule.orders import SYNTHESIZED, any_order
 from ahp.schedule.stages import Ends
 from ahp.stage_place import in_words
@@ -285,6 +285,12 @@ class Problem:
 
     def on(self, cluster: Cluster) -> Problem:
         return replace(self, cluster=cluster)
+
+    def of_plan(self, plan: Plan) -> Problem:
+        """This problem on the cluster of a plan and with its engine."""
+        assert plan.cluster is not None, "plans of a search have one"
+        cluster = self.cluster if plan.cluster == self.cluster.plain() else Cluster.resolve(plan.cluster)
+        return replace(self, cluster=cluster, engine=plan.engine)
 
 
 def _worst(forecast: Forecast | None) -> tuple[bool, bool, float]:

@@ -84,7 +84,8 @@ def search(
     if by.name != "exact" and asked.cluster.is_mixed:
         raise bad_input("method", by.name, "a cluster of several groups is searched by its own method", ["exact"])
     if not aim.may_use_fewer:
-        ranking = _with_proof(with_own_orders(asked, ranking_with_any_kernels(asked, keep, current, by, TIED), keep))
+        ranking = with_own_orders(asked, ranking_with_any_kernels(asked, keep, current, by, TIED), keep)
+        ranking = ranking.told(*ranking.proof)
         scale = Scale(aim, asked)
         ranking = replace(ranking, objective=aim, worth=tuple(_worth(scale, plan) for plan in ranking.plans))
         return _beside_today(_with_refused_export(_with_left_out(asked, ranking)))
@@ -96,20 +97,13 @@ def search(
     return _beside_today(_with_refused_export(_with_left_out(asked, _by_objective(asked, aim, keep, current))))
 
 
-def _with_proof(ranking: Ranking) -> Ranking:
-    """The ranking with the proof in its first plan's ``why``, after the line on its time."""
-    first, *rest = ranking.best.why
-    return ranking.told((first, *ranking.proof, *rest))
-
-
 def _with_left_out(asked: Problem, ranking: Ranking) -> Ranking:
     """The ranking with a note for each group of devices that cannot run the job."""
     notes = tuple(
         f"{group.name} is left out: {group.device.name} has no units for precision {asked.job.precision}"
         for group in asked.left_out
     )
-    told = ranking.told((*ranking.best.why, *notes))
-    return replace(told, notes=(*notes, *ranking.notes))
+    return replace(ranking.told(*notes, last=True), notes=(*notes, *ranking.notes))
 
 
 def _with_refused_export(ranking: Ranking) -> Ranking:
@@ -135,7 +129,8 @@ def _by_objective(
     """The best number of devices searched in full, then the best plans of the other numbers."""
     choice = choose(asked, aim, keep)
     scale, used = choice.scale, choice.first.found.problem
-    ranking = _with_proof(ranking_by_speed(used, keep, None, Method()))
+    ranking = ranking_by_speed(used, keep, None, Method())
+    ranking = ranking.told(*ranking.proof)
     first = _worth(scale, ranking.best)
     rivals = [(one, one.found.best, one.worth) for one in choice.others if one.found.best and one.worth]
     others = tuple(
@@ -175,5 +170,4 @@ def _today(
 
 
 def _worth(scale: Scale, plan: Plan) -> Worth:
-    assert plan.cluster is not None, "plans of a search have one"
-    return scale.worth(Cluster.resolve(plan.cluster), plan.priced.step_time_s)
+    return scale.worth(scale.asked.of_plan(plan).cluster, plan.priced.step_time_s)

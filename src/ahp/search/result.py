@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ahp.plan import Plan, Rejected
@@ -102,9 +102,11 @@ class Ranking:
         )
         return "\n".join([*aligned, *self.proof])
 
-    def told(self, why: Iterable[str]) -> Ranking:
-        """The ranking with these reasons for its first plan."""
-        best = self.best.model_copy(update={"why": tuple(why)})
+    def told(self, *lines: str, last: bool = False) -> Ranking:
+        """The ranking with more reasons for its first plan, after the line on its time or, if ``last``, at the end; empty ones are left out."""
+        why = self.best.why
+        at = len(why) if last else 1
+        best = self.best.model_copy(update={"why": (*why[:at], *filter(None, lines), *why[at:])})
         return replace(self, plans=(best, *self.plans[1:]))
 
     def __iter__(self) -> Iterator[Plan]:

@@ -119,7 +119,7 @@ class Space:
     def _legal_splits(self, number: int) -> tuple[ShardingChoice, ...]:
         """The legal splits of one mesh."""
         mesh = self._meshes[number]
-        return self._choices.legal_splits(mesh.splits, mesh.shared)
+        return self._choices.legal_splits(mesh.splits, mesh.degrees.shared)
 
     def mesh(self, block: int) -> Mesh:
         """The mesh of one block."""
@@ -178,9 +178,7 @@ class Space:
 
     def states(self, block: int) -> tuple[ShardingChoice, ...]:
         """The legal ways to share states in a block and in those that differ only in where ranks lie; each way in one order of ranks."""
-        of, at = self.blocks, block
-        columns = of.tensor, of.context, of.pipeline, of.expert, of.data, of.sequence_parallel
-        return self._choices.legal_states(*(int(column[at]) for column in columns))
+        return self._choices.legal_states(self.mesh(block).degrees)
 
     def layout(self, block: int, row: int) -> Parallelism:
         """One row of one block as a layout."""
@@ -320,7 +318,7 @@ class _Counted:
         rows: dict[tuple[int, Shared], int] = {}
         first: dict[tuple[int, Shared], Mesh] = {}
         keys = [
-            (id(mesh.splits), mesh.shared) for mesh in self.meshes
+            (id(mesh.splits), mesh.degrees.shared) for mesh in self.meshes
         ]  # meshes with equal keys have everything in common that decides
         for key, mesh, pipes in zip(keys, self.meshes, self.num_pipes.tolist(), strict=True):
             rows[key] = rows.get(key, 0) + pipes * each

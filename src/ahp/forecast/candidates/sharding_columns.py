@@ -25,6 +25,7 @@ from ahp.forecast.states import (
     gradient_copy_bytes,
     layer_state_bytes,
     state_bytes,
+    trait_columns,
     trait_figures,
     unit_bytes,
 )
@@ -60,7 +61,7 @@ class ShardingColumns:
 
     @cached_property
     def traits(self) -> TraitColumns:
-        return TraitColumns.of_figures(self.figures[5:])
+        return trait_columns(self.figures[5:])
 
     def moved_bytes(self, micro_batches: int | Ints) -> tuple[Floats, Floats]:
         """[N, 1] each: bytes moved per parameter and micro-batch, to make the compute copy and to copy its gradient.

@@ -5,9 +5,9 @@ Blocks that differ only in the micro-batch share them. Dims: J = splits, W = ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,21 +27,12 @@ from ahp.forecast.states import Shards
 from ahp.plan import Parallelism
 
 
-@dataclass(frozen=True)
-class CollectiveTimes:
+class CollectiveTimes(NamedTuple):
     """Seconds of gathering weights, reducing gradients, and summing them over the replicas, each [J, ...]."""
 
     gather: Floats
     reduce: Floats
     replicas: Floats
-
-    @classmethod
-    def joined(cls, parts: Sequence[CollectiveTimes]) -> CollectiveTimes:
-        """The parts, one after the other."""
-        return cls(*(np.concatenate([getattr(one, field.name) for one in parts]) for field in fields(cls)))
-
-    def at(self, splits: list[int]) -> CollectiveTimes:
-        return CollectiveTimes(self.gather[splits], self.reduce[splits], self.replicas[splits])
 
 
 class Shardings:
@@ -115,22 +106,18 @@ class Shardings:
     def collectives_of_kinds(self, kinds: tuple[CommUnit, ...]) -> CollectiveTimes:
         """[J, K] Times of the kinds of layers."""
         if kinds not in self._of_kinds:
-            found = [self.collectives(weights) for weights in kinds]
-            parts = [one.gather for one in found], [one.reduce for one in found], [one.replicas for one in found]
+            parts = zip(*map(self.collectives, kinds), strict=True) if kinds else [()] * 3
             shape = len(kinds), len(self.layouts)
             self._of_kinds[kinds] = CollectiveTimes(*(np.array(part, dtype=float).reshape(shape).T for part in parts))
         return self._of_kinds[kinds]
 
     def shared(self, units: StageUnits, which: list[int], micro_batches: int) -> SharedWeights:
         """Times of the units of stages with some splits."""
-        of_kinds = self.collectives_of_kinds(units.kinds).at(which)
         ends = units.before.tolist(), units.after.tolist()
-        outside = [[self.collectives(CommUnit(count)).at(which) for count in end] for end in ends]
+        outside = [[self.collectives(CommUnit(count)) for count in end] for end in ends]
         gathers, reduces, replicas = (
-            UnitTimes(
-                getattr(of_kinds, name)[:, None], *(np.array([getattr(one, name) for one in end]).T for end in outside)
-            )
-            for name in ("gather", "reduce", "replicas")
+            UnitTimes(of_kinds[which][:, None], *(np.array([one[part][which] for one in end]).T for end in outside))
+            for part, of_kinds in enumerate(self.collectives_of_kinds(units.kinds))
         )
         cast, copied = (part[which, 0] for part in self.columns.moved_bytes(micro_batches))
         return SharedWeights(gathers, reduces, replicas, cast, copied)

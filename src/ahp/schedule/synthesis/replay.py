@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ahp.schedule.simulate import Run, peak_of
+from ahp.schedule.simulate import Run, peak_in_flight
 from ahp.schedule.synthesis.codes import Orders, numbered
 from ahp.schedule.synthesis.problem import ROUNDING, Problem
 
@@ -14,7 +14,7 @@ def replay(problem: Problem, orders: Orders) -> Run:
 
 def peak_bytes(problem: Problem, orders: Orders) -> tuple[float, ...]:
     """The most that each rank keeps at once. Raises ValueError if a weight gradient comes before its input gradient."""
-    return peak_of(numbered(orders, problem.num_stages), problem.kept_bytes, problem.freed_bytes)
+    return peak_in_flight(numbered(orders, problem.num_stages), problem.kept_bytes, problem.freed_bytes)
 
 
 def fits(problem: Problem, orders: Orders) -> bool:

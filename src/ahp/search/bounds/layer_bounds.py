@@ -208,7 +208,8 @@ class LayerBounds:
         is_whole = np.array([block.p == 1 for block in self.blocks])[self._of, None, None]
         layers, m = [block.stages for block in self.blocks], self._m[self._of]
         bytes_per_s = self.asked.pricer.unit_pricer.rates.bytes_per_s
-        return layer_costs(self.ways, CollectiveTimes.joined(found), layers, self._of, m, is_whole, bytes_per_s)
+        sent = CollectiveTimes(*map(np.concatenate, zip(*found, strict=True)))
+        return layer_costs(self.ways, sent, layers, self._of, m, is_whole, bytes_per_s)
 
     @cached_property
     def _launched(self) -> LayerCosts | None:

@@ -29,7 +29,7 @@ from ahp.arrays import Floats, Ints, Mask
 from ahp.forecast.cell_columns import BETWEEN, FIRST, LAST, CellColumns
 from ahp.forecast.stage_room import ANYWHERE, ROUNDING, Positions, StageRoom
 from ahp.schedule.bounds import in_flight
-from ahp.search.mixed.replicas import Ahead, Crewed, Crews, longest_s
+from ahp.search.mixed.replicas import Ahead, Crewed, Crews, longest_s, selected
 from ahp.search.mixed.space import SEVERAL, all_forwards_first, splits_backward
 
 FEWER = np.unique(np.round(1.2 ** np.arange(60)).astype(np.int64))
@@ -45,9 +45,7 @@ class Pipelines(NamedTuple):
     total: Ints
     """Micro-batches of all replicas."""
 
-    def where(self, some: Ints) -> Pipelines:
-        """The selected shapes."""
-        return Pipelines(self.rows[some], self.replicas[some], self.total[some])
+    where = selected
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class Queue:
         known_s = self._some[0][0] if self._some else float("inf")  # floors beyond this need not be closer yet
         of, self._open = self._open.split(min(FURTHER * lowest_s, known_s))
         limit_s = min(below_s, FURTHER**REACHED * lowest_s)
-        of = self._floors.by_replicas(self.kind, of.where(of.floor_s < below_s), limit_s)
+        of = self._floors.by_replicas(of.where(of.floor_s < below_s), limit_s)
         known = of.floor_s < limit_s * AT_LIMIT
         self._push(of.where(known))
         # Drop shapes whose floor equals ``below_s`` up to rounding: they would come up again forever.
@@ -398,7 +398,6 @@ class Finder:
         """The task of placing a shape, with the costs of its cells."""
         if shape.schedule != SEVERAL:
             return Task(**self._facts(shape))
-        pipes = self.space.pipes(shape.pipeline)
 
         def of_pipe(pipe: ScheduleChoice) -> LayoutTables:
             update = {"pipeline_parallel_schedule": pipe.schedule, "virtual_stages_per_rank": pipe.virtual}
@@ -407,17 +406,19 @@ class Finder:
         # Several stages per rank fill pipelines at least as well as weight gradients do, and loops can keep as little as 1F1B.
         facts = self._facts(shape)
         one, plain = replace(shape, schedule="InterleavedZeroBubble"), replace(shape, schedule=PLAIN)
-        fixed = replace(facts["fixed"], layers=None, recomputed=None)
+        of_one = {
+            "pipes": (ScheduleChoice(one.schedule, 1),),
+            "fixed": replace(facts["fixed"], layers=None, recomputed=None),
+        }
         return SeveralTask(
             **facts,
-            one=Task(**{**facts, "shape": one, "tables": self.floors.tables(plain), "fixed": fixed}),
-            pipes=pipes,
+            one=Task(**{**facts, **of_one, "shape": one, "tables": self.floors.tables(plain)}),
             of_pipe=cache(of_pipe),
             legal=lambda pipe, m: self.space.legal_pipe(pipe, shape.pipeline, m),
         )  # fmt: skip
 
     def _facts(self, shape: Shape) -> dict[str, Any]:
-        alike, total = shape.alike, self.space.micro_batches(shape.alike)
+        alike, total, several = shape.alike, self.space.micro_batches(shape.alike), shape.schedule == SEVERAL
         return {
             "shape": shape,
             "tables": self.floors.tables(shape),
@@ -429,4 +430,5 @@ class Finder:
             "slowest_share": self.floors.slowest(shape.pipeline * shape.replicas * alike.width),
             "fixed": self.space.placed.fixed(shape.pipeline, shape.replicas),
             "cells_fit": self.floors.pricer.cells_fit,
+            "pipes": self.space.pipes(shape.pipeline) if several else (ScheduleChoice(shape.schedule, 1),),
         }

@@ -23,7 +23,7 @@ from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.stage_room import Positions, StageRoom
 from ahp.plan import Parallelism
 from ahp.search.mixed.capacity import Depth, Late, Pipelines
-from ahp.search.mixed.replicas import Crewed, mixes
+from ahp.search.mixed.replicas import Crewed, mixes, selected
 from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of
 from ahp.search.mixed.tables import LayoutTables
 
@@ -48,10 +48,7 @@ class Shapes(NamedTuple):
     floor_s: Floats
     """Seconds that the shapes take at least, with this factor."""
 
-    def where(self, some: Ints | Mask | slice) -> Shapes:
-        """The selected shapes."""
-        numbers = self.schedule[some], self.rows[some], self.pipeline[some], self.replicas[some]
-        return Shapes(*numbers, self.slowest[some], self.floor_s[some])
+    where = selected
 
     @property
     def lowest_s(self) -> float:
@@ -139,10 +136,8 @@ class ShapeFloors:
             found[some[~hold]] = np.inf
         return of._replace(floor_s=found)
 
-    def by_replicas(self, kind: ShapeKind, of: Shapes, limit_s: float) -> Shapes:
-        """The same shapes with floors by what all replicas do together, as far as these are below the limit."""
-        if kind == "alone":
-            return of
+    def by_replicas(self, of: Shapes, limit_s: float) -> Shapes:
+        """The same pipelines with floors by what all replicas do together, as far as these are below the limit."""
         found, stages = of.floor_s.copy(), of.pipeline[:, None]
         most = np.minimum(self._cells[of.rows], stages)
         alike, which = np.unique(np.concatenate([stages, most], axis=1), axis=0, return_inverse=True)

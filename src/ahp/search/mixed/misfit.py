@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ahp.cluster.cells import place
 from ahp.cluster.model import Cluster, NodeGroup
 from ahp.errors import AhpError, NothingFits
-from ahp.search.misfit import by_how_much, freed, nearest, shorter
+from ahp.search.misfit import Changes, Fits, by_how_much, freed, nearest, shorter, what_helps
 from ahp.search.mixed.find import Budget, MixedOutcome, find_over
 from ahp.search.mixed.space import spaces_of
 from ahp.search.mixed.widths import given_widths
@@ -36,24 +35,15 @@ def nothing_fits_anywhere(
     lines += [f"{name} alone: {refusal.splitlines()[0]}" for name, refusal in alone]
     if not remedies:
         return NothingFits("\n  ".join(lines))
-    tried, known = [], list[tuple[Problem, str | None]]()
+    known: dict[int, tuple[Problem, str | None]] = {}
 
-    def now_fits(changed: Problem) -> str | None:
-        for before, fits in known:
-            if before is changed:
-                return fits
-        known.append((changed, that_fits(changed, asked)))
-        return known[-1][1]
+    def fits(changed: Problem) -> str | None:
+        if id(changed) not in known:
+            known[id(changed)] = changed, that_fits(changed, asked)
+        return known[id(changed)][1]
 
-    for family in (freed(asked), _more_nodes(asked, now_fits), shorter(asked, now_fits)):
-        for words, changed in family:
-            if (fits := now_fits(changed)) is not None:
-                lines.append(f"would fit: {words} ({fits})")
-                break
-            tried.append(words)
-    if not any(line.startswith("would fit") for line in lines):
-        lines.append(f"tried, and does not fit either: {'; '.join(tried) or 'nothing, no change is known'}")
-    return NothingFits("\n  ".join(lines))
+    found = what_helps((freed(asked), _more_nodes(asked, fits), shorter(asked, fits)), fits)
+    return NothingFits("\n  ".join([*lines, *found]))
 
 
 def _nearest_miss(asked: Problem, over: MixedOutcome) -> str:
@@ -78,7 +68,7 @@ def that_fits(changed: Problem, asked: Problem | None = None) -> str | None:
                 continue
             alone = changed.on(Cluster(groups=(group,), source=changed.cluster.source))
             if (found := nearest(alone, fitting=True)) is not None:
-                return f"{group.name} alone: {found.layout.short()}"
+                return f"{group.name} alone: {found[0].short()}"
         if (only := given_widths(changed)) is not None:
             return only.short() if changed.price(only).fits else None
         spaces = spaces_of(changed)
@@ -90,7 +80,7 @@ def that_fits(changed: Problem, asked: Problem | None = None) -> str | None:
     return outcome.fitting[0][0].short() if outcome.fitting else None
 
 
-def _more_nodes(asked: Problem, fits: Callable[[Problem], object]) -> Iterator[tuple[str, Problem]]:
+def _more_nodes(asked: Problem, fits: Fits) -> Changes:
     """More nodes in one of the groups, where the link between its nodes is known: the fewest that help, or the most that are tried.
 
     ``fits``: returns None where nothing fits. The most nodes are tried first: where even they do not help, fewer are not tried.

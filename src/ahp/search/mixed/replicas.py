@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -56,6 +56,14 @@ NEVER = -1e7
 
 AT_ONCE = 3_000_000
 """The most numbers in a table that is computed at once."""
+
+
+Columns = TypeVar("Columns", bound=tuple[Any, ...])
+
+
+def selected(of: Columns, some: Ints | Mask | slice) -> Columns:
+    """The selected rows of a named tuple of columns."""
+    return type(of)(*(column[some] for column in of))
 
 
 @lru_cache(maxsize=256)
@@ -206,9 +214,7 @@ class _Bases(NamedTuple):
         """[n, C] Prices of a cell of each group, and of a replica."""
         return (self.worth[:, None] @ self.inverse)[:, 0]
 
-    def where(self, some: Ints) -> _Bases:
-        """The selected programs."""
-        return _Bases(self.inverse[some], self.taken[some], self.worth[some])
+    where = selected
 
     def after(self, entering: Floats, worth: Floats) -> _Bases:
         """The bases with as much as possible of an ``entering`` column [n, C] with this worth [n], in place of the column that it uses up."""
@@ -319,7 +325,7 @@ class Crewed(NamedTuple):
 
     def lack(self, seconds: Floats) -> Mask:
         """[n] Whether the replicas cannot do all micro-batches in ``seconds``."""
-        gain = Crews(*(of[self.which] for of in self.crews)).micro_batches(seconds)
+        gain = selected(self.crews, self.which).micro_batches(seconds)
         total = self.total.astype(np.float64)
         return most(gain, self.mix, self.cells, self.replicas, total) < total * (1 - ROUNDING)
 

@@ -24,6 +24,7 @@ from ahp.errors import BadInput, NotExpressible
 from ahp.schedule.patterns import stage_ranks
 from ahp.schedule.registry import get
 from ahp.search.choices import ScheduleChoice
+from ahp.search.lighten import lowest_first
 from ahp.search.mixed.fewest import fewest
 from ahp.search.mixed.solve import Ends, Placement, Price, Row, Solved, Task
 from ahp.search.mixed.tables import LayoutTables, RankCosts
@@ -46,22 +47,15 @@ class SeveralTask(Task):
 
     one: Task
     """The same shape with one stage per rank, whose layers and micro-batches are balanced."""
-    pipes: tuple[ScheduleChoice, ...]
     of_pipe: Callable[[ScheduleChoice], LayoutTables]
     """The tables of a schedule, by stage."""
     legal: Callable[[ScheduleChoice, Ints], Mask]
     """Whether a replica can have each number of micro-batches under a schedule."""
 
-    @property
-    def _depths(self) -> list[tuple[ScheduleChoice | None, int]]:
-        return [(pipe, self.shape.pipeline * pipe.virtual) for pipe in self.pipes]
-
-    def _tables_of(self, pipe: ScheduleChoice | None) -> LayoutTables:
-        assert pipe is not None, "several schedules"
+    def _tables_of(self, pipe: ScheduleChoice) -> LayoutTables:
         return self.of_pipe(pipe)
 
-    def _ends(self, pipe: ScheduleChoice | None, kinds: Ints, cut: Ints, micro_batches: Ints) -> Ends:
-        assert pipe is not None, "several schedules"
+    def _ends(self, pipe: ScheduleChoice, kinds: Ints, cut: Ints, micro_batches: Ints) -> Ends:
         costs, legal = self._costs(pipe, kinds, cut, micro_batches), self.legal(pipe, micro_batches)
         return Ends(self._least_s(pipe, costs, micro_batches), costs.fits.all(axis=-1) & legal, costs.recomputed)
 
@@ -91,7 +85,6 @@ class SeveralTask(Task):
 
         What a cell keeps depends only on the numbers of its own stages.
         """
-        assert placement.pipe is not None, "several schedules"
         ranks = self._ranks(placement.pipe)
         ways = [
             list(
@@ -125,7 +118,7 @@ class SeveralTask(Task):
         for number in range(max(map(len, ways))):
             some = [of_rank[min(number, len(of_rank) - 1)] for of_rank in ways]
             left = [
-                number < len(of_rank) and not any(_no_more(less, one) for less in smallest)
+                number < len(of_rank) and not any(all(map(le, less, one)) for less in smallest)
                 for of_rank, one, smallest in zip(ways, some, found, strict=True)
             ]
             if not any(left):
@@ -139,15 +132,14 @@ class SeveralTask(Task):
         self, placement: Placement, at_least: tuple[int, ...], fits: Callable[[Sequence[int]], Sequence[bool]]
     ) -> tuple[int, ...]:
         """The fewest of each rank, put into its first stages, where the most micro-batches wait."""
-        assert placement.pipe is not None, "several schedules"
         ranks, layers = self._ranks(placement.pipe), np.array(placement.layers)
-        most = [layers[ranks == rank].tolist() for rank in range(self.shape.pipeline)]
+        most = [int(layers[ranks == rank].sum()) for rank in range(self.shape.pipeline)]
         least = [int(np.array(at_least)[ranks == rank].sum()) for rank in range(self.shape.pipeline)]
 
         def by_stage(numbers: Sequence[int]) -> tuple[int, ...]:
-            return _by_stage([_filled(n, of_rank) for n, of_rank in zip(numbers, most, strict=True)], ranks)
+            return lowest_first(numbers, placement.layers, ranks.tolist())
 
-        return by_stage(fewest(lambda numbers: fits(by_stage(numbers)), least, [sum(of) for of in most]))
+        return by_stage(fewest(lambda numbers: fits(by_stage(numbers)), least, most))
 
     # -- where placements are many ----------------------------------------------------------------------------------
 
@@ -202,16 +194,3 @@ def _by_stage(of_ranks: Sequence[Sequence[int]], ranks: Ints) -> tuple[int, ...]
     """Values in pipeline order, from the values of each rank in the order of its stages."""
     left = [iter(of_rank) for of_rank in of_ranks]
     return tuple(next(left[rank]) for rank in ranks.tolist())
-
-
-def _filled(number: int, most: Sequence[int]) -> list[int]:
-    """``number`` shared out so that each place, from the first on, gets as much as it can have."""
-    found = []
-    for limit in most:
-        found.append(min(number, limit))
-        number -= found[-1]
-    return found
-
-
-def _no_more(less: Sequence[int], more: Sequence[int]) -> bool:
-    return all(a <= b for a, b in zip(less, more, strict=True))

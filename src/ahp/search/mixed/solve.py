@@ -74,12 +74,11 @@ class Placement:
     rows: tuple[Row, ...]
     layers: tuple[int, ...]
     at_least_s: float
-    pipe: ScheduleChoice | None = None
-    """The schedule, where the shape stands for several."""
+    pipe: ScheduleChoice
 
     def of(self, shape: Shape, names: tuple[str, ...]) -> Parallelism:
         """The layout of ``shape`` with this placement."""
-        pipe = self.pipe or ScheduleChoice(shape.schedule, 1)
+        pipe = self.pipe
         ranks = stage_ranks(pipe.schedule, shape.pipeline, pipe.virtual)
         columns = zip(*([row.kind[rank] for rank in ranks] for row in self.rows), strict=True)
         some = zip(*(row.recomputed or (None,) * len(self.layers) for row in self.rows), strict=True)
@@ -137,6 +136,8 @@ class Task:
     """Share of the pipelines' time that the forecast adds for the slowest rank."""
     fixed: Fixed
     cells_fit: CellsFit
+    pipes: tuple[ScheduleChoice, ...]
+    """The schedules that the shape stands for."""
 
     def solve(self, price: Price, beat_s: float) -> Solved:
         """Price every placement that may take less than ``beat_s``, in the order of the bound; only where they are few."""
@@ -218,18 +219,13 @@ class Task:
     def few(self) -> bool:
         """Whether placements are few enough to look at all."""
         shape, layers = self.shape, self._num_layers
-        depths = [num_stages for _, num_stages in self._depths]
+        depths = [shape.pipeline * pipe.virtual for pipe in self.pipes]
         ways = sum(comb(max(layers - 1, 0), n - 1) for n in depths) if self.fixed.layers is None else len(depths)
         ways *= comb(self.total - 1, shape.replicas - 1) if self.fixed.micro_batches is None else 1
         if ways > ALL_PLACEMENTS:
             return False
         most = ALL_PLACEMENTS // max(ways, 1) + 1
         return self.fixed.rows is not None or num_matrices(self.cells, shape.pipeline, shape.replicas, most) < most
-
-    @property
-    def _depths(self) -> list[tuple[ScheduleChoice | None, int]]:
-        """The schedules, each with its number of stages; the schedule is None where the shape has only one."""
-        return [(None, self.shape.pipeline)]
 
     @property
     def _splits(self) -> bool:
@@ -263,8 +259,9 @@ class Task:
         number = {pair: at for at, pair in enumerate(pairs)}
         of_ways = np.array([[number[pair] for pair in way] for way in ways])
         kinds, micro_batches = np.array([kind for kind, _ in pairs]), np.array([m for _, m in pairs])
-        for pipe, num_stages in self._depths:
-            most = self._tables_of(pipe).most_in_stages(np.unique(micro_batches))
+        for pipe in self.pipes:
+            num_stages = self.shape.pipeline * pipe.virtual
+            most = self._tables_of(pipe).most_layers(np.unique(micro_batches)).max(axis=(0, 1))
             every = cuts(self._num_layers, num_stages) if self.fixed.layers is None else [self.fixed.layers]
             least = self.fixed.fewest_layers(num_stages)
             held = (cut for cut in every if all(map(le, least, cut)) and all(map(le, cut, most)))
@@ -279,13 +276,12 @@ class Task:
                     ]
                     yield self._placement(rows, some[at], float(bounds_s[way, at]), pipe)
 
-    def _tables_of(self, pipe: ScheduleChoice | None) -> LayoutTables:
+    def _tables_of(self, pipe: ScheduleChoice) -> LayoutTables:
         """The tables of a schedule, by stage."""
         return self.tables
 
-    def _ends(self, pipe: ScheduleChoice | None, kinds: Ints, cut: Ints, micro_batches: Ints) -> Ends:
+    def _ends(self, pipe: ScheduleChoice, kinds: Ints, cut: Ints, micro_batches: Ints) -> Ends:
         """Bounds of replicas, [...], from kinds [..., p], cuts [..., S] and micro-batches [...]."""
-        assert pipe is None, "one schedule has no choice"
         costs = self.tables.stages(kinds, cut, micro_batches)
         least_s = ends_s(costs.whole, costs.forward, micro_batches, splits=self._splits)
         least_s = least_s + self.tables.last_s[kinds[..., 0], cut[..., 0]]  # the last gradient ends at the first stage
@@ -294,9 +290,7 @@ class Task:
     def _recomputed(self, at_least: list[int]) -> tuple[int, ...] | None:
         return tuple(at_least) if self.tables.has_choice else None
 
-    def _placement(
-        self, rows: list[Row], cut: tuple[int, ...], bound_s: float, pipe: ScheduleChoice | None = None
-    ) -> Placement:
+    def _placement(self, rows: list[Row], cut: tuple[int, ...], bound_s: float, pipe: ScheduleChoice) -> Placement:
         given = self.fixed.recomputed
         if given is not None:
             rows = [row._replace(recomputed=some) for row, some in zip(rows, given, strict=True)]
@@ -339,7 +333,7 @@ class Task:
             shared = [(kind, m) for kind, each in zip(kinds, found.micro_batches, strict=True) for m in each]
             if self.fixed.micro_batches is not None:
                 shared = [(kind, m) for (kind, _), m in zip(shared, self.fixed.micro_batches, strict=True)]
-            yield self._placement(self._rows(shared, found.layers), found.layers, found.at_least_s)
+            yield self._placement(self._rows(shared, found.layers), found.layers, found.at_least_s, self.pipes[0])
 
     def _rows(self, shared: list[tuple[Kind, int]], cut: tuple[int, ...]) -> list[Row]:
         if not self.tables.has_choice:

@@ -22,6 +22,7 @@ from ahp.plan import ContextMethod, Parallelism, StagePlace
 from ahp.schedule.registry import PLAIN, SCHEDULES
 from ahp.schedule.registry import get as schedule_of
 from ahp.search.choices import DEEPEST_UNEVEN_VIRTUAL, RECOMPUTE, ScheduleChoice
+from ahp.search.degree_rules import of_tensor
 from ahp.search.mixed.given import Given
 from ahp.search.problem import OF_PLACEMENTS, Problem
 from ahp.search.space import Rule
@@ -389,15 +390,8 @@ class MixedSpace:
 
     def _of_tensor_ranks(self, tensor: int, sequence: bool) -> tuple[tuple[str, str | None], ...]:
         """The rules for ranks that share products, whatever else they share."""
-        graph, job, engine = self.asked.graph, self.asked.job, self.asked.engine
         layout = Parallelism(tensor_parallel_degree=tensor, enable_sequence_parallel=sequence)
-        return (
-            ("tensor", rules.tensor(graph, job, layout, engine)),
-            ("products in 8 bits", rules.products(graph, job, layout, engine)),
-            ("sequence", rules.sequence(graph, layout)),
-            ("whole attention", rules.whole_attention(graph, job, layout, engine)),
-            ("asynchronous", rules.asynchronous(layout, engine)),
-        )
+        return tuple((name, reason(layout)) for name, reason, _ in of_tensor(self.asked))
 
     def _counted(self, width: int, total: int) -> tuple[int, int]:
         """Numbers of shapes with cells of this width: (without a pipeline, with one)."""

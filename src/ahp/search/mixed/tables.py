@@ -80,7 +80,6 @@ class LayoutTables:
         self._dropped = columns.held.dropped[row] * share.max()
         """[G] Bytes of a micro-batch that recomputing one layer saves, at most."""
         self.by_layers = cache(self._by_layers)
-        self.most_layers = cache(self._most_layers)
         self._room = cache(self._room_with)
 
     @cached_property
@@ -146,10 +145,6 @@ class LayoutTables:
         numbers, which = np.unique(micro_batches, return_inverse=True)
         at = which.reshape(np.shape(micro_batches))[..., None], kinds, np.arange(self.num_stages)
         return self._work[last] - self._work[first], seconds, self._rooms(numbers, at)
-
-    def most_in_stages(self, micro_batches: Ints) -> Ints:
-        """[S] The most layers of each stage that any group can hold with any of these numbers of micro-batches."""
-        return self._most_of(micro_batches).max(axis=(0, 1))
 
     def _by_layers(self, micro_batches: int) -> StageCosts:
         """[G, S, L] Costs by number of layers, from 1 on, of the mean layer where layers differ. Infinite seconds where a stage does not fit."""
@@ -226,12 +221,8 @@ class LayoutTables:
     def _again_s(self) -> Floats:
         return np.array([of.again_s for of in self.groups])
 
-    def _most_layers(self, micro_batches: int) -> Ints:
-        """[G, S] Layers that a device of the group can hold in a stage, at most, recomputed or not."""
-        return self._most_of(np.array([micro_batches]))[0]
-
-    def _most_of(self, micro_batches: Ints) -> Ints:
-        """[M, G, S] The same for each number of micro-batches."""
+    def most_layers(self, micro_batches: Ints) -> Ints:
+        """[M, G, S] Layers that a device of the group can hold in a stage, at most, recomputed or not, for each number of micro-batches."""
         most = self._rooms(micro_batches).most
         return np.minimum(np.floor(most / self._least_work + ROUNDING), self.num_layers).astype(np.int64)
 
@@ -247,7 +238,7 @@ def columns_hold(
     """
     stages, replicas = shape
     groups = [group for group, count in enumerate(cells) if count]
-    light, layers = (tables.most_layers(m)[groups] for m in micro_batches)
+    light, layers = tables.most_layers(np.array(micro_batches))[:, groups]
     most = layers.max(axis=0)
     by_room = sorted(range(len(groups)), key=lambda at: layers[at].sum())
     for weak in range(1, len(groups) + 1):

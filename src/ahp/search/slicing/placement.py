@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -156,10 +157,7 @@ def shape_of(node: Node) -> tuple[int, ...]:
 
 def numel_of(node: Node) -> int:
     """Elements of a node's (first) output."""
-    count = 1
-    for size in shape_of(node):
-        count *= size
-    return count
+    return math.prod(shape_of(node))
 
 
 def is_tensor(node: Node) -> bool:
