@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ahp.graph.effects import AsInGraph
 from ahp.graph.fake_mode import as_on_data
 from ahp.graph.functional import simplify
 from ahp.graph.torch_compat import FakeTensor, FakeTensorMode, pytree
@@ -87,7 +88,7 @@ def capture(
 
     ``shapes`` replaces the shapes of weights of which only the local part is in memory. The arguments can be fake themselves. The
     graph sets the gradient mode as the block does, so it is valid for the mode of this call. It writes into buffers as the block
-    does. Raises whatever the block raises: data-dependent control flow cannot be traced.
+    does. Raises NotInGraph, and whatever the block raises: data-dependent control flow cannot be traced.
     """
     fakes = [leaf for leaf in tensor_leaves(args, kwargs) if isinstance(leaf, FakeTensor)]
     # A tensor that is neither a parameter nor a buffer (a table made in ``__init__``) is a constant of the graph.
@@ -111,7 +112,7 @@ def capture(
 
     # A capture can happen while a checkpointed block counts what its forward saves: it must not see what is saved here.
     unseen = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
-    with as_on_data(), mode, unseen:
+    with as_on_data(), mode, unseen, AsInGraph():
         weights = [_fake(like) for like in wanted.values()]
         activations = [_fake(TensorLike.of(leaves[i])) for i in where]
         graph = make_fx(forward, tracing_mode="real", pre_dispatch=True)(weights, activations)

@@ -8,6 +8,19 @@ from contextlib import contextmanager
 
 import torch
 
+from ahp.errors import BadInput
+
+DEPENDS_ON_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException")
+"""Names of errors, which torch does not export, for code that depends on data: a tensor in an ``if``, as many rows as a mask has ones."""
+
+
+class NeedsValues(BadInput):
+    """A forward whose control flow depends on data."""
+
+    def __init__(self, model: str, operator: str) -> None:
+        self.rule = f"what the model's forward does next depends on the values of a tensor ({operator}), and it is looked at without values"
+        super().__init__(f"model = {model}: {self.rule}")
+
 
 @contextmanager
 def as_on_data(*, document_mask: bool = False) -> Iterator[None]:

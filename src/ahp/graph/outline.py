@@ -18,10 +18,12 @@ from ahp.graph.blocks import counting_keys, find_blocks
 from ahp.graph.call import Documents, call_model, logits_of
 from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves
 from ahp.graph.copies import fake_copy
+from ahp.graph.effects import Draws, NotInGraph, in_graph_alone
 from ahp.graph.experts import Watch
-from ahp.graph.fake_mode import as_on_data
+from ahp.graph.fake_mode import DEPENDS_ON_VALUES, NeedsValues, as_on_data
 from ahp.graph.fake_run import others_pass_on
 from ahp.graph.flow import BEFORE, Flow
+from ahp.graph.host_numbers import seeded
 from ahp.graph.likeness import Values, watched
 from ahp.graph.torch_compat import FakeTensorMode, pytree
 
@@ -128,15 +130,27 @@ def _where(blocks: nn.Module, keys: set[str]) -> dict[nn.Module, dict[str, list[
 def _run(
     record: _Record, mode: Any, batch_size: int, sequence_length: int, documents: Documents | None
 ) -> torch.Tensor:
-    """Run the recorded copy; its logits."""
-    with as_on_data(document_mask=documents is not None), mode, torch.enable_grad(), record.flow:
+    """Run the recorded copy, in training, as every layout does; its logits. Ranks draw the same numbers, so that all refuse alike."""
+    record.fake.train()
+    with (
+        as_on_data(document_mask=documents is not None),
+        mode,
+        torch.enable_grad(),
+        record.flow,
+        seeded(0),
+    ):
         input_ids = torch.zeros((batch_size, sequence_length), dtype=torch.int64)
         position_ids = torch.zeros_like(input_ids) if documents else None
+        record.draws.enter()
         try:
-            return logits_of(call_model(record.fake, input_ids, position_ids, documents))
+            logits = logits_of(call_model(record.fake, input_ids, position_ids, documents))
+            record.draws.leave()
+            return logits
         except (_NoHidden, BadInput):
             raise
         except Exception as error:
+            if type(error).__name__ in DEPENDS_ON_VALUES:
+                raise NeedsValues(type(record.fake).__name__, str(error)) from error
             raise BadInput(
                 f"model = {type(record.fake).__name__}: its forward(input_ids) fails on fake tensors: {error}"
             ) from error
@@ -197,6 +211,7 @@ class _Record:
         self.changes: str | None = None
         self.shared: list[torch.Tensor] | None = None
         self.uncuttable: str | None = None
+        self.draws = Draws()
         self.experts = Watch(fake, [f"{blocks_path}.{number}" for number in range(len(self.blocks))])
         self.inside = {m for block in self.blocks for m in block.modules()}
         for name, module in fake.named_modules():
@@ -220,6 +235,7 @@ class _Record:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self.first_block_at is None:
                 self.first_block_at = len(self.ran)
+            self.draws.leave()
             self.calls.setdefault(index, (args, kwargs))
             self.order.append(index)
             self._look_between(index, args, kwargs)
@@ -251,6 +267,7 @@ class _Record:
 
     def _note_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.flow.leave()
+        self.draws.enter()
         changed = next((what for what, facts in self.objects if Values().of(what) != facts), None)
         if changed is not None:
             block = f"block {self.order[-1]} of {self.blocks_path}"
@@ -281,6 +298,7 @@ class _Record:
         before = self._before()
         return (
             self.puts_others()
+            or self.draws.why_uncuttable()
             or self._runs_otherwise()
             or self.uncuttable
             or self._reads_beside()
@@ -412,8 +430,10 @@ class _Record:
         for hooks in (block._forward_pre_hooks, block._forward_pre_hooks_with_kwargs, block._forward_hooks):
             hooks.clear()
         try:
-            with mode:
+            with mode, in_graph_alone(block):
                 return capture(block, args, kwargs)
+        except NotInGraph as error:
+            return BadInput(f"block {type(block).__name__} {error}")
         except Exception as error:
             return BadInput(f"block {type(block).__name__} cannot be traced: {type(error).__name__}: {error}")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ from ahp.forecast.selective import last_read
 from ahp.forecast.split import is_weight_product, split
 from ahp.graph.blocks import find_blocks
 from ahp.graph.call import call_model, logits_of
+from ahp.graph.host_numbers import seeded
 from ahp.graph.operators import ModelGraph, Operator
 from ahp.graph.trace import analyze
 from ahp.job import Job
@@ -138,7 +141,20 @@ class Drawing(nn.Module):
         return self.leave(torch.nn.functional.dropout(masked * torch.randn_like(x), 0.5))
 
 
-@pytest.mark.parametrize("build", [InPlace, Drawing])
+class DrawingOnHost(Drawing):
+    """Draws from Python's generator and NumPy's, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.enter(x) * (self.calls + random.random() + np.random.random())
+        return self.leave(torch.nn.functional.gelu(x) if random.random() < 0.5 else x.square())
+
+
+@pytest.mark.parametrize("build", [InPlace, Drawing, DrawingOnHost])
 def test_a_block_of_its_own_kind_has_the_gradients_of_one_without(build: Callable[[], nn.Module]) -> None:
     found = []
     for kind in KINDS:
@@ -146,8 +162,11 @@ def test_a_block_of_its_own_kind_has_the_gradients_of_one_without(build: Callabl
         if kind is not None:
             recompute(block, kind)
         torch.manual_seed(1)
-        block(x).square().sum().backward()
-        found.append([x.grad, *(p.grad for p in block.parameters())])
+        with seeded(1):
+            for _ in range(3):
+                block(x).square().sum().backward()
+            found.append([x.grad, *(p.grad for p in block.parameters()), torch.tensor(random.random())])
+        assert getattr(block, "calls", 3) == 3
     for others in found[1:]:
         torch.testing.assert_close(others, found[0], rtol=0, atol=0)
 

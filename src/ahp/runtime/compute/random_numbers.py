@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 
+from ahp.graph import host_numbers
 from ahp.runtime.ranks.mesh import Mesh
 
 
@@ -19,11 +19,16 @@ def numbers_of_step(mesh: Mesh, seed: int, step: int) -> Iterator[None]:
     A run that is resumed under the same layout draws what it would have drawn, so no generator's state is saved. Ranks of a
     tensor-parallel group draw the same numbers, because they share whole tensors and weights. Other ranks draw their own numbers,
     also those that share a sequence: each has its own tokens.
+
+    The generators of Python and NumPy choose what runs (a forward that drops layers asks ``random.random()``), so ranks that meet
+    inside of a block draw the same from them: those that share a sequence or experts. If one left out a block, the others would wait.
     """
-    place = (seed, step, mesh.token_rank, mesh.rank("pp"))
-    state = int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1)
+    state, of_host = (
+        _state(seed, step, number, mesh.rank("pp"))
+        for number in (mesh.token_rank, mesh.token_rank // mesh.ranks_in_a_block)
+    )
     on_gpu = [mesh.device] if mesh.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=on_gpu, device_type="cuda"), _numbers_of_python(state):
+    with torch.random.fork_rng(devices=on_gpu, device_type="cuda"), host_numbers.seeded(of_host):
         # Not torch.manual_seed, which would leave the generators of this process's other GPUs changed.
         torch.default_generator.manual_seed(state)
         for device in on_gpu:
@@ -32,15 +37,5 @@ def numbers_of_step(mesh: Mesh, seed: int, step: int) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _numbers_of_python(state: int) -> Iterator[None]:
-    """Within, the generators of Python and NumPy are seeded too: a forward that drops layers often asks ``random.random()``. Tensor-parallel
-    ranks that dropped different layers would wait for each other."""
-    before, before_numpy = random.getstate(), np.random.get_state()
-    random.seed(state)
-    np.random.seed(state % 2**32)
-    try:
-        yield
-    finally:
-        random.setstate(before)
-        np.random.set_state(before_numpy)
+def _state(*place: int) -> int:
+    return int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1)

@@ -6,6 +6,7 @@ one rank, over process groups that all ranks make in the same order; and one gro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,6 +98,11 @@ class Mesh:
     def token_rank(self) -> int:
         """This rank's number among the ranks that see different tokens: ``data x cp``."""
         return self.data_rank * self.size("cp") + self.rank("cp")
+
+    @property
+    def ranks_in_a_block(self) -> int:
+        """How many ranks with neighbouring ``token_rank`` exchange tokens inside of blocks: for attention, or for experts."""
+        return math.lcm(self.size("cp"), 1 if self.experts is None else self.size("ep"))
 
     def __str__(self) -> str:
         return f"rank {dist.get_rank()}: " + " ".join(f"{axis} {self.rank(axis)}/{self.size(axis)}" for axis in AXES)

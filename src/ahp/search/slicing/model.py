@@ -67,7 +67,7 @@ def slice_outline(found: Outline, degree: int, *, enable_sequence_parallel: bool
         )
     for captured in found.captures:
         if isinstance(captured, BadInput):
-            raise BadInput(f"tensor_parallel_degree = {degree}: {captured}")
+            raise bad_input("tensor_parallel_degree", degree, str(captured), [1])
         hidden = _hidden_of(captured, found) if enable_sequence_parallel else None
         solution = solve(captured, degree, hidden=hidden)
         if not _splits_a_weight(solution):
