@@ -305,6 +305,74 @@ def test_modes_around_a_step_change_nothing_or_are_refused(pool: Pool, name: str
         assert evaluated == pytest.approx(stepped, rel=1e-6)
 
 
+def unlike_rows(rank: int, world: int, layout: dict[str, Any]) -> list[tuple[float, float]]:
+    """A step and an evaluation whose ranks have other numbers of rows, then one as they should."""
+    from ahp.runtime.parallel import parallelize
+
+    parallel = parallelize(BUILDERS["custom"](), {"job": JOB, "parallelism": layout})
+    part = parallel.shard(batch(0))
+    if world > 1:
+        fewer = {key: value[: len(value) - layout["micro_batch_size"] * (rank % 2)] for key, value in part.items()}
+        for call in (parallel.step, lambda given: parallel.evaluate([given])):
+            with pytest.raises(
+                BadInput, match=rf"part: rows = {len(fewer['labels'])}: other ranks have another number, and"
+            ):
+                call(fewer)
+    losses = [parallel.step(parallel.shard(batch(step))) for step in range(2)]
+    return [(one.loss, one.grad_norm) for one in losses]
+
+
+UNEVEN = {"data_parallel_replicate_degree": 2, "micro_batches_per_replica": [2, 6], "micro_batch_size": 1}
+
+
+@pytest.mark.parametrize("layout", [PIECES["zero3"], PIECES["replicas"], UNEVEN])
+def test_ranks_with_other_numbers_of_rows_are_refused_before_they_wait(pool: Pool, layout: dict[str, Any]) -> None:
+    (expected,) = pool.run(unlike_rows, 1, PIECES["one"])
+    for found in pool.run(unlike_rows, 2, layout):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-5, atol=0.0)
+
+
+def under_defaults(
+    rank: int, world: int, layout: dict[str, Any], dtype: torch.dtype
+) -> list[tuple[float, float, float]]:
+    """Steps and evaluations of a program whose default dtype is another."""
+    from ahp.runtime.parallel import parallelize
+
+    module = BUILDERS["custom"]()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        parallel = parallelize(module, {"job": JOB, "parallelism": layout})
+        results = [
+            (parallel.step(part), parallel.evaluate([part])) for part in map(parallel.shard, map(batch, range(2)))
+        ]
+    finally:
+        torch.set_default_dtype(before)
+    return [(one.loss, one.grad_norm, evaluated) for one, evaluated in results]
+
+
+@pytest.mark.parametrize("name", ["one", "zero3", "pipe"])
+def test_losses_are_added_up_in_fp32_whatever_the_programs_default_is(pool: Pool, name: str) -> None:
+    layout = PIPE if name == "pipe" else PIECES[name]
+    found = [
+        pool.run(under_defaults, world_size(layout), layout, dtype)[0] for dtype in (torch.bfloat16, torch.float32)
+    ]
+    assert found[0] == found[1]
+
+
+def within_meta(rank: int, world: int) -> None:
+    from ahp.runtime.parallel import parallelize
+
+    told = r"torch.get_default_device\(\) = 'meta': ahp.parallelize makes tensors, .* \(valid: cpu, only the model built under it\)"
+    with torch.device("meta"), pytest.raises(BadInput, match=told):
+        parallelize(BUILDERS["custom"](), {"job": JOB})
+
+
+def test_a_call_under_the_meta_device_is_refused(pool: Pool) -> None:
+    """Only the model is to be built there."""
+    pool.run(within_meta, 1)
+
+
 ROOT = Path(__file__).parents[2]
 
 

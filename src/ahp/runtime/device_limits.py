@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
-from ahp.errors import HardwareMismatch
+from ahp.errors import HardwareMismatch, bad_input
 from ahp.plan import EngineChoice
 from ahp.runtime.optimizer.offload import refuse_without_host
 
@@ -50,3 +50,11 @@ def compiles_sliced_blocks() -> bool:
     """Whether this torch sums gradients of compiled blocks over tensor-parallel ranks. [Empirical] torch 2.11 silently leaves sums out (a small
     LLaMA on two ranks: a norm of 0.95 instead of 1.39, on Python 3.13); 2.13, 2.14 and 2.15 do not; 2.12 was not tried."""
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
+def refuse_default_device(device: torch.device) -> None:
+    """Raises BadInput within ``torch.device("meta")`` and the like, which every tensor made here would land on."""
+    default = torch.get_default_device()
+    if default.type not in ("cpu", device.type):
+        rule = f"ahp.parallelize makes tensors, and was called under this default (torch.set_default_device, or with torch.device), to compute on {device.type}"
+        raise bad_input("torch.get_default_device()", str(default), rule, ["cpu", "only the model built under it"])

@@ -24,6 +24,7 @@ from ahp.runtime.compute.deterministic import deterministic, set_environment
 from ahp.runtime.compute.fp8 import check_parts, refuse_device
 from ahp.runtime.compute.loss import Loss, PendingCount, count_scored
 from ahp.runtime.compute.random_numbers import numbers_of_step
+from ahp.runtime.device_limits import refuse_default_device
 from ahp.runtime.experts.balance_loss import Balance, balance_of
 from ahp.runtime.host_copy import HostCopy
 from ahp.runtime.inside import blocks_of, needs_outline, outline_of, slicing_of
@@ -35,7 +36,7 @@ from ahp.runtime.optimizer.loss_scale import LossScale
 from ahp.runtime.optimizer.muon import OwnedMatrices
 from ahp.runtime.optimizer.norm import loss_and_norm, unscale_and_clip_, weighted_square_sum
 from ahp.runtime.parameters import mark_taken, refuse_parameters
-from ahp.runtime.part import check_part, keys_of_part
+from ahp.runtime.part import RowsOfRanks, check_part, keys_of_part
 from ahp.runtime.peak_memory import most_bytes
 from ahp.runtime.pipeline.borders import by_micro_batch
 from ahp.runtime.pipeline.cut import Stage
@@ -102,6 +103,7 @@ def parallelize(
     if checked.job.deterministic:
         set_environment()
     where = rank_device(checked, device)
+    refuse_default_device(where)
     if checked.job.precision == "fp8":
         refuse_device(where)
     return rehearse(module, checked, where, initialize=initialize)
@@ -124,6 +126,7 @@ class Parallel:
         self.plan, self.mesh, self.hosts = plan, mesh, hosts
         p = self.layout = plan.parallelism.of_rank(mesh.rank("pp"))
         """The plan's parallelism as this rank sees it: with the width of its own stages."""
+        self.rows_of_ranks = RowsOfRanks(p, mesh.rank("dp_replicate"))
         own = plan.model_copy(update={"parallelism": self.layout})
         refuse_parameters(module)
         hold_in_fp32(module)
@@ -327,13 +330,6 @@ class Parallel:
         start = (sum(counts[:replica]) * p.data_parallel_shard_degree + counts[replica] * shard) * each
         return range(start, start + counts[replica] * each)
 
-    def _micro_batches(self, num_rows: int) -> int:
-        """How many micro-batches the global batch has over all replicas and shards, if this rank has ``num_rows`` rows."""
-        p = self.layout
-        counts = p.micro_batches_per_replica or (1,) * p.data_parallel_replicate_degree
-        mine = counts[self.mesh.rank("dp_replicate")]
-        return num_rows // p.micro_batch_size * sum(counts) * p.data_parallel_shard_degree // mine
-
     def step(self, part: dict[str, torch.Tensor]) -> StepResult:
         """Forward, backward, clip, update. Collective. If the loss or the gradient norm is not finite, no weight changes.
 
@@ -354,8 +350,9 @@ class Parallel:
         state, scale = self.state, self.state.loss_scale.factor
         scored = count_scored(labels, causal=self.loss.causal)
         self.loss.scale = scale
-        self.loss.num_micro_batches = self._micro_batches(len(labels))
-        self.loss.total = PendingCount(scored, self.mesh.data.get_group())
+        self.loss.num_micro_batches = self.rows_of_ranks.micro_batches(len(labels))
+        self.loss.total = PendingCount(scored, self.mesh.data.get_group(), self.rows_of_ranks.share(len(labels)))
+        self.rows_of_ranks.check(len(labels), self.loss.total, self.mesh.device)
         job = self.plan.job
         if self._in_step:
             forget_step(self.runner, state.local, self.sharding)
@@ -396,9 +393,9 @@ class Parallel:
 
         ``parts``: this rank's rows of each batch, as ``shard`` gives them. Collective; the result is the same on every rank, under every plan.
         """
-        size = self.layout.micro_batch_size
+        checked, seed = (self._checked(part) for part in parts), self.plan.job.seed
         with deterministic(self.plan.job.deterministic):
-            return evaluate(self.runner, self.mesh, size, (self._checked(part) for part in parts), self.plan.job.seed)
+            return evaluate(self.runner, self.mesh, self.rows_of_ranks, checked, seed)
 
     def find_fault(self, part: dict[str, torch.Tensor], result: StepResult) -> str:
         """Why a step's loss or norm is not finite, in words. To be called after that step, which left the weights as they were.

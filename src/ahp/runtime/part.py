@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from ahp.errors import bad_input
 from ahp.job import Job
+from ahp.plan import Parallelism
+from ahp.runtime.compute.loss import PendingCount
 
 
 def keys_of_part(job: Job) -> list[str]:
@@ -38,3 +41,32 @@ def check_part(part: dict[str, Any], job: Job, micro_batch_size: int) -> None:
             ", ".join(f"{key} {list(part[key].shape)}" for key in wanted),
             f"all must be [rows, sequence] with rows a multiple of micro_batch_size {micro_batch_size}; did you call parallel.shard(batch)?",
         )
+
+
+class RowsOfRanks:
+    """Refuses parts of which some ranks have more micro-batches than others: they would wait for each other in the collectives of a layout
+    that has some in each micro-batch."""
+
+    def __init__(self, layout: Parallelism, replica: int) -> None:
+        self.layout, self.replica = layout, replica
+        self.counts = layout.micro_batches_per_replica or (1,) * layout.data_parallel_replicate_degree
+        self.checked: int | None = None
+
+    def share(self, rows: int) -> int:
+        """A number that is the same for the rows of every replica and shard."""
+        return rows * (math.lcm(*self.counts) // self.counts[self.replica])
+
+    def micro_batches(self, rows: int) -> int:
+        """How many micro-batches the global batch has over all replicas and shards, if this rank has so many rows."""
+        p = self.layout
+        return rows // p.micro_batch_size * sum(self.counts) * p.data_parallel_shard_degree // self.counts[self.replica]
+
+    def check(self, rows: int, count: PendingCount, device: torch.device) -> None:
+        """Raises BadInput on every rank if ``count`` was given other shares elsewhere. A GPU's host asks only where its own rows are others
+        than before, because it would wait for the device."""
+        if device.type != "cpu" and rows == self.checked:
+            return
+        if not count.are_shares_alike():
+            rule = "other ranks have another number, and a rank must have as many as parallel.rows(rows of the global batch) says"
+            raise bad_input("part: rows", rows, rule)
+        self.checked = rows

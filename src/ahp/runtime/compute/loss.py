@@ -84,17 +84,28 @@ class Loss:
 
 
 class PendingCount:
-    """The number of scored tokens, summed over ranks while the forward pass already runs."""
+    """The number of scored tokens, summed over ranks while the forward pass already runs. Beside it goes ``share``, which must be the
+    same number on all ranks: how much of the global batch this rank has."""
 
-    def __init__(self, local: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self._count = local.clone()
-        self._work = dist.all_reduce(self._count, group=group, async_op=True)
+    def __init__(self, local: torch.Tensor, group: dist.ProcessGroup, share: int = 0) -> None:
+        self._sums, self._ranks = local.new_full((3,), share), group.size()
+        self._sums[0] = local
+        self._sums[2] *= share
+        self._work = dist.all_reduce(self._sums, group=group, async_op=True)
 
-    def number(self) -> torch.Tensor:
+    def _summed(self) -> torch.Tensor:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return self._count
+        return self._sums
+
+    def number(self) -> torch.Tensor:
+        return self._summed()[0]
+
+    def are_shares_alike(self) -> bool:
+        """The same answer on every rank. The host waits for the sum."""
+        _, total, squares = self._summed().tolist()
+        return bool(self._ranks * squares == total**2)
 
     def value(self) -> torch.Tensor:
         """At least 1: a batch without a scored token has loss 0 and no gradient."""

@@ -47,7 +47,7 @@ class Balance:
 
     def nothing(self, device: torch.device) -> torch.Tensor:
         """The sums before the first layer: zeros, trainable because torch's pipeline sends gradients back for every input."""
-        return torch.zeros((2, self.num_experts), device=device, requires_grad=True)
+        return torch.zeros((2, self.num_experts), dtype=torch.float32, device=device, requires_grad=True)
 
     def loss(self, sums: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
         """The weighted balance loss of a micro-batch, from the sums over its layers. If the ranks of ``group`` each have a part of

@@ -113,7 +113,9 @@ class EightBitAdamW:
             state = self.moments(name)
             state["step"] += 1 if leave_out is None else (~leave_out).float()
             # Numbers that change from step to step are tensors: in a compiled kernel all others are constants.
-            kept, step_size = (torch.full((), x, device=shard.device) for x in (1 - rate * self.decay[name], rate))
+            kept, step_size = (
+                torch.full((), x, dtype=torch.float32, device=shard.device) for x in (1 - rate * self.decay[name], rate)
+            )
             moments = [state[f"{key}.{part}"] for key in MOMENTS for part in ("codes", "scale")]
             tables = [self._table(signed, shard.device) for signed in MOMENTS.values()]
             update_, at_once = self._update_on(shard.device), shard.numel()

@@ -55,7 +55,7 @@ class Accumulation:
 
     def run(self, inputs: Inputs, labels: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
         """Compute the gradients of the whole part. Returns its share of the mean loss, detached."""
-        total = torch.zeros((), device=labels.device)
+        total = torch.zeros((), dtype=torch.float32, device=labels.device)
         for number, (part, targets) in enumerate(split_rows(inputs, labels, len(labels) // num_micro_batches)):
             self.sharding.before_backward(last=number == num_micro_batches - 1)
             loss = self.loss(self.stages[0](part["input_ids"], **part), targets)
@@ -121,7 +121,11 @@ class Pipeline:
         for wait in self.waits:
             wait()
         self.waits.clear()
-        return torch.stack([loss.detach() for loss in losses]).sum() if last else torch.zeros((), device=labels.device)
+        return (
+            torch.stack([loss.detach() for loss in losses]).sum()
+            if last
+            else torch.zeros((), dtype=torch.float32, device=labels.device)
+        )
 
     def evaluate(self, inputs: Inputs, labels: torch.Tensor) -> torch.Tensor:
         """This rank's share of the loss of one micro-batch, forward only: 0 if the last stage is elsewhere. Collective.
@@ -143,7 +147,7 @@ class Pipeline:
                 parts = hidden if isinstance(hidden, tuple) else (hidden,)
                 for part, peer in zip(parts, self._peers(self.stages[index].after, index + 1), strict=True):
                     dist.send(part.contiguous(), dst=peer, group=group)
-        return torch.zeros((), device=self.mesh.device)
+        return torch.zeros((), dtype=torch.float32, device=self.mesh.device)
 
     def _border(self, p: Parallelism, index: int, other: int) -> Border | None:
         """This rank's side of the cut between one of its stages and a neighbor; None if both have one width, or there is no neighbor."""

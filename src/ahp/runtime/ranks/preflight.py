@@ -70,7 +70,7 @@ class Hosts:
 def _exchange(mesh: Mesh, axis: str, hosts: Hosts, exchange_s: float) -> None:
     group = mesh.group(axis)
     ranks = dist.get_process_group_ranks(group)
-    one = torch.ones((), device=mesh.device)
+    one = torch.ones((), dtype=torch.float32, device=mesh.device)
     wrong = None
     try:
         work = dist.all_reduce(one, group=group, async_op=True)

@@ -11,12 +11,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from ahp.runtime.compute.loss import PendingCount, count_scored
 from ahp.runtime.compute.random_numbers import numbers_of_step
+from ahp.runtime.part import RowsOfRanks
 from ahp.runtime.pipeline.schedules import Inputs, Runner, split_rows
 from ahp.runtime.ranks.mesh import Mesh
 
 
 def evaluate(
-    runner: Runner, mesh: Mesh, micro_batch_size: int, parts: Iterable[tuple[Inputs, torch.Tensor]], seed: int
+    runner: Runner, mesh: Mesh, of_ranks: RowsOfRanks, parts: Iterable[tuple[Inputs, torch.Tensor]], seed: int
 ) -> float:
     """Mean loss over the scored tokens of some global batches, nan without any; each rank gives its rows. Collective.
 
@@ -33,7 +34,7 @@ def evaluate(
         with torch.inference_mode(False), torch.no_grad():
             for number, part in enumerate(parts):
                 with numbers_of_step(mesh, seed, number):
-                    mean, count = _batch(runner, mesh, micro_batch_size, *part)
+                    mean, count = _batch(runner, mesh, of_ranks, *part)
                 total, tokens = total + mean * count, tokens + count
     finally:
         for stage in stages:
@@ -45,13 +46,15 @@ def evaluate(
 
 
 def _batch(
-    runner: Runner, mesh: Mesh, micro_batch_size: int, inputs: Inputs, labels: torch.Tensor
+    runner: Runner, mesh: Mesh, of_ranks: RowsOfRanks, inputs: Inputs, labels: torch.Tensor
 ) -> tuple[float, int]:
     """Mean loss of one global batch, and its number of scored tokens; the same on every rank."""
-    scored = PendingCount(count_scored(labels, causal=runner.loss.causal), mesh.data.get_group())
+    rows, group = len(labels), mesh.data.get_group()
+    scored = PendingCount(count_scored(labels, causal=runner.loss.causal), group, of_ranks.share(rows))
+    of_ranks.check(rows, scored, mesh.device)
     runner.loss.total = scored
-    pairs = split_rows(inputs, labels, micro_batch_size)
-    share = sum((runner.evaluate(*pair) for pair in pairs), torch.zeros((), device=mesh.device))
+    pairs = split_rows(inputs, labels, of_ranks.layout.micro_batch_size)
+    share = sum((runner.evaluate(*pair) for pair in pairs), torch.zeros((), dtype=torch.float32, device=mesh.device))
     mean = (share / mesh.size("tp")).double()
     dist.all_reduce(mean)
     return mean.item(), int(scored.number())
