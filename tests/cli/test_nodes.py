@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from ahp.cli.main import main
-from ahp.cli.nodes import asked, bounded, launch, say_why
+from ahp.cli.nodes import asked, bounded, launch, reporting, say_why
 from ahp.config import Elastic, Run
 from ahp.errors import BadInput
 from ahp.plan import Parallelism, Plan
 from ahp.run_files import Status
 from ahp.runtime.ranks import changing_nodes
 from ahp.runtime.ranks.changing_nodes import JobEnded, Node
+from ahp.runtime.ranks.environment import ROUND
 from ahp.runtime.run import failure
 from ahp.runtime.run.folder import RunFolder
 
@@ -129,3 +131,19 @@ def test_a_node_that_a_run_did_not_need_ends_as_the_run_has(
     else:
         with pytest.raises(JobEnded, match="have ended the job"):
             launch(*given)
+
+
+@pytest.mark.parametrize(
+    ("is_done", "fails", "told"), [(True, False, [0]), (True, True, [0, 2]), (False, False, []), (False, True, [])]
+)
+def test_launchers_learn_that_a_run_is_done_before_it_is_reported_on(
+    monkeypatch: pytest.MonkeyPatch, is_done: bool, fails: bool, told: list[int]
+) -> None:
+    found: list[int] = []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"ahp{ROUND}1")
+    monkeypatch.setattr("ahp.runtime.ranks.changing_nodes.end_for_all", found.append)
+    with suppress(BadInput), reporting(is_done=is_done):
+        assert found == told[:1]
+        if fails:
+            raise BadInput("the report's")
+    assert found == told

@@ -98,7 +98,7 @@ def launch(several: Asked, words: Sequence[str], run: Run) -> int:
         status = folder.status()
         if status is None or status.state != "done":
             raise
-        print(f"the run in {folder.path} is done; this node was not needed", file=sys.stderr)
+        print(f"the run in {folder.path} is done; nothing is left to do on this node", file=sys.stderr)
         return 0
 
 
@@ -135,11 +135,31 @@ def ending_for_all() -> Iterator[None]:
     except Exception as error:
         from ahp.runtime.run.failure import may_pass
 
-        if run_of_changing_nodes() is not None and not may_pass(error):
-            from ahp.runtime.ranks.changing_nodes import end_for_all
-
-            end_for_all(getattr(error, "exit_code", 1))
+        if not may_pass(error):
+            _end_for_all(getattr(error, "exit_code", 1))
         raise
+
+
+@contextmanager
+def reporting(*, is_done: bool) -> Iterator[None]:
+    """Inside the block, in the first worker of a job on several nodes, launchers start nothing again if the run is done, whether nodes are lost
+    or come. An error of the report then ends the job with its exit code."""
+    if not is_done:
+        yield
+        return
+    _end_for_all(0)
+    try:
+        yield
+    except Exception as error:
+        _end_for_all(getattr(error, "exit_code", 1))
+        raise
+
+
+def _end_for_all(exit_code: int) -> None:
+    if run_of_changing_nodes() is not None:
+        from ahp.runtime.ranks.changing_nodes import end_for_all
+
+        end_for_all(exit_code)
 
 
 def _workers_here() -> int:

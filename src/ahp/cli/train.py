@@ -158,7 +158,10 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
                 return found.plan, found.texts
 
             outcome = start(Prepared(*workers.decided_by_first(decide, tuple[Plan, Texts | None])))
-        return report(outcome, arguments, command, sample=request.run.sample) if workers.is_first else outcome.exit_code
+        if not workers.is_first:
+            return outcome.exit_code
+        with nodes.reporting(is_done=outcome.status.state == "done"):
+            return report(outcome, arguments, command, sample=request.run.sample)
 
 
 def _leave_stopped(folder: RunFolder, stop: Stopped) -> None:

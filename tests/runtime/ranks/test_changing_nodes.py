@@ -16,13 +16,19 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousStateError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+)
+from torch.distributed.elastic.utils.store import barrier
 
 from ahp.errors import BadInput
 from ahp.runtime.ranks import changing_nodes, store_place
 from ahp.runtime.ranks.changing_nodes import ENDED, ChangingNodes, CheckedState, JobEnded, StoreLost
 from ahp.runtime.ranks.store_place import is_here
-from ahp.runtime.ranks.torch_compat import rendezvous_names, stop_heartbeats
+from ahp.runtime.ranks.torch_compat import nodes_heard_of, rendezvous_names, stop_heartbeats
 from tests.runtime.workers import free_port, listened_on
 
 
@@ -262,3 +268,61 @@ def test_an_address_that_cannot_be_is_refused_at_once(host: str, words: str) -> 
 def test_a_port_that_cannot_be_is_refused() -> None:
     with pytest.raises(BadInput, match=r"--rendezvous = '127\.0\.0\.1:99999': "):
         ChangingNodes(RendezvousParameters("ahp", "127.0.0.1:99999", "ahp", 1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("over", [0, 1], ids=["the store's", "the other"])
+def test_a_launcher_whose_workers_have_ended_well_is_still_heard_of(monkeypatch: pytest.MonkeyPatch, over: int) -> None:
+    """The other's worker is still at work: the first worker reports on the run at its end."""
+    silent_s = _short_silence(monkeypatch)
+    told: list[str] = []
+    both = _both(least=2, told=told.append)
+    still, info = both[1 - over]
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(barrier, both[over][1].store, 2, "end")
+        try:
+            began_s = time.monotonic()
+            while time.monotonic() - began_s < 2 * silent_s:
+                assert (still.num_nodes_waiting(), told) == (0, [])
+                time.sleep(0.1)
+            assert len(nodes_heard_of(still.torchs) or ()) == 2
+            assert not waits.done()
+        finally:
+            barrier(info.store, 2, "end")
+        waits.result()
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_after_the_last_step_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither while the first worker reports on the run, nor after."""
+    silent_s = _short_silence(monkeypatch)
+    told: list[str] = []
+    (first, info), (lost, _) = _both(least=2, told=told.append)
+    monkeypatch.setenv("MASTER_ADDR", first.address.host)
+    monkeypatch.setenv("MASTER_PORT", str(first.address.port))
+    changing_nodes.end_for_all(0)
+    stop_heartbeats(lost.torchs)
+    began_s = time.monotonic()
+    while time.monotonic() - began_s < 2 * silent_s:
+        assert (first.num_nodes_waiting(), told) == (0, [])
+        time.sleep(0.1)
+    barrier(info.store, 2, "end", barrier_timeout=5 * silent_s)
+    assert time.monotonic() - began_s < 4 * silent_s
+    with pytest.raises(JobEnded, match="the run is done") as ended:
+        first.next_rendezvous()  # as if its worker had been killed while it reported
+    assert ended.value.exit_code == 0
+
+
+def _short_silence(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Launchers count as lost after fewer seconds. Returns how many."""
+    monkeypatch.setattr(changing_nodes, "KEEP_ALIVE_S", 0.5)
+    monkeypatch.setattr(changing_nodes, "MOST_MISSED", 6)
+    return 3.0
+
+
+def _both(**given: Any) -> list[tuple[ChangingNodes, RendezvousInfo]]:
+    """Two launchers that have met, the store's first, and what torch's launcher gets of each."""
+    port = free_port()
+    found = [meeting(port, **given) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        return list(zip(found, threads.map(ChangingNodes.next_rendezvous, found), strict=True))

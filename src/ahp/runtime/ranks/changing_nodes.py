@@ -86,9 +86,26 @@ class JobEnded(AhpError):
 
 
 def end_for_all(exit_code: int) -> None:
-    """Make every launcher end with this code. Called by a worker whose error a new start would meet again."""
+    """Make every launcher end with this code once its workers have ended. Called by a worker whose error a new start would meet again, and
+    with 0 by the first worker of a run that is done."""
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store.set(ENDED, str(exit_code))
+
+
+class RoundStore(dist.PrefixStore):
+    """The store of one round as torch's launcher gets it, which waits in it for the other launchers once its workers have ended well.
+
+    torch's own wait holds the connection: heartbeats would stop, and the others would count this launcher as lost. It also waits 300 s for
+    a launcher that is lost, and no longer for one whose worker still reports on the run.
+    """
+
+    def __init__(self, store: dist.Store, until_all_are_over: Callable[[], None]) -> None:
+        super().__init__("launchers", store)
+        self._until_all_are_over = until_all_are_over
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait for the others, not for torch's keys: these are set only if no launcher is lost."""
+        self._until_all_are_over()
 
 
 class StoreLost(Exception):
@@ -126,7 +143,9 @@ class ChangingNodes(RendezvousHandler):
         found = store_place.find(store_place.parse(parameters.endpoint), gone)
         self.store, self.address, self.is_host = found.store, found.address, found.is_host
         self.lost = False
-        self.round = self.nodes = 0
+        self.is_done = False
+        """Whether the run is done: workers that are left only report on it, and nothing starts again."""
+        self.round = self.number = self.nodes = 0
         self.members: dict[Any, tuple[int, str]] = {}
         """The nodes of this round, with their numbers and addresses."""
         self.workers: int = parameters.config.get("workers", 1)
@@ -152,7 +171,7 @@ class ChangingNodes(RendezvousHandler):
                 found = self.torchs.next_rendezvous()
             if found.rank == 0:
                 found.store.set("ahp/round", str(self.store.add("ahp/rounds", 1)))
-            self.round, self.nodes = int(found.store.get("ahp/round")), found.world_size
+            self.round, self.number, self.nodes = int(found.store.get("ahp/round")), found.rank, found.world_size
             self.store.set(f"ahp/workers/{self.round}/{found.rank}", str(self.workers))
             self.members, self.waits.all_known = nodes_of_round(self.torchs), True
         except (RendezvousClosedError, RendezvousGracefulExitError) as error:  # the latter on a spare node
@@ -161,12 +180,33 @@ class ChangingNodes(RendezvousHandler):
         except (RendezvousConnectionError, dist.DistError) as error:
             raise self._store_lost() from error
         workers = RendezvousStoreInfo(self.address.host, self.address.port)
-        return RendezvousInfo(found.store, found.rank, found.world_size, workers)
+        store = RoundStore(found.store, self._until_all_are_over)
+        return RendezvousInfo(store, found.rank, found.world_size, workers)
 
     def _refuse_what_has_ended(self) -> None:
+        if (code := self._ended()) is not None:
+            raise JobEnded(code, "" if code else "the run is done")
+
+    def _ended(self) -> int | None:
+        """The exit code with which all launchers are to end; None while the job goes on."""
         with suppress(RuntimeError):  # the store is gone
             if self.store.check([ENDED]):
-                raise JobEnded(int(self.store.get(ENDED)))
+                return int(self.store.get(ENDED))
+        return None
+
+    def _until_all_are_over(self) -> None:
+        """Wait until every launcher of the round is here too, or has left the round: it is lost, or its worker failed as it reported on the run."""
+        self.store.compare_set(ENDED, "", "0")  # the first worker may have gone before it could
+        self.store.set(f"ahp/over/{self.round}/{self.number}", "")
+        while not self._all_are_over():
+            time.sleep(MONITOR_S)
+
+    def _all_are_over(self) -> bool:
+        self._waiting()  # reads the state
+        if nodes_heard_of(self.torchs) is None:  # one that was over has closed the job
+            return True
+        there = [number for number, _ in nodes_of_round(self.torchs).values()]
+        return self.store.check([f"ahp/over/{self.round}/{number}" for number in there])
 
     @property
     def use_agent_store(self) -> bool:
@@ -181,7 +221,11 @@ class ChangingNodes(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """How many nodes want to join, at least 1 if a node of this round is gone: then all start again, and this node's workers, which wait for
-        it in vain, are killed at once. For a node that only leaves to wait for the next round, workers end by themselves; they may have to save."""
+        it in vain, are killed at once. For a node that only leaves to wait for the next round, workers end by themselves; they may have to save.
+        0 once the run is done, whatever becomes of the nodes and the store."""
+        self.is_done = self.is_done or self._ended() == 0
+        if self.is_done:
+            return 0
         waiting = self._waiting()
         if not self._gone():
             return waiting
