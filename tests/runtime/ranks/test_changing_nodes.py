@@ -29,6 +29,7 @@ from ahp.runtime.ranks import changing_nodes, store_place
 from ahp.runtime.ranks.changing_nodes import ENDED, ChangingNodes, CheckedState, JobEnded, StoreLost
 from ahp.runtime.ranks.store_place import is_here
 from ahp.runtime.ranks.torch_compat import nodes_heard_of, rendezvous_names, stop_heartbeats
+from ahp.runtime.ranks.watch import Watch
 from tests.runtime.workers import free_port, listened_on
 
 
@@ -311,6 +312,16 @@ def test_a_node_that_is_lost_after_the_last_step_is_not_waited_for(monkeypatch: 
     with pytest.raises(JobEnded, match="the run is done") as ended:
         first.next_rendezvous()  # as if its worker had been killed while it reported
     assert ended.value.exit_code == 0
+
+
+@pytest.mark.slow
+def test_too_few_nodes_are_no_damaged_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(changing_nodes, "JOIN_S", 2)
+    watch = Watch(tmp_path / "metrics.jsonl", 60.0)
+    node = changing_nodes.Node(2, 2, f"127.0.0.1:{free_port()}", 1, 0, tmp_path, watch)
+    with pytest.raises(JobEnded, match=r"fewer than 2 nodes \(--nodes\) came within 2 s; start the same") as ended:
+        changing_nodes.launch(["never"], node)
+    assert (ended.value.exit_code, "damaged" in str(ended.value)) == (1, False)
 
 
 def _short_silence(monkeypatch: pytest.MonkeyPatch) -> float:

@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousStateError,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -398,6 +399,9 @@ def launch(words: Sequence[str], node: Node) -> int:
             if not gone:
                 raise
             raise JobEnded(1, _without_store(node, str(error))) from error
+        except RendezvousTimeoutError as error:
+            few = f"fewer than {node.least} nodes (--nodes) came within {JOIN_S} s"
+            raise JobEnded(1, _without_store(node, few)) from error
         except RendezvousError as error:
             raise JobEnded(1, _without_store(node, f"what it kept is damaged: {error}")) from error
 
