@@ -6,6 +6,7 @@ import pickle
 import signal
 import socket
 import subprocess
+import sys
 import time
 from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
@@ -178,6 +179,47 @@ def test_the_workers_beside_a_node_that_starts_again_are_not_ended(monkeypatch: 
                 assert time.monotonic() - began_s < 20
             assert (worker.poll(), said) == (None, [])
             assert host.next_rendezvous().world_size == again.result().world_size == 2
+        finally:
+            worker.kill()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(ChangingNodes.shutdown, (host, other)))
+
+
+SAVING = """
+import pathlib, signal, sys, time
+
+def save(number, frame):
+    time.sleep(3)
+    pathlib.Path(sys.argv[1]).write_text("saved")
+    sys.exit(143)
+
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_workers_have_saved_before_a_launcher_makes_room_for_another_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torch's launcher would kill them 30 s after it has asked."""
+    port, saved = free_port(), tmp_path / "saved"
+    host, other = meeting(port), meeting(port)
+    command = [sys.executable, "-c", SAVING, str(saved)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker, ThreadPoolExecutor(2) as threads:
+        try:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == "ready\n"
+            monkeypatch.setattr(changing_nodes, "workers_of", lambda module: [psutil.Process(worker.pid)])
+            host.next_rendezvous()
+            joins = threads.submit(other.next_rendezvous)
+            began_s = time.monotonic()
+            while not host.num_nodes_waiting():
+                assert time.monotonic() - began_s < 20
+                time.sleep(0.1)
+            assert (saved.read_text(), worker.wait(5)) == ("saved", 143)
+            assert host.next_rendezvous().world_size == joins.result().world_size == 2
         finally:
             worker.kill()
     with ThreadPoolExecutor(2) as threads:

@@ -46,7 +46,7 @@ from ahp.runtime.ranks import store_place
 from ahp.runtime.ranks.environment import ROUND, gpu_variables
 from ahp.runtime.ranks.launch import quiet_launcher, workers_of
 from ahp.runtime.ranks.meeting import named
-from ahp.runtime.ranks.saving_first import workers_saving_first
+from ahp.runtime.ranks.saving_first import lives, workers_saving_first
 from ahp.runtime.ranks.stopped import ending_stopped
 from ahp.runtime.ranks.store_place import Address
 from ahp.runtime.ranks.torch_compat import (
@@ -228,6 +228,8 @@ class ChangingNodes(RendezvousHandler):
         if self.is_done:
             return 0
         waiting = self._waiting()
+        if waiting and self._is_whole():
+            self._let_workers_save()
         if not self._gone():
             return waiting
         time.sleep(LOOK_AGAIN_S)
@@ -242,6 +244,21 @@ class ChangingNodes(RendezvousHandler):
             _end_workers()
             return max(1, waiting)
         return waiting
+
+    def _is_whole(self) -> bool:
+        """Whether no node has left this round."""
+        return self.members.keys() <= nodes_of_round(self.torchs).keys()
+
+    def _let_workers_save(self) -> None:
+        """Make room for another node: ask this node's workers to save and stop, and wait until they have. torch's launcher, which asks next, would
+        kill them 30 s later. Once a node has left the round, workers may wait for it in vain; they get no more than these 30 s then."""
+        workers = workers_of("ahp")
+        for worker in workers:
+            with suppress(psutil.Error):
+                worker.terminate()
+        while any(lives(worker) for worker in workers) and self._is_whole():
+            time.sleep(MONITOR_S)
+            self._waiting()  # reads the state
 
     def _waiting(self) -> int:
         try:

@@ -39,7 +39,7 @@ def workers_saving_first() -> Iterator[None]:
                 worker.send_signal(signal.SIGKILL if again else signal.SIGTERM)
         if again:
             return  # back to the first signal's wait
-        while any(_lives(worker) for worker in workers):
+        while any(lives(worker) for worker in workers):
             time.sleep(LOOK_S)
         raise SignalException(f"stopped by {signal.Signals(number).name}", sigval=signal.Signals(number))
 
@@ -47,7 +47,7 @@ def workers_saving_first() -> Iterator[None]:
         yield
 
 
-def _lives(worker: psutil.Process) -> bool:
+def lives(worker: psutil.Process) -> bool:
     """Whether a worker has not ended. torch has to reap it, so an ended worker can be a zombie."""
     try:
         return worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE
