@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ahp.errors import BadInput, NothingFits
 from ahp.plan import Parallelism
 from ahp.search.counts import choose
-from ahp.search.mixed.space import MixedSpace
+from ahp.search.mixed.space import MixedSpace, layout_of
 from ahp.search.objective import Objective
 from ahp.search.ranking import search
 
@@ -200,3 +200,26 @@ def test_whatever_is_given_is_kept_or_refused(fixed: dict[str, Any]) -> None:
         return
     for plan in found.plans:
         assert keeps(plan.parallelism, asked.constraints.given), plan.parallelism.short()
+
+
+def test_the_usual_order_of_ranks_can_be_given() -> None:
+    """A search with the fastest layout as its constraints was refused, because these name the usual order: it was asked for and not taken."""
+    asked = mixed(CELLS, batch=4)
+    best = ranking_of(asked).fastest
+    again = ranking_of(mixed(CELLS, batch=4, constraints=best.parallelism)).fastest
+    assert again.parallelism == best.parallelism
+    assert again.priced.step_time_s == best.priced.step_time_s
+
+
+@pytest.mark.parametrize("order", [("pp", "dp_replicate"), ("dp_replicate",), ("pp", "dp_shard"), ("pp", "cp")])
+def test_an_order_says_which_axes_have_a_degree_above_one(order: tuple[str, ...]) -> None:
+    space = MixedSpace(mixed(CELLS, batch=4, constraints={"mesh_order": order}))
+    found = {
+        axes
+        for alike in space.alike
+        for grid in [space.grid(alike.width, space.micro_batches(alike))]
+        for pipeline, replicas in zip(grid.pipeline.tolist(), grid.replicas.tolist(), strict=True)
+        for axes in [layout_of(alike, pipeline, replicas).axes]
+    }
+    assert found == {order}
+    assert {plan.parallelism.axes for plan in ranking_of(space.asked).plans} == {order}

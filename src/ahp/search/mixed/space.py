@@ -18,7 +18,7 @@ from ahp.divisors import divisors
 from ahp.engines.traits import Traits
 from ahp.errors import BadInput
 from ahp.forecast import mixed_rules, rules
-from ahp.plan import ContextMethod, Parallelism, StagePlace
+from ahp.plan import Axis, ContextMethod, Parallelism, StagePlace
 from ahp.schedule.registry import PLAIN, SCHEDULES
 from ahp.schedule.registry import get as schedule_of
 from ahp.search.choices import DEEPEST_UNEVEN_VIRTUAL, RECOMPUTE, ScheduleChoice
@@ -52,7 +52,7 @@ PLACED = frozenset({
     "data_parallel_replicate_degree", "data_parallel_shard_degree", "zero_stage", "tensor_parallel_degree",
     "enable_sequence_parallel", "pipeline_parallel_degree", "pipeline_parallel_schedule", "layers_per_stage",
     "context_parallel_degree", "context_parallel_method", "expert_parallel_degree", "micro_batch_size", "activation_checkpoint", "stages",
-    "micro_batches_per_replica", "recomputed_layers_per_stage", "virtual_stages_per_rank",
+    "micro_batches_per_replica", "recomputed_layers_per_stage", "virtual_stages_per_rank", "mesh_order",
 })  # fmt: skip
 """Keys that a layout over several groups can have."""
 
@@ -256,12 +256,17 @@ class MixedSpace:
         most = min(cells, max(self.asked.graph.num_layers, 1))
         given_p, given_r = self.given.get("pipeline_parallel_degree"), self.placed.num_replicas
         pairs = [
-            (p, r) for p in range(1, most + 1) if given_p in (None, p)
-            for r in range(1, min(cells // p, total) + 1) if given_r in (None, r)
+            (p, r) for p in range(1, most + 1) if given_p in (None, p) if self._has_axis("pp", p)
+            for r in range(1, min(cells // p, total) + 1) if given_r in (None, r) if self._has_axis("dp_replicate", r)
             if self.placed.has_room(p, r, there)
         ]  # fmt: skip
         found = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return Grid(found[:, 0], found[:, 1])
+
+    def _has_axis(self, axis: Axis, degree: int) -> bool:
+        """Whether a degree goes with the given mesh order, which names the axes with a degree above 1 (``Problem.check``: in the usual order)."""
+        order = self.given.get("mesh_order")
+        return order is None or (axis in order) == (degree > 1)
 
     def runs(self, grid: Grid, schedule: str, *, pipelined: bool) -> Mask:
         """[N] Whether a schedule can have the stages of each pair in the grid, whatever the micro-batches."""
@@ -293,6 +298,10 @@ class MixedSpace:
                     continue
                 for shard in self._values("data_parallel_shard_degree", divisors(batch)):
                     width = tensor * context * shard
+                    if not (self._has_axis("tp", tensor) and self._has_axis("cp", context)):
+                        continue
+                    if not self._has_axis("dp_shard", shard):
+                        continue
                     if width > world or not any(self.cells(width)):
                         continue
                     yield from self._of_width(tensor, context, shard, experts)
