@@ -107,6 +107,7 @@ def test_the_table_of_zero_stages(zero, pipeline, forward, backward, keeps_weigh
 def test_weights_are_wrapped_where_they_are_sharded_or_cast(precision, degrees, compute_bytes, copies, hooks):
     traits = AhpEngine().traits(Job(precision=precision), Parallelism(**degrees), EngineChoice())
     assert (traits.states.compute_weight_bytes, traits.reduce.copies) == (compute_bytes, copies)
+    assert traits.reduce.on_own_stream == hooks
     assert (traits.host.operators_per_unit > 0) == hooks
     split = Parallelism(**degrees, tensor_parallel_degree=2)
     more = AhpEngine().traits(Job(precision=precision), split, EngineChoice())

@@ -135,6 +135,17 @@ def test_units_of_one_rank_are_not_gathered_and_those_of_buckets_not_reduced():
     assert units(1, "fp32").reduced == 4 * 120 + 4 * 100
 
 
+@pytest.mark.parametrize("name", ["ahp", "accelerate"])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_nothing_is_kept_for_reductions_where_no_rank_shares_weights(name, micro_batches):
+    """Gradients counted twice, and layouts that fit were refused: fp32 with tensor and pipeline parallelism alone."""
+    layout = Parallelism(tensor_parallel_degree=2)
+    of = get(name).traits(Job(precision="fp32"), layout, EngineChoice(name=name))
+    assert unit_bytes(WEIGHTS, of, Shards.among(1), micro_batches) == NO_UNITS
+    parts = state_bytes(WEIGHTS, of, Shards.among(1), micro_batches)
+    assert (parts["gradients"], parts["gathered_weights"], parts["reduce_buffers"]) == (4000, 0, 0)
+
+
 def test_streams_keep_what_they_got():
     gathering = 2 * (120 + 100) * 5 / 4
     single = units(3, micro_batches=1)

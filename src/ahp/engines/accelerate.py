@@ -76,10 +76,10 @@ class AccelerateEngine(Engine):
                 element_bytes=2 if half and sharded else 4,
                 overlap=1.0,
                 every_micro_batch=zero >= 2,
-                copies=True,
+                copies=sharded or ddp,
                 bucket_elements=BUCKET_BYTES // 4 if ddp else 0,
                 keeps_buckets=ddp,
-                on_own_stream=not ddp,
+                on_own_stream=sharded,
             ),
             kernels=KernelTraits(
                 fusion="fused" if choice.compile else "modules",

@@ -145,7 +145,7 @@ def _traits(
             gradients_in_buckets=buckets,
             # runtime/pipeline/torch_compat.py, reduce_beside; buckets of replicas are summed when all gradients are there
             beside_stages=not buckets,
-            on_own_stream=not buckets,
+            on_own_stream=wrapped,  # of FSDP2; autograd adds up gradients where they are made
         ),
         tensor=TensorTraits(
             gathers_inputs_again=False,  # autograd keeps what the product read
