@@ -105,7 +105,7 @@ def _cells(size: str, found: Checked) -> tuple[str, ...]:
     step = f"{seconds(today.step_time_s)} ({seconds(today.step_time_low_s)} to {seconds(today.step_time_high_s)})"
     if not today.fits:
         change = f"{best}: {seconds(found.best.forecast.step_time_s)}"
-    elif found.saves is not None and found.saves >= 0.005:
+    elif found.saves is not None and not found.is_best:
         change = f"{best}: {percent(found.saves)} less"
     else:
         change = "nothing"

@@ -15,6 +15,8 @@ from ahp.cli.check import run
 from ahp.errors import AhpError, BadInput, NothingFits
 from ahp.export.reading import READERS, read_foreign
 from ahp.export.table import plan_of
+from ahp.search.ties import TIED
+from ahp.words import WORTH_TELLING
 from tests.export.test_engines import a_plan
 from tests.export.test_programs import BRIDGE, MAXTEXT, NANOTRON, NEMO
 
@@ -103,6 +105,34 @@ def test_a_megatron_script_is_judged(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (found["job"]["global_batch_size"], found["job"]["sequence_length"]) == (64, 4096)
     assert found["not_understood"] == ["--fancy-new-thing = '3': not understood"]
     assert found["forecast"]["step_time_low_s"] < found["forecast"]["step_time_s"]
+
+
+def test_the_next_command_names_a_model_that_it_can_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was ``ahp plan MODEL`` where the file has the sizes of the model and no name."""
+    file = tmp_path / "pretrain.sh"
+    for layers, following in (("32", ["ahp plan llama3-8b 1x8xH100-SXM-80GB --engine.name megatron"]), ("30", [])):
+        file.write_text(MEGATRON.replace("--num-layers 32", f"--num-layers {layers}"))
+        assert [command.partition(" --job")[0] for command in checked(file, capsys)["next"]] == following
+        assert run([str(file), *CLUSTER]) == 0
+        assert ("Next: " in capsys.readouterr().out) == bool(following)
+
+
+def test_no_change_is_recommended_within_what_the_forecast_can_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Layouts less than 2 % apart are tied for ``ahp plan``; here their lines were listed to be changed."""
+    file = tmp_path / "pretrain.sh"
+    smaller = MEGATRON.replace("--num-layers 32", "--num-layers 8").replace(
+        "--micro-batch-size 1", "--micro-batch-size 2"
+    )
+    file.write_text(smaller.replace("TP_SIZE=2", "TP_SIZE=1").replace("model-parallel-size=2", "model-parallel-size=1"))
+    found = checked(file, capsys)
+    assert WORTH_TELLING < found["saves"] < TIED
+    assert found["changes"] == []
+    assert run([str(file), *CLUSTER]) == 0
+    shown = capsys.readouterr().out
+    assert "less: tied, the forecast cannot tell which is faster" in shown
+    assert "Change" not in shown
 
 
 @pytest.mark.parametrize("extra", [[], ["--parallelism.micro-batch-size", "3"]])

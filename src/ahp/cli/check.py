@@ -80,6 +80,7 @@ class Checked:
     current: Current | None
     best: Plan
     changes: tuple[Change, ...]
+    """None if the file's layout is best (``is_best``), or the file cannot express the best one."""
     given: tuple[str, ...]
     """Keys that the user gave besides the file."""
     can_be_said: bool
@@ -101,8 +102,10 @@ class Checked:
 
     @property
     def is_best(self) -> bool:
-        """Whether the file's layout fits, and no other layout is clearly faster."""
-        return self.saves is not None and self.saves < WORTH_TELLING and self.today is not None and self.today.fits
+        """Whether the file's layout fits, and the forecast cannot tell it from the fastest."""
+        from ahp.search.ties import TIED
+
+        return self.saves is not None and self.saves <= TIED and self.today is not None and self.today.fits
 
     @property
     def assumed(self) -> list[str]:
@@ -120,7 +123,7 @@ def run(argv: list[str]) -> int:
     found = judged(foreign, plan, tuple(overrides))
     if arguments.cluster is None:
         found = replace(found, cluster=_short(plan.parallelism.world_size))
-    following = [_following(found, arguments.cluster or found.cluster)]
+    following = _following(found, arguments.cluster or found.cluster)
     if arguments.json:
         print(json.dumps({**_plain(found), "next": following}))
     else:
@@ -128,14 +131,19 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _following(found: Checked, cluster: str | None) -> str:
-    """The command of the full search that finds the best plan, explains why the others lost, and writes what ``ahp export`` reads."""
+def _following(found: Checked, cluster: str | None) -> list[str]:
+    """The command of the full search that finds the best plan, explains why the others lost, and writes what ``ahp export`` reads; none for a
+    model of sizes that no known model has, which no command line can name."""
+    from ahp.graph.catalogue import with_sizes
+
     plan, job = found.plan, found.plan.job
-    model = plan.model if isinstance(plan.model, str) else "MODEL"
+    model = plan.model if isinstance(plan.model, str) else with_sizes(plan.model)
+    if model is None:
+        return []
     words = ["ahp", "plan", model, cluster or "CLUSTER", "--engine.name", plan.engine.name]
     words += ["--job.sequence-length", str(job.sequence_length), "--job.global-batch-size", str(job.global_batch_size)]
     release = [] if plan.engine.version is None else ["--engine.version", plan.engine.version]
-    return shlex.join([*words, "--job.precision", job.precision, *release])
+    return [shlex.join([*words, "--job.precision", job.precision, *release])]
 
 
 def understood(arguments: Arguments, overrides: dict[str, Any]) -> tuple[Foreign, Plan]:
@@ -198,8 +206,12 @@ def judged(foreign: Foreign, plan: Plan, given: tuple[str, ...] = ()) -> Checked
     def price(layout: Parallelism) -> Forecast:
         return forecast(graph, cluster, plan.job, layout, best.engine)
 
-    changes = () if wanted is None else tuple(_changes(foreign, plan, wanted, price))
-    return Checked(foreign, plan, ranking.current, best, changes, given, wanted is not None)
+    found = Checked(foreign, plan, ranking.current, best, (), given, wanted is not None)
+    return (
+        found
+        if wanted is None or found.is_best
+        else replace(found, changes=tuple(_changes(foreign, plan, wanted, price)))
+    )
 
 
 def _plan(foreign: Foreign, model: str | None, cluster: Cluster, overrides: dict[str, Any]) -> Plan:
@@ -350,7 +362,8 @@ def _show(found: Checked, following: list[str]) -> None:
 
     rows, console = (*_judgement(found), *_changes_in_words(found), *_ignored(found)), tables.console()
     console.print(tables.Hanging([(f"{lead:<8}", words) for lead, words in rows], gap=1))
-    show_next(console, following)
+    if following:
+        show_next(console, following)
 
 
 def _judgement(found: Checked) -> Iterator[tuple[str, str]]:
@@ -383,6 +396,8 @@ def _judgement(found: Checked) -> Iterator[tuple[str, str]]:
         if found.saves < WORTH_TELLING
         else f", {percent(found.saves)} less"
     )
+    if found.is_best and ", no" not in gain:
+        gain += ": tied, the forecast cannot tell which is faster"
     if today is not None and not today.fits:
         gain = ", and it fits"
     yield "Best", f"{found.best.parallelism.short()}: {seconds(found.best.forecast.step_time_s)} a step{gain}"
@@ -391,9 +406,7 @@ def _judgement(found: Checked) -> Iterator[tuple[str, str]]:
 
 
 def _changes_in_words(found: Checked) -> Iterator[tuple[str, str]]:
-    """The lines to change; none if the best layout is no better."""
-    if found.is_best:
-        return
+    """The lines to change."""
     for change in found.changes:
         for key, now, best in change.lines:
             yield "Change", f"{key}: {_word(now)} -> {_word(best)}"

@@ -297,3 +297,24 @@ CATALOGUE: dict[str, CatalogueModel] = {
     "gpt-oss-20b": CatalogueModel(_gpt_oss(24, 32), 20_914_757_184, GPT_OSS),
     "gpt-oss-120b": CatalogueModel(_gpt_oss(36, 128), 116_829_156_672, GPT_OSS),
 }
+
+
+SIZES = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "num_local_experts", "num_experts_per_tok", "tie_word_embeddings",
+)  # fmt: skip
+"""Keys that decide what a step of a model costs."""
+
+
+def with_sizes(keys: dict[str, Any]) -> str | None:
+    """The name of a model with the sizes of a config and no shorter context; None if there is none."""
+    if "hidden_size" not in keys:  # GPT-2 has other names for its sizes
+        return None
+    sizes, length = _sizes(keys), keys.get("max_position_embeddings", 0)
+    alike = (name for name, model in CATALOGUE.items() if _sizes(model.config) == sizes)
+    return next((name for name in alike if CATALOGUE[name].config["max_position_embeddings"] >= length), None)
+
+
+def _sizes(keys: dict[str, Any]) -> dict[str, Any]:
+    head_dim = keys.get("hidden_size", 0) // keys.get("num_attention_heads", 1)
+    return {"head_dim": head_dim} | {key: keys[key] for key in SIZES if keys.get(key) is not None}
