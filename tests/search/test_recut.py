@@ -14,7 +14,7 @@ from ahp.job import Job
 from ahp.plan import Parallelism
 from ahp.search.problem import Problem, problem
 from ahp.search.ranking import search
-from ahp.search.recut import LayoutCosts, recut
+from ahp.search.recut import LayoutCosts, Recut, recut
 from ahp.search.stages import _by_moves, best_cut, cuts
 from ahp.search.uneven import UnevenRows, uneven_rows
 
@@ -72,10 +72,35 @@ def test_a_ranking_is_cut_anew_and_stays_sorted() -> None:
     times = [forecast.step_time_s for _, forecast in found.ranked]
     assert times == sorted(times)
     assert (flat, price(flat)) in found.ranked
-    (cut,) = (one for one, _ in found.ranked if one.num_stages > 1)
-    assert cut.layers_per_stage is not None
-    assert cut.layers_per_stage[-1] < max(cut.layers_per_stage)  # the head is as long as several blocks
-    assert asked("ahp").price(cut).step_time_s < price(layout).step_time_s
+    cuts_found = [one for one, _ in found.ranked if one.num_stages > 1]
+    assert "1F1B" in {one.pipeline_parallel_schedule for one in cuts_found}
+    for cut in cuts_found:
+        assert cut.layers_per_stage is not None
+        assert cut.layers_per_stage[-1] < max(cut.layers_per_stage)  # the head is as long as several blocks
+        assert asked("ahp").price(cut).step_time_s < price(layout).step_time_s
+
+
+def test_a_cut_is_tried_under_every_schedule_of_its_stages() -> None:
+    """A schedule that keeps more activations may fit with no even stages, and so have no row that is cut again: then a schedule of their own
+    was made for these stages, which was no faster than the pattern."""
+    layout = Parallelism(pipeline_parallel_degree=4, micro_batch_size=16)
+    before = asked("ahp").price(layout)
+    ranked = dict(recut(asked("ahp"), [(layout, before)]).ranked)
+    names = {one.pipeline_parallel_schedule: one for one in ranked}
+    assert {"1F1B", "InterleavedZeroBubble"} <= set(names)
+    split, plain = names["InterleavedZeroBubble"], names["1F1B"]
+    assert split.layers_per_stage == plain.layers_per_stage
+    assert ranked[split].step_time_s < ranked[plain].step_time_s
+    fixed = problem(graph(), CLUSTER, JOB, {"pipeline_parallel_schedule": "1F1B"}, {"name": "ahp"})
+    assert {one.pipeline_parallel_schedule for one, _ in recut(fixed, [(layout, before)]).ranked} == {"1F1B"}
+
+
+def test_a_cut_without_which_nothing_fits_says_so() -> None:
+    layout = Parallelism(pipeline_parallel_degree=4, layers_per_stage=(2, 2, 2, 1))
+    words = {None: "evenly cut stages do not fit", 0.05: "5.0 % faster than evenly cut stages"}
+    for gain, says in words.items():
+        assert Recut([], 0, {layout: gain}).words(layout) == f"stages of 2, 2, 2, 1 layers: {says}"
+    assert Recut([], 0, {layout: 0.0001}).words(layout) is None
 
 
 def test_layouts_with_one_pipeline_leave_room_for_others() -> None:

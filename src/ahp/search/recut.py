@@ -14,7 +14,7 @@ from ahp.forecast.unit import Unit
 from ahp.plan import Forecast, Parallelism
 from ahp.schedule.bounds import TimeColumns, lower_bounds_s
 from ahp.schedule.orders import splits_backward
-from ahp.schedule.registry import get
+from ahp.schedule.registry import SCHEDULES, get
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
@@ -34,15 +34,17 @@ class Recut:
 
     ranked: list[Pair]
     forecasts: int
-    gains: dict[Parallelism, float]
-    """By what share each layout's uneven cut is faster, keyed by layout."""
+    gains: dict[Parallelism, float | None]
+    """By what share each layout's uneven cut is faster, keyed by layout; None if even stages do not fit."""
 
     def words(self, layout: Parallelism) -> str | None:
         """A sentence on what the cut of a layout gains."""
-        if layout.layers_per_stage is None or self.gains.get(layout, 0.0) < WORTH_TELLING:
+        if layout.layers_per_stage is None or layout not in self.gains:
             return None
-        layers = ", ".join(map(str, layout.layers_per_stage))
-        return f"stages of {layers} layers: {percent(self.gains[layout])} faster than evenly cut stages"
+        stages, gain = f"stages of {', '.join(map(str, layout.layers_per_stage))} layers", self.gains[layout]
+        if gain is None:
+            return f"{stages}: evenly cut stages do not fit"
+        return f"{stages}: {percent(gain)} faster than evenly cut stages" if gain >= WORTH_TELLING else None
 
 
 def recut(asked: Problem, ranked: list[Pair]) -> Recut:
@@ -50,6 +52,7 @@ def recut(asked: Problem, ranked: list[Pair]) -> Recut:
     if asked.constraints.layers_per_stage is not None:
         return Recut(ranked, 0, {})
     found, forecasts = list(ranked), 0
+    more = list[Pair]()
     for first, *alike in _pipelines(asked, ranked):
         better = _cut(asked, ranked[first][0])
         if better is None:
@@ -60,14 +63,38 @@ def recut(asked: Problem, ranked: list[Pair]) -> Recut:
             layout, before = ranked[at]
             if forecast is not None and forecast.step_time_s <= before.step_time_s * (1 - WORTH_S):
                 found[at] = layout.model_copy(update={"layers_per_stage": better.layers}), forecast
-    found = sorted(dict(found).items(), key=lambda pair: pair[1].step_time_s)
+        others = _under_other_schedules(asked, *found[first])
+        forecasts += len(others)
+        more += [(layout, forecast) for layout, forecast in others if forecast is not None]
+    found = sorted(dict([*found, *more]).items(), key=lambda pair: pair[1].step_time_s)
     return Recut(found, forecasts, {pair[0]: _gain(asked, *pair) for pair in found if pair[0].layers_per_stage})
 
 
-def _gain(asked: Problem, layout: Parallelism, forecast: Forecast) -> float:
-    """By what share a cut is faster than even stages; 0 if even stages do not fit."""
+def _under_other_schedules(
+    asked: Problem, layout: Parallelism, before: Forecast
+) -> list[tuple[Parallelism, Forecast | None]]:
+    """A layout with an uneven cut under each other schedule that lays the stages on the same ranks; the forecast is None if it is no faster or
+    does not fit. Such a schedule may not fit with even stages, and then has no row that could be cut again."""
+    if layout.layers_per_stage is None or asked.constraints.pipeline_parallel_schedule is not None:
+        return []
+    shape = layout.pipeline_parallel_degree, layout.virtual_stages_per_rank
+    own = get(layout.pipeline_parallel_schedule)
+    others = (
+        layout.model_copy(update={"pipeline_parallel_schedule": schedule.name})
+        for schedule in SCHEDULES.values()
+        if schedule is not own and schedule.placement.stage_ranks(*shape) == own.placement.stage_ranks(*shape)
+        if not schedule.illegal(*shape, layout.num_micro_batches(asked.job), in_torch=asked.torch_orders)
+    )
+    found = ((other, with_cut(asked, other, layout.layers_per_stage)) for other in others if asked.offers(other))
+    return [(other, f if f and f.step_time_s <= before.step_time_s * (1 - WORTH_S) else None) for other, f in found]
+
+
+def _gain(asked: Problem, layout: Parallelism, forecast: Forecast) -> float | None:
+    """By what share a cut is faster than even stages; None if even stages do not fit, 0 if they cannot run."""
     even = asked.price_or_none(layout.model_copy(update={"layers_per_stage": None}))
-    return even.step_time_s / forecast.step_time_s - 1 if even is not None and even.fits else 0.0
+    if even is None:
+        return 0.0
+    return even.step_time_s / forecast.step_time_s - 1 if even.fits else None
 
 
 def pipeline_of(asked: Problem, of: Parallelism) -> tuple[object, ...]:
