@@ -26,3 +26,8 @@ class Forecast(Record):
     memory: dict[str, int]
     """Where the bytes of the fullest rank go, by part."""
     fullest_rank: int = 0
+
+    @property
+    def fit_words(self) -> str:
+        """``fit_probability`` in two digits; rounded down if the layout does not fit, so that 0.949 does not read as the 0.95 that is asked."""
+        return f"{self.fit_probability if self.fits else int(100 * self.fit_probability) / 100:.2f}"

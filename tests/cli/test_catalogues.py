@@ -45,6 +45,7 @@ def test_a_catalogue_fits_80_columns(
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     assert "…" not in out
+    assert not any(line.endswith(" ") for line in out.splitlines())
     assert "\nNext: ahp plan " in out
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ahp.cli.compare import _tokens, _word, run
+from ahp.cli.explain import run as explain
 from ahp.cli.main import main
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
@@ -80,6 +81,18 @@ def test_people_read_tables_with_both(two: list[str], capsys: pytest.CaptureFixt
     ):
         assert words in out
     assert out.rstrip().endswith(f"ahp explain {two[0]}    ahp explain {two[1]}")
+    assert not any(line.endswith(" ") for line in out.splitlines())
+
+
+def test_no_explanation_ends_a_line_with_a_space(
+    two: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for plan in two:
+        assert explain([plan]) == 0
+        lines = capsys.readouterr().out.partition("Next: ")[0].splitlines()
+        assert max(map(len, lines)) <= 80
+        assert not any(line.endswith(" ") for line in lines)
 
 
 def test_a_layout_in_words_is_for_the_first_ones_job(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:

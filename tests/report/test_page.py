@@ -15,11 +15,12 @@ import pytest
 from ahp.cli.report import run as report
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
-from ahp.forecast.step import price
+from ahp.forecast.step import price, pricer
 from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.plan import Forecast, Parallelism, Plan, Rejected
 from ahp.report import page, plan_sections, run_sections
+from ahp.report.schedules import compared_with_pattern
 from ahp.run_files import judge_status
 from ahp.schedule.orders import order_text
 from ahp.schedule.patterns import make
@@ -290,6 +291,18 @@ def test_a_schedule_of_its_own_is_drawn_beside_the_best_fixed_pattern(tmp_path: 
     keys["model"] = "a model that is not here"
     Plan(**{**PLAN.model_dump(exclude={"rejected"}), **keys}).save(tmp_path / "plan.yaml")
     assert "Its schedule beside" not in page.write(tmp_path / "plan.yaml").read_text()
+
+
+def test_an_order_that_is_a_patterns_own_is_as_fast() -> None:
+    """It was ``0.0 % of a step more than InterleavedZeroBubble``."""
+    order = order_text(make("InterleavedZeroBubble", 4, 1, 8))
+    layout = Parallelism(
+        pipeline_parallel_degree=4, pipeline_parallel_schedule="Synthesized", pipeline_parallel_order=order
+    )
+    job = Job(sequence_length=64, global_batch_size=8)
+    found = compared_with_pattern(pricer(analyze("tiny", job), Cluster.parse("1x4xH100-SXM-80GB"), job), layout)
+    assert found is not None
+    assert found.words == "made for these stages: as fast as InterleavedZeroBubble, the best fixed pattern that fits"
 
 
 @pytest.mark.parametrize(("cluster", "on_cores"), [("2xH100-SXM-80GB", False), (cpu_workers(2, 2).plain(), True)])

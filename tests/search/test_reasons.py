@@ -50,6 +50,12 @@ def test_a_tie_is_called_a_tie() -> None:
     assert slower_because(BEST, BEST) == "as fast"
 
 
+def test_a_probability_below_the_one_that_is_asked_does_not_read_as_it() -> None:
+    """``may not fit: 72.0 of 79.6 GiB, probability 0.95``, where 0.95 is enough."""
+    assert does_not_fit(forecast({"compute": 1.0}, 72.0, 0.9496), 80 * GIB).endswith("probability 0.94")
+    assert forecast({"compute": 1.0}, 72.0, 0.9501).fit_words == "0.95"
+
+
 def test_what_does_not_fit_says_by_how_much() -> None:
     assert does_not_fit(forecast({"compute": 1.0}, 91.2, 0.0), 80 * GIB) == (
         "does not fit: 91.2 of 80.0 GiB, most of it activations 60.8 GiB"

@@ -386,7 +386,7 @@ def _judgement(found: Checked) -> Iterator[tuple[str, str]]:
     else:
         band = f"{seconds(today.step_time_low_s)} .. {seconds(today.step_time_high_s)}"
         yield "Cost", f"{seconds(today.step_time_s)} a step (90 % band {band})"
-        yield "Fits", f"{'yes' if today.fits else 'no'}: probability {percent(today.fit_probability)}"
+        yield "Fits", f"{'yes' if today.fits else 'no'}: probability {today.fit_words}"
         yield "Binds", _binds(today.step)
     assert found.best.forecast is not None
     gain = (

@@ -229,11 +229,13 @@ def _show(
 
 
 def _table(table: Any, titles: tuple[str, ...], rows: list[tuple[object, ...]]) -> Any:
+    from ahp.report.tables import Unpadded
+
     for title in titles:
         table.add_column(title, overflow="fold")
     for row in rows:
         table.add_row(*(_word(value) for value in row))
-    return table
+    return Unpadded(table)
 
 
 def _word(value: object) -> str:

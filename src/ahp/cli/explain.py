@@ -161,10 +161,13 @@ def _show(
     console, forecast = tables.console(), plan.priced
 
     def told(title: str, lines: Iterable[str]) -> None:
-        console.print(f"\n{title}", style="bold", markup=False)
+        console.print()
+        console.print(tables.Hanging([("", title)], gap=0), style="bold")
         console.print(tables.bulleted(lines))
 
-    console.print(f"{plan.parallelism.short()} for {_model_name(plan)}, run by {plan.engine.words()}\n", markup=False)
+    heading = f"{plan.parallelism.short()} for {_model_name(plan)}, run by {plan.engine.words()}"
+    console.print(tables.Hanging([("", heading)], gap=0))
+    console.print()
     console.print(tables.time_bar(forecast))
     console.print()
     console.print(tables.memory_bar(forecast, tables.capacity_bytes(plan)))

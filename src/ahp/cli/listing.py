@@ -26,7 +26,7 @@ def show_catalogue(rows: Sequence[Row], cells: Sequence[Row], beside: str, follo
         table.add_column(title, justify="right" if number else "left", no_wrap=True)
     for row in cells:
         table.add_row(*row.values())
-    console.print(table)
+    console.print(tables.Unpadded(table))
     console.print()
     console.print(tables.Hanging([("", beside)], gap=0))
     show_next(console, [following])

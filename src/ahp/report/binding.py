@@ -152,7 +152,7 @@ def _too_much(forecast: Forecast, part: str, capacity_bytes: int) -> str:
     if used > capacity_bytes:
         return f"Memory: {of_gib(used, capacity_bytes)}; {holds} would have to shrink by {gib(used - capacity_bytes)}."
     return (
-        f"Memory: {of_gib(used, capacity_bytes)} leaves a probability of {forecast.fit_probability:.2f} to fit, 0.95 is "
+        f"Memory: {of_gib(used, capacity_bytes)} leaves a probability of {forecast.fit_words} to fit, 0.95 is "
         f"asked for; {holds} would have to shrink."
     )
 
@@ -178,7 +178,7 @@ def _tried(
         return Neighbour(words, part, f"not possible: {_without_key(str(refusal), change)}", None, False)
     used = of_gib(sum(other.memory.values()), capacity_of(neighbour, other))
     if not other.fits:
-        verdict = f"does not fit: {used}, probability {other.fit_probability:.2f}"
+        verdict = f"does not fit: {used}, probability {other.fit_words}"
         return Neighbour(words, part, verdict, other, False)
     less = 1 - other.step_time_s / forecast.step_time_s
     compared = f"{percent(abs(less))} {'less' if less > 0 else 'more'}" if abs(less) >= LEAST_SHARE else "as long"

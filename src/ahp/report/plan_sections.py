@@ -34,7 +34,7 @@ def figures(plan: Plan) -> list[tuple[str, str, str]]:
         (
             "memory",
             of_gib(used, limit) if limit else gib(used),
-            f"fits with probability {percent(forecast.fit_probability)}",
+            f"fits with probability {forecast.fit_words}",
         ),
     ]
 

@@ -13,7 +13,7 @@ from ahp.schedule.drawing import drawing
 from ahp.schedule.orders import SYNTHESIZED
 from ahp.schedule.registry import SCHEDULES
 from ahp.schedule.simulate import Timeline
-from ahp.words import percent
+from ahp.words import WORTH_TELLING, percent
 
 if TYPE_CHECKING:
     from ahp.forecast.mixed import MixedPricer
@@ -63,8 +63,10 @@ def _beside_pattern(pricer: Pricer | MixedPricer, layout: Parallelism) -> Compar
     if best is None:
         return _compared("made for these stages; no fixed pattern fits", own)
     saved = 1 - own.forecast.step_time_s / best.forecast.step_time_s
-    more = f"{percent(abs(saved))} of a step {'less' if saved >= 0 else 'more'} than {_name(best)}, the best fixed pattern that fits"
-    return _compared(f"made for these stages: {more}", best, own)
+    pattern = f"{_name(best)}, the best fixed pattern that fits"
+    more = f"{percent(abs(saved))} of a step {'less' if saved >= 0 else 'more'} than {pattern}"
+    told = f"as fast as {pattern}" if abs(saved) < WORTH_TELLING else more
+    return _compared(f"made for these stages: {told}", best, own)
 
 
 def best_pattern(pricer: Pricer | MixedPricer, layout: Parallelism) -> Priced | None:

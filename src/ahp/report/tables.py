@@ -10,6 +10,7 @@ from textwrap import wrap
 from typing import IO
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -98,7 +99,7 @@ def memory_bar(forecast: Forecast, capacity: int) -> RenderableType:
     free = capacity - sum(forecast.memory.values())
     if free != 0:
         rows.append(("free" if free > 0 else "too much", abs(free), abs(free) / capacity))
-    fits = f"fits with probability {forecast.fit_probability:.2f}"
+    fits = f"fits with probability {forecast.fit_words}"
     title = Text(f"memory {of_gib(sum(forecast.memory.values()), capacity)}, {fits}", style="bold")
     return Group(title, _Bars(rows, gib))
 
@@ -125,6 +126,22 @@ class Hanging:
             for number, line in enumerate(lines_of(words, margin)):
                 before = f"{lead if number == 0 else '':<{longest + self.gap}}"
                 yield Text(f"{before}{line}".rstrip(), no_wrap=True, overflow="ignore")
+
+
+@dataclass(frozen=True)
+class Unpadded:
+    """A table without spaces at the ends of its lines."""
+
+    table: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for line in console.render_lines(self.table, options, pad=False):
+            while line and not line[-1].text.rstrip():
+                line.pop()
+            yield from line[:-1]
+            for last in line[-1:]:
+                yield Segment(last.text.rstrip(), last.style)
+            yield Segment.line()
 
 
 def bulleted(lines: Iterable[str], mark: str = "  -") -> Hanging:

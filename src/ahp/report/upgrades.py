@@ -95,5 +95,5 @@ def _compared(gain: float, what: str) -> str:
 
 def _fit(today: Forecast, there: Forecast) -> str:
     """What more memory changes if the layout stays: the probability that it fits."""
-    before, after = f"{today.fit_probability:.2f}", f"{there.fit_probability:.2f}"
+    before, after = today.fit_words, there.fit_words
     return "" if before == after else f"; fits with probability {after} instead of {before}"

@@ -80,7 +80,7 @@ def memory_words(best: Forecast, capacity_bytes: int) -> str:
     """How full the fullest rank is."""
     return (
         f"memory: {of_gib(reasons.needed_bytes(best), capacity_bytes)} on the fullest rank, "
-        f"fits with probability {best.fit_probability:.2f}"
+        f"fits with probability {best.fit_words}"
     )
 
 

@@ -126,7 +126,7 @@ def by_how_much(forecast: Forecast, capacity_bytes: int) -> str:
     over = needed_bytes(forecast) - capacity_bytes
     need = f"needs {of_gib(needed_bytes(forecast), capacity_bytes)}"
     if over <= 0:
-        return f"{need}, and fits with probability {forecast.fit_probability:.2f} only (0.95 is asked)"
+        return f"{need}, and fits with probability {forecast.fit_words} only (0.95 is asked)"
     parts = sorted(forecast.memory.items(), key=lambda item: -item[1])[:2]
     most = ", ".join(f"{part_words(part)} {gib(amount)}" for part, amount in parts)
     return f"{need}, {gib(over)} too much (most of it: {most})"

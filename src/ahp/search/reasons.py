@@ -87,7 +87,7 @@ def does_not_fit(forecast: Forecast, capacity_bytes: int) -> str:
     part, amount = max(forecast.memory.items(), key=lambda item: item[1])
     need = of_gib(needed_bytes(forecast), capacity_bytes)
     if needed_bytes(forecast) <= capacity_bytes:
-        return f"may not fit: {need}, probability {forecast.fit_probability:.2f}"
+        return f"may not fit: {need}, probability {forecast.fit_words}"
     return f"does not fit: {need}, most of it {part_words(part)} {gib(amount)}"
 
 
