@@ -67,6 +67,20 @@ def test_degrees_that_one_part_has_the_devices_for_are_not_refused() -> None:
         )
 
 
+@pytest.mark.parametrize("given", [{"data_parallel_shard_degree": 2}, {"tensor_parallel_degree": 1}])
+def test_a_group_alone_leaves_devices_over_although_a_degree_is_fixed(given: dict[str, int]) -> None:
+    """Two of the three H100 were not looked at, and the plan was that of the other group."""
+    asked = mixed(
+        cluster_of((H100, 1, 3), ("MI250X", 1, 2)),
+        batch=4,
+        constraints={**FIXED, "pipeline_parallel_degree": 1, **given},
+    )
+    best = ranking_of(asked).best
+    assert best.cluster is not None
+    assert [(group["name"], group["devices_per_node"]) for group in best.cluster["groups"]] == [("a", 2)]
+    assert "a: 1 of 3 devices is left over" in best.why
+
+
 def test_each_part_has_the_shapes_of_its_own_groups() -> None:
     cluster = cluster_of((H100, 1, 2), (MI300X, 1, 2), (A100, 1, 1), gbps=400)
     (space,) = spaces_of(mixed(cluster, batch=6, constraints=FIXED))

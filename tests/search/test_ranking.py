@@ -212,7 +212,12 @@ def test_as_many_devices_of_each_node_are_used() -> None:
         (
             "8xH100-SXM-80GB",
             {"data_parallel_shard_degree": 2, "micro_batch_size": 3},
-            r"and so of data_parallel_shard_degree x micro_batch_size = 6 \(valid: 12, 18\)",
+            r"and so of data_parallel_shard_degree x micro_batch_size = 6 \(valid: global_batch_size 12, 18\)",
+        ),
+        (
+            "1x12xH100-SXM-80GB",
+            {"data_parallel_shard_degree": 5},
+            r"data_parallel_shard_degree = 5: must divide the 12 devices \(valid: 1, 2, 4\)",  # not 3, which the batch of 16 excludes
         ),
         ("8xH100-SXM-80GB", {"tensor_degree": 2}, r"tensor_degree: unknown key"),
         ("8xH100-SXM-80GB", {"micro_batch_size": 5}, r"global_batch_size 16 must be a multiple of"),

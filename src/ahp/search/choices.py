@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -142,7 +143,8 @@ class Choices:
         for key in DEGREES:
             if key in self.given and self.world % self.given[key]:
                 rule = f"must divide the {number_of(self.world, 'device')}"
-                raise bad_input(f"parallelism.{key}", self.given[key], rule, divisors(self.world))
+                batch = self.asked.job.global_batch_size if key.startswith("data_parallel") else self.world
+                raise bad_input(f"parallelism.{key}", self.given[key], rule, divisors(math.gcd(self.world, batch)))
         num_experts = self.asked.graph.config.get("num_experts")
         experts = self._values(
             "expert_parallel_degree", divisors(num_experts) if isinstance(num_experts, int) else (1,)

@@ -35,29 +35,41 @@ class LegalRows:
 def legal_rows(asked: Problem) -> LegalRows:
     """The space of a problem with at least one legal row.
 
-    Raises BadInput if there is none: on all devices if degrees are fixed, else on any number of devices.
-    NotExpressible if it is the engine that cannot run any.
+    Raises BadInput if there is none: on all devices if degrees are fixed, else on any number of devices; on any number too for a group
+    of a mixed cluster. NotExpressible if it is the engine that cannot run any.
     """
     total = asked.cluster.num_devices
-    space = build(asked)
+    try:
+        space = build(asked)
+    except BadInput as refused:  # no product of degrees is the number of devices
+        if not asked.is_group_alone or (fewer := _best_on_fewer(asked)) is None:
+            raise
+        return LegalRows(fewer.problem, fewer.space, (_note(asked, fewer, str(refused)),))
     if len(space.blocks):
         return LegalRows(asked, space)
-    rule = _binding(space, asked.constraints.given)
-    fewer = min(islice(_on_fewer(asked), LOOKED_AT), key=_least_s, default=None)
+    rule, fewer = _binding(space, asked.constraints.given), _best_on_fewer(asked)
     refusal = f"parallelism: no legal layout of {number_of(total, 'device')}: {rule.says}"
     if fewer is None:
         raise (NotExpressible if rule.name.startswith("engine") else BadInput)(refusal)
-    count = fewer.problem.cluster.num_devices
-    if any(key in asked.constraints.given for key in DEGREES):
-        raise BadInput(f"{refusal}; {number_of(count, 'device')} would do")
+    if not asked.is_group_alone and any(key in asked.constraints.given for key in DEGREES):
+        raise BadInput(f"{refusal}; {number_of(fewer.problem.cluster.num_devices, 'device')} would do")
+    return LegalRows(fewer.problem, fewer.space, (_note(asked, fewer, rule.says),))
+
+
+def _note(asked: Problem, fewer: LegalRows, reason: str) -> str:
+    """Which devices are used, and why not all."""
+    count, total = fewer.problem.cluster.num_devices, asked.cluster.num_devices
     group, of = fewer.problem.cluster.groups[0], asked.cluster.groups[0]
     each = (
         f", {group.devices_per_node} of each of {group.nodes} nodes,"
         if group.nodes > 1 and group.devices_per_node < of.devices_per_node
         else ""
     )
-    note = f"{count} of {total} devices{each} are used: no layout of all devices is legal ({rule.says})"
-    return LegalRows(fewer.problem, fewer.space, (note,))
+    return f"{count} of {total} devices{each} are used: no layout of all devices is legal ({reason})"
+
+
+def _best_on_fewer(asked: Problem) -> LegalRows | None:
+    return min(islice(_on_fewer(asked), LOOKED_AT), key=_least_s, default=None)
 
 
 def _least_s(rows: LegalRows) -> float:

@@ -47,6 +47,9 @@ class Problem:
     either_blocks: bool = False
     """Whether every layout can have compiled or eager blocks, because ``engine.compile`` is None: a layout is legal if either can run it,
     the pricer gives a lower bound for both, and a forecast is that of the faster. If this is False, None means eager."""
+    is_group_alone: bool = False
+    """Whether the cluster is one group of a mixed cluster: a layout may leave some of its devices over even if degrees are fixed, as it
+    leaves the other groups over."""
 
     @cached_property
     def capacity_bytes(self) -> int:

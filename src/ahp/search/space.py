@@ -301,7 +301,7 @@ class _Counted:
             return ""
         below = batch // step * step
         valid = ", ".join(str(count) for count in (below, below + step) if count)
-        return f", and so of {' x '.join(given)} = {step} (valid: {valid})"
+        return f", and so of {' x '.join(given)} = {step} (valid: global_batch_size {valid})"
 
     def rules(self) -> Iterator[Rule]:
         for name, (says, broken) in self.found.items():

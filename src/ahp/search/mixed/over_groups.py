@@ -245,7 +245,7 @@ def _best_of(asked: Problem, over: MixedOutcome | None, alone: list[Fastest], ce
 def _groups(asked: Problem) -> list[Problem]:
     """The problem on each group alone, as the cluster that its pricer knows: the search over several groups reuses what is priced there."""
     shared = asked.mixed_pricer.groups
-    return [asked.on(shared[group.name].cluster) for group in asked.cluster.groups]
+    return [replace(asked, cluster=shared[group.name].cluster, is_group_alone=True) for group in asked.cluster.groups]
 
 
 def _each_alone(asked: Problem, plain: Plain) -> list[Alone]:
