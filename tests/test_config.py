@@ -102,6 +102,8 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
         ("job: {precision: int8}", ["job.precision = 'int8'", "valid: fp32, bf16"]),
         ("job: {optimizer: {learning_rate: fast}}", ["job.optimizer.learning_rate = 'fast'"]),
         ("parallelism: {tensor_paralel_degree: 2}", ["tensor_paralel_degree: unknown key", "tensor_parallel_degree"]),
+        ("job: {optimizer: {lr: 1}}", ["job.optimizer.lr: unknown key (did you mean: learning_rate?)"]),
+        ("job: {torch_dtype: bf16}", ["job.torch_dtype: unknown key (did you mean: precision?)"]),
         ("parallelism: {tp: 2}", ["parallelism.tp: unknown key (did you mean: tensor_parallel_degree?)"]),
         ("engine: {zzz: 2}", ["engine.zzz: unknown key (valid: name, attention, compile, "]),
         ("parallelism: {tensor_parallel_degree: 0}", ["parallelism.tensor_parallel_degree = 0"]),

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ahp.errors import nearest
-from ahp.words import SHORT_NAMES
+from ahp.words import OTHER_NAMES
 
 MOST_SHOWN = 80
 """Characters of a value that is repeated in an error; a longer one is cut."""
@@ -62,9 +62,9 @@ def broken_rules(error: ValidationError, kind: type[BaseModel], where: str) -> I
 
 
 def _meant(key: str, names: list[str]) -> str:
-    """The keys that a wrong one may mean: by its short name, by its spelling, or else some of the valid ones."""
-    if SHORT_NAMES.get(key) in names:
-        return f"did you mean: {SHORT_NAMES[key]}?"
+    """The keys that a wrong one may mean: by the name that others give it, by its spelling, or else some of the valid ones."""
+    if OTHER_NAMES.get(key) in names:
+        return f"did you mean: {OTHER_NAMES[key]}?"
     near = nearest(key[:MOST_SHOWN], names, MOST_MEANT)
     if near == names[:MOST_MEANT] and len(names) > MOST_MEANT:  # none is spelt like it
         return f"valid: {', '.join(names[:MOST_TOLD])}{', ...' if len(names) > MOST_TOLD else ''}"

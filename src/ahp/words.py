@@ -27,6 +27,19 @@ SHORT_NAMES: dict[str, str] = {
 }
 """Short names of a layout's keys."""
 
+OTHER_NAMES: dict[str, str] = SHORT_NAMES | {
+    "lr": "learning_rate",
+    "wd": "weight_decay",
+    "dtype": "precision",
+    "torch_dtype": "precision",
+    "ddp": "data_parallel_replicate_degree",
+    "fsdp": "data_parallel_shard_degree",
+    "report_to": "track",
+    "save_steps": "checkpoint_every",
+    "save_total_limit": "keep",
+}
+"""The keys that a wrong one means although it is spelled otherwise: short names, and the names of torch and transformers."""
+
 PARTS: dict[str, str] = {
     "bubble": "pipeline bubble",
     "tensor_parallel": "tensor-parallel collectives",

@@ -151,6 +151,7 @@ def test_short_form_counts(nodes: int, devices: int, name: str) -> None:
         ({"nodes": 2, "device": "H100", "inter_node_gbps": -1}, "inter_node_gbps = -1"),
         ({"nodes": 2, "device": "H100", "inter_node_gbps": float("inf")}, "inter_node_gbps = inf"),
         ({"nodes": 2, "device": "H100", "gpus": 8}, "gpus: unknown key"),
+        ({"groupz": [{"device": "H100"}]}, r"groupz: unknown key \(did you mean: groups\?\)"),
         ({"nodes": 2}, "device"),
         ({"nodes": True, "device": "H100-SXM-80GB"}, "nodes = True: must be a whole number, not true or false"),
         ({"nodes": 1, "devices_per_node": "8", "device": "H100-SXM-80GB"}, "devices_per_node = '8': .* not text"),

@@ -12,7 +12,7 @@ import yaml
 from ahp.config import HELP
 from ahp.errors import BadInput
 from ahp.violations import MOST_MEANT, MOST_SHOWN
-from ahp.words import SHORT_NAMES
+from ahp.words import OTHER_NAMES
 from ahp.yaml_text import parse_yaml
 
 CONFIG_ROOTS = ("model", "init_from", "cluster", "job", "parallelism", "engine", "run")
@@ -97,9 +97,9 @@ def _keys(roots: Sequence[str]) -> list[str]:
 
 
 def _whole_keys(name: str, keys: list[str]) -> list[str]:
-    """The keys that end as ``name`` does, or whose short name it is."""
+    """The keys that end as ``name`` does, or to which others give this name."""
     last = name.rsplit(".", 1)[-1]
-    return [key for key in keys if key.rsplit(".", 1)[-1] in (last, SHORT_NAMES.get(last))]
+    return [key for key in keys if key.rsplit(".", 1)[-1] in (last, OTHER_NAMES.get(last))]
 
 
 def _near(short: str, names: list[str]) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -208,9 +209,18 @@ def from_dict(data: dict[str, Any], where: str = "cluster") -> Cluster:
             )
         return validated(Cluster, data, where)
     if groups is None:
+        _refuse_misspelled_groups(data, where)
         nodes = validated(NodesDescription, data, where)
         return Cluster(groups=(_group(nodes, where),), failures_per_device_hour=nodes.failures_per_device_hour)
     return _mixed(validated(MixedDescription, data, where), where)
+
+
+def _refuse_misspelled_groups(data: dict[str, Any], where: str) -> None:
+    """Raises BadInput for a mixed cluster whose ``groups`` is spelled wrong; read as one group, it would lack a device."""
+    keys = [*NodesDescription.model_fields, "groups"]
+    meant = (key for key in data if get_close_matches(str(key), keys, n=1) == ["groups"])
+    if "device" not in data and (wrong := next(meant, None)) is not None:
+        raise BadInput(f"{where}: {wrong}: unknown key (did you mean: groups?)")
 
 
 def from_file(path: Path) -> Cluster:
