@@ -136,6 +136,12 @@ def test_the_names_that_a_refusal_lists_can_be_used(model: dict[str, Any]) -> No
 
 
 @needs_peft
+def test_a_rank_above_that_of_every_weight_is_refused_before_its_memory_is_taken() -> None:
+    with pytest.raises(BadInput, match=r"job\.lora\.r = 1000000000000: .*\(valid: 1 to \d+\)"):
+        with_adapters(build_model(MODELS["llama"]), Lora(r=10**12))
+
+
+@needs_peft
 def test_adapters_are_not_put_in_twice() -> None:
     module = with_adapters(build_model(MODELS["llama"]), Lora())
     with pytest.raises(BadInput, match=r"job\.lora: the module has adapters already"):

@@ -57,6 +57,7 @@ def with_adapters(module: nn.Module, lora: Lora | None, *, seed: int = 0) -> nn.
     targets: Any = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
     keys = {"r", "lora_alpha", "lora_dropout", "use_rslora"}
     config = LoraConfig(target_modules=targets, **lora.model_dump(include=keys))
+    _refuse_rank(lora.r, module)  # peft fills the adapters' memory at once
     linear, usable = _linear_names(module), _usable_names(module)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # about weights that are stored transposed: peft finds that out by itself
@@ -164,13 +165,25 @@ def adapted_layer(path: str) -> str | None:
     return None
 
 
-def _linear_names(module: nn.Module) -> list[str]:
-    """Names that ``target_modules`` can have: the last parts of the paths of linear layers."""
+def _linear_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Each linear layer with its path."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    names = (path.rpartition(".")[2] for path, part in module.named_modules() if isinstance(part, (nn.Linear, Conv1D)))
-    return sorted(set(names))
+    return ((path, part) for path, part in module.named_modules() if isinstance(part, (nn.Linear, Conv1D)))
+
+
+def _linear_names(module: nn.Module) -> list[str]:
+    """Names that ``target_modules`` can have: the last parts of the paths of linear layers."""
+    return sorted({path.rpartition(".")[2] for path, _ in _linear_layers(module)})
+
+
+def _refuse_rank(rank: int, module: nn.Module) -> None:
+    """Raises BadInput for a rank that no weight of the linear layers can have."""
+    most = max((min(part.weight.shape) for _, part in _linear_layers(module)), default=rank)
+    if rank > most:
+        rule = "a change of a weight has no higher rank than the weight has rows and columns"
+        raise bad_input("job.lora.r", rank, rule, [f"1 to {most}"])
 
 
 def _usable_names(module: nn.Module) -> list[str]:
