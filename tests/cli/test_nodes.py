@@ -83,7 +83,7 @@ def test_nodes_stay_within_the_workers_that_are_wanted(elastic: Elastic, least: 
     ("elastic", "words"),
     [
         (Elastic(max_workers=15), r"run\.elastic\.max_workers = 15: 2 nodes of 8 workers make 16 workers"),
-        (Elastic(min_workers=33), r"run\.elastic\.min_workers = 33: 4 nodes of 8 workers have 32"),
+        (Elastic(min_workers=33), r"run\.elastic\.min_workers = 33: 4 nodes of 8 workers make 32 workers"),
     ],
 )
 def test_nodes_with_too_many_or_too_few_workers_are_refused(elastic: Elastic, words: str) -> None:

@@ -445,6 +445,10 @@ EARLY: dict[str, tuple[dict[str, str], int, str]] = {
         2,
         "parallelism: its degrees make 9999 workers: this machine carries at most",
     ),
+    "precision": ({"--job.precision": "fp16"}, 2, "job.precision = 'fp16': cpu has no units for it (valid: bf16, fp32)"),
+    "few-workers": (
+        {"--run.elastic.min-workers": "9999"}, 2, "run.elastic.min_workers = 9999: this machine's devices make"
+    ),
     "job": ({"--job.seed": "7"}, 2, "job.seed = 7 (the run has 0)"),
     "text": ({}, 2, "the text or its tokenizer has changed since step 1"),
 }  # fmt: skip

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ahp.config import Elastic, Run
 from ahp.errors import BadInput, bad_input
 from ahp.runtime.ranks.environment import run_of_changing_nodes
+from ahp.words import number_of
 
 if TYPE_CHECKING:
     from ahp.runtime.ranks.changing_nodes import Node
@@ -118,13 +119,15 @@ def say_why(folder: RunFolder, why: str) -> None:
 
 def bounded(least: int, most: int, workers: int, elastic: Elastic) -> tuple[int, int]:
     """The least and the most nodes of ``workers`` workers each, within ``run.elastic``'s min_workers and max_workers. Raises BadInput if none are."""
-    elastic.refuse_more(least * workers, f"{least} node{'s' * (least > 1)} of {workers} worker{'s' * (workers > 1)}")
+    elastic.refuse_more(least * workers, _nodes_of(least, workers))
     if elastic.max_workers is not None:
         most = min(most, elastic.max_workers // workers)
-    if most * workers < elastic.min_workers:
-        rule = f"{most} node{'s' * (most > 1)} of {workers} worker{'s' * (workers > 1)} have {most * workers}"
-        raise bad_input("run.elastic.min_workers", elastic.min_workers, rule, [f"1 to {most * workers}"])
+    elastic.refuse_fewer(most * workers, _nodes_of(most, workers))
     return max(least, -(-elastic.min_workers // workers)), most
+
+
+def _nodes_of(nodes: int, workers: int) -> str:
+    return f"{number_of(nodes, 'node')} of {number_of(workers, 'worker')}"
 
 
 @contextmanager

@@ -6,10 +6,12 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
+from ahp.cluster import catalogue
 from ahp.cluster.model import Cluster
 from ahp.cluster.most_workers import refuse_workers
 from ahp.config import Config, Constraints
-from ahp.errors import AhpError, HardwareMismatch, NotExpressible
+from ahp.errors import AhpError, BadInput, HardwareMismatch, NotExpressible
+from ahp.forecast.rules import precision
 from ahp.plan import EngineChoice, Parallelism, Plan
 from ahp.runtime.run.progress import say
 from ahp.whole_files import write_aside
@@ -64,15 +66,16 @@ def prepare(plan: Plan, config: Config | None, folder: RunFolder, workers: int |
     if workers is None:
         _refuse_here(plan, config)
     elif config is not None:
-        config.run.elastic.refuse_more(workers, "the launcher's processes")
+        config.run.elastic.refuse(workers, "the launcher's processes")
     texts = prepare_texts(plan, folder)
     check_same_text(folder, plan, texts.fingerprint, texts.validation_fingerprint)
     return texts
 
 
 def _refuse_here(plan: Plan, config: Config | None) -> None:
-    """Raises HardwareMismatch if this machine lacks the devices of the plan or of the config's cluster, BadInput if it would have to carry
-    more workers than it can."""
+    """Raises HardwareMismatch if this machine lacks the devices of the plan or of the config's cluster, BadInput if it has fewer or more workers
+    than it can carry or than the user allows, or cores that do not compute in the job's precision."""
+    from ahp.cli.machine import num_devices
     from ahp.runtime.ranks.device import device_for
 
     if config is None:
@@ -84,10 +87,15 @@ def _refuse_here(plan: Plan, config: Config | None) -> None:
             plan = plan.model_copy(update={"cluster": cluster.plain()})
             if count is None:
                 told, count = "cluster: its devices", cluster.num_devices
-    if config is not None and count is not None:
-        config.run.elastic.refuse_more(count, told)
-    if device_for(plan, count or 1) == "cpu" and count is not None:
-        refuse_workers(f"{told} make {number_of(count, 'worker')}", count)
+        if count is None:
+            config.run.elastic.refuse(_most_here(config) or num_devices(), "this machine's devices")
+        else:
+            config.run.elastic.refuse(count, told)
+    if device_for(plan, count or 1) == "cpu":
+        if config is not None and (reason := precision(config.job, catalogue.find(catalogue.CPU).device)) is not None:
+            raise BadInput(reason)
+        if count is not None:
+            refuse_workers(f"{told} make {number_of(count, 'worker')}", count)
 
 
 def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, quiet: bool) -> Plan:

@@ -143,7 +143,7 @@ def used(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None:
     for group in taken:
         if job.precision not in group.device.peak_flops_per_s:
             valid = sorted(set.intersection(*(set(group.device.peak_flops_per_s) for group in taken)))
-            return str(bad_input("precision", job.precision, f"{group.device.name} has no units for it", valid))
+            return str(bad_input("job.precision", job.precision, f"{group.device.name} has no units for it", valid))
         if group.nodes > 1 and group.inter_node is None:
             return (
                 f"cluster.groups = {group.name!r}: a group of several nodes needs the bandwidth between them "

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from ahp.cluster.model import Cluster
+from ahp.cluster.model import Cluster, Device
 from ahp.divisors import divisors
 from ahp.engines.ahp import BLOCK_OF_8_BITS, FP8_MULTIPLE, held_in_8_bits, needs_one_graph
 from ahp.engines.registry import get
@@ -140,12 +140,19 @@ def _cluster(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None
             f"x context {parallelism.context_parallel_degree}), the cluster has {number_of(cluster.num_devices, 'device')} "
             f"(valid: a product of {cluster.num_devices})"
         )
-    if job.precision not in group.device.peak_flops_per_s:
-        valid = sorted(group.device.peak_flops_per_s)
-        return _broken("precision", job.precision, f"{group.device.name} has no units for it", valid)
+    if (reason := precision(job, group.device)) is not None:
+        return reason
     if group.nodes > 1 and group.inter_node is None:
         return "cluster.inter_node_gbps = None: a cluster of several nodes needs the bandwidth between them (Gb/s of one node)"
     return None
+
+
+def precision(job: Job, device: Device) -> str | None:
+    """Checks that the device computes in the job's precision."""
+    valid = sorted(device.peak_flops_per_s)
+    if job.precision in valid:
+        return None
+    return _broken("job.precision", job.precision, f"{device.name} has no units for it", valid)
 
 
 def batch(job: Job, parallelism: Parallelism) -> str | None:

@@ -284,7 +284,7 @@ def test_no_restarts_at_all_where_none_are_wanted() -> None:
         Restarts(Elastic(max_restarts=0), 2).after(killed(5))
 
 
-def test_more_workers_than_wanted_are_refused(tmp_path: Path) -> None:
+def test_more_or_fewer_workers_than_wanted_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n")
     two = plan(tmp_path / "a.txt", Parallelism(data_parallel_shard_degree=2, zero_stage=3))
     with pytest.raises(BadInput, match=r"run\.elastic\.max_workers = 1: the plan's degrees make 2 workers"):
@@ -293,6 +293,10 @@ def test_more_workers_than_wanted_are_refused(tmp_path: Path) -> None:
         BadInput, match=r"run\.elastic\.max_workers = 1: must be at least run\.elastic\.min_workers = 2"
     ):
         Trainer(two, folder=tmp_path / "run", elastic={"min_workers": 2, "max_workers": 1})
+    with pytest.raises(
+        BadInput, match=r"run\.elastic\.min_workers = 3: the plan's degrees make 2 workers \(valid: 1 to 2\)"
+    ):
+        Trainer(two, folder=tmp_path / "run", elastic={"min_workers": 3})
 
 
 @pytest.mark.parametrize(

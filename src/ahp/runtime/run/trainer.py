@@ -129,7 +129,7 @@ class Trainer:
         self.track = tuple(track)
         self.extend, self.texts, self.replan = extend, texts, replan
         self.elastic = validated(Elastic, elastic, "run.elastic") if isinstance(elastic, dict) else elastic or Elastic()
-        self.elastic.refuse_more(plan.parallelism.world_size, "the plan's degrees")
+        self.elastic.refuse(plan.parallelism.world_size, "the plan's degrees")
 
     def run(self) -> Outcome:
         """Train to the last step, or until SIGINT, SIGTERM or SIGUSR1, which end the run with a checkpoint. Workers that fail are started
