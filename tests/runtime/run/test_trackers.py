@@ -35,7 +35,7 @@ def test_wandb_is_given_every_figure_and_the_same_run_again(tmp_path: Path, monk
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     for _ in range(2):
-        trackers = Trackers(["wandb"], tmp_path / "run", Plan())
+        trackers = Trackers(["wandb"], tmp_path / "run", Plan(), print)
         assert len(started) == len(finished)
         for record in RECORDS:
             trackers.log(record)
@@ -69,7 +69,7 @@ def test_tensorboard_begins_where_the_run_goes_on_and_has_each_step_on_the_disk(
     module = ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    trackers = Trackers(["tensorboard", "tensorboard"], tmp_path, Plan())
+    trackers = Trackers(["tensorboard", "tensorboard"], tmp_path, Plan(), print)
     for record in RECORDS:
         trackers.log(record)
     trackers.close()
@@ -83,6 +83,39 @@ def test_tensorboard_begins_where_the_run_goes_on_and_has_each_step_on_the_disk(
         ("flushed", 0, 0),
         ("closed", 0, 0),
     ]
+
+
+@pytest.mark.parametrize("fails", ["init", "log", "close"])
+def test_a_run_goes_on_without_a_tracker_that_fails(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the run, after it had started its workers three times."""
+    logged: list[int] = []
+    notes: list[str] = []
+
+    def call(name: str, step: int | None = None) -> None:
+        if name == fails:
+            raise OSError("the service does not answer\nits trace")
+        if step is not None:
+            logged.append(step)
+
+    run = SimpleNamespace(log=lambda figures, step: call("log", step), finish=lambda: call("close"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: call("init") or run))
+    trackers = Trackers(["wandb"], tmp_path, Plan(), notes.append)
+    for record in RECORDS:
+        trackers.log(record)
+    trackers.close()
+    assert logged == ([7, 8] if fails == "close" else [])
+    assert notes == [
+        "run.track: wandb failed, and the run goes on without it (OSError: the service does not answer); metrics.jsonl has every figure"
+    ]
+
+
+def test_a_tensorboard_that_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # its import raises ModuleNotFoundError
+    with pytest.raises(BadInput, match=r"run\.track = \['tensorboard'\]: tensorboard cannot be imported: ModuleNot"):
+        Trainer(Plan(), track=["tensorboard"])
 
 
 def test_what_the_trainer_is_given_from_python_is_checked_as_the_config_is() -> None:

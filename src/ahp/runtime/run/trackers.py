@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,8 +74,19 @@ def check(names: Sequence[str]) -> None:
             raise bad_input("run.track", list(names), f"{name} is no tracker", NEEDS)
         if importlib.util.find_spec(NEEDS[name]) is None:
             raise bad_input("run.track", list(names), f"{name} is not installed; {install_extra('track')}")
+    if "tensorboard" in names and os.environ.get("RANK", "0") == "0":
+        _refuse_what_does_not_import(names)
     if "wandb" in names and os.environ.get("RANK", "0") == "0":  # the rank that logs
         _refuse_without_login(names)
+
+
+def _refuse_what_does_not_import(names: Sequence[str]) -> None:
+    """Raises BadInput for a TensorBoard that is installed, but not usable: its own packages raise errors of many kinds."""
+    try:
+        importlib.import_module("torch.utils.tensorboard")
+    except Exception as error:
+        rule = f"tensorboard cannot be imported: {type(error).__name__}: {first_line(error)}"
+        raise bad_input("run.track", list(names), rule) from None
 
 
 def _refuse_without_login(names: Sequence[str]) -> None:
@@ -87,22 +100,42 @@ def _refuse_without_login(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of a run. They start with the first record, so that they know from which step the run continues."""
+    """The trackers of a run. They start with the first record, so that they know from which step the run continues.
 
-    def __init__(self, names: Sequence[str], folder: Path, plan: Plan) -> None:
-        self.names, self.folder, self.plan = tuple(dict.fromkeys(names)), folder, plan
-        self.started: list[Tracker] | None = None
+    A tracker that fails (a full disk, a service that does not answer) is left out for the rest of this start: metrics.jsonl has every figure.
+    """
+
+    def __init__(self, names: Sequence[str], folder: Path, plan: Plan, note: Callable[[str], None]) -> None:
+        """``note``: tells the user something."""
+        self.names, self.folder, self.plan, self.note = tuple(dict.fromkeys(names)), folder, plan, note
+        self.started: dict[str, Tracker] | None = None
 
     def log(self, record: dict[str, Any]) -> None:
         """Pass on one step's record of metrics.jsonl."""
         if self.started is None:
-            self.started = [self._start(name, record["step"]) for name in self.names]
-        for tracker in self.started:
-            tracker.log(record)
+            self.started = {}
+            for name in self.names:
+                with self._going_on_without(name):
+                    self.started[name] = self._start(name, record["step"])
+        for name, tracker in list(self.started.items()):
+            with self._going_on_without(name):
+                tracker.log(record)
 
     def close(self) -> None:
-        for tracker in self.started or ():
-            tracker.close()
+        for name, tracker in list((self.started or {}).items()):
+            with self._going_on_without(name):
+                tracker.close()
+
+    @contextmanager
+    def _going_on_without(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            (self.started or {}).pop(name, None)
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            self.note(
+                f"run.track: {name} failed, and the run goes on without it ({reason}); metrics.jsonl has every figure"
+            )
 
     def _start(self, name: str, first_step: int) -> Tracker:
         return (

@@ -115,7 +115,7 @@ def _train(
     batches = batches_for(job, texts, masked=masked)
     held_out = corpora.read(Path(order.validation), verify=False) if order.validation is not None else None
     validation = validation_batches_for(job, texts, held_out, masked=masked)
-    trackers = Trackers(order.track, folder.path, plan)
+    trackers = Trackers(order.track, folder.path, plan, folder.note)
 
     def tell(record: dict[str, Any]) -> None:
         on_step(record)
