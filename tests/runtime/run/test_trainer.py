@@ -197,6 +197,8 @@ def test_given_weights_are_tuned_on_conversations_and_go_out_again(pool: Pool, t
     save_for_transformers(prepare(str(text), MODEL["vocab_size"]).tokenizer(), given)
     turn = "{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}"
     opening = "{% if add_generation_prompt %}assistant: {% endif %}"
+    settings = {"temperature": 0.6, "do_sample": False, "eos_token_id": [1, 5]}  # not those of the config, and refused by save_pretrained
+    (given / "generation_config.json").write_text(json.dumps(settings))
     (given / "chat_template.jinja").write_text("{% for m in messages %}" + turn + "{% endfor %}" + opening)
     talk = [{"role": "user", "content": "def"}, {"role": "assistant", "content": "return x"}]
     talks.write_text(f"{json.dumps({'messages': talk})}\n" * 40)
@@ -217,6 +219,7 @@ def test_given_weights_are_tuned_on_conversations_and_go_out_again(pool: Pool, t
     with pytest.raises(BadInput, match="init_from = 'elsewhere'"):
         check_same_job(run, tuned.model_copy(update={"init_from": "elsewhere"}))
     folder = run.weights_folder
+    assert json.loads((folder / "generation_config.json").read_text()) == settings
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(talk[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True)
     written = model.generate(**prompt, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=0)[

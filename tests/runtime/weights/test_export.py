@@ -97,7 +97,9 @@ def test_export_loads_in_transformers(pool: Pool, tmp_path: Path, model: str, pl
 def test_what_fits_into_one_file_is_one_without_an_index(pool: Pool, tmp_path: Path) -> None:
     order = "gpt2", PLANS["tp"], str(tmp_path), "fp32", hf_export.FILE_BYTES
     assert sorted(written for written, _ in pool.run(export, 2, *order)) == [[], ["model.safetensors"]]
-    assert {file.name for file in tmp_path.iterdir()} >= {"model.safetensors", "config.json"}
+    MODELS["gpt2"]().save_pretrained(tmp_path / "alone")  # type: ignore[operator]
+    alone = {file.name for file in (tmp_path / "alone").iterdir()}
+    assert {file.name for file in tmp_path.iterdir()} == {*alone, "alone"} >= {"generation_config.json"}
     assert not (tmp_path / "model.safetensors.index.json").exists()
 
 

@@ -1,4 +1,4 @@
-"""A run's weights as a folder that transformers reads: config, safetensors, tokenizer."""
+"""A run's weights as a folder that transformers reads: config, generation config, safetensors, tokenizer."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ahp.errors import BadInput
 from ahp.plan import Parallelism, Plan
 from ahp.runtime.data.tokenizer import copy_for_transformers, opened, save_for_transformers, tokenizer_of
 from ahp.runtime.run.folder import EXPORT_MARK, RunFolder
+from ahp.runtime.run.given import GENERATION
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -34,6 +35,8 @@ def publish(run: RunFolder, aside: Path, plan: Plan, tokenizer: Tokenizer, step:
         copy_for_transformers(published, aside)
     else:
         save_for_transformers(tokenizer, aside)
+    if (run.given_folder / GENERATION).is_file():  # the model was built from its config, and has other settings
+        shutil.copyfile(run.given_folder / GENERATION, aside / GENERATION)
     (aside / EXPORT_MARK).write_text(json.dumps({"step": step}) + "\n")
     shutil.rmtree(run.weights_folder, ignore_errors=True)
     aside.rename(run.weights_folder)

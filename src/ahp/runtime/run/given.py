@@ -12,7 +12,10 @@ from ahp.runtime.data.tokenizer import BESIDE
 from ahp.runtime.run.folder import RunFolder
 
 Asked = TypeVar("Asked", Plan, Config)
-KEPT = ("config.json", "tokenizer.json", *BESIDE)
+GENERATION = "generation_config.json"
+"""transformers' name for the file of the settings with which text is generated."""
+
+KEPT = ("config.json", GENERATION, "tokenizer.json", *BESIDE)
 
 
 def keep(plan: Plan, run: RunFolder) -> None:

@@ -24,7 +24,6 @@ from ahp.runtime.weights.hub_names import InFiles, Piece, kept_buffers, piece_of
 FILE_BYTES = 5 * 10**9
 """The most bytes of one file, except for a larger tensor; transformers' default up to its version 4."""
 
-
 @dataclass
 class File:
     """Tensors that one rank writes together."""
@@ -56,7 +55,7 @@ def export_hf(
     config: Any,
     dtype: torch.dtype,
 ) -> None:
-    """Write model.safetensors (several files and an index, if one is too small) and config.json. Collective.
+    """Write model.safetensors (several files and an index, if one is too small), config.json and generation_config.json. Collective.
 
     ``writers``: the pipeline rank that writes each parameter. ``dtype``: of parameters; buffers keep theirs. Tensors have the names and
     shapes that ``save_pretrained`` gives them, for instance one tensor for each expert. Raises OSError on every rank
@@ -89,6 +88,7 @@ def export_hf(
             saved = copy.deepcopy(config)
             setattr(saved, "dtype" if hasattr(saved, "dtype") else "torch_dtype", dtype)
             saved.save_pretrained(folder)
+        _write_generation_config(next(iter(state.stages.values())).model, folder)
     dist.barrier()
 
 
@@ -182,6 +182,13 @@ def _raise_together(error: str | None) -> None:
     for rank, found in enumerate(errors):
         if found is not None:
             raise OSError(f"the weights cannot be written: rank {rank}: {found}")
+
+
+def _write_generation_config(model: Any, folder: Path) -> None:
+    """Write how the model generates text, if it does. Unlike ``save_pretrained`` it refuses no setting: the weights would be lost with it."""
+    found = getattr(model, "generation_config", None)
+    if found is not None and model.can_generate():
+        found.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
 
 
 def _write_index(folder: Path, files: list[File]) -> None:
