@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -196,6 +197,15 @@ def test_stopped_run_names_the_same_command_and_has_the_signals_code(
     assert "def " not in out
 
 
+def test_the_next_commands_can_be_pasted_where_a_path_has_a_space(
+    plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = plan_file.parent / "my run"
+    assert main.main(args(plan_file, "--run.folder", str(folder), "--json")) == 0
+    commands = json.loads(capsys.readouterr().out)["next"]
+    assert [shlex.split(command)[2] for command in commands] == [str(folder), str(folder), str(folder / "plan.yaml")]
+
+
 def test_plan_takes_no_other_override(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(args(plan_file, "--job.sequence-length", "32")) == 2
     assert "--job.sequence-length" in capsys.readouterr().err
@@ -345,6 +355,9 @@ def test_generate_prints_the_text_and_what_is_next(capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert out.startswith("class seed3():")
     assert "Next: ahp report runs/x" in out
+    assert "ahp generate runs/x --prompt 'class ' --seed 4" in out
+    assert generate_command.run(["runs/my run"]) == 0
+    assert "Next: ahp report 'runs/my run'    ahp generate 'runs/my run' --seed 1" in capsys.readouterr().out
     assert generate_command.run(["runs/x", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["text"] == "seed0():\n  pass"
     with pytest.raises(BadInput, match="seed"):

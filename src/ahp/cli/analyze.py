@@ -6,6 +6,7 @@ the figures and their conventions.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -94,7 +95,7 @@ def _show(graph: ModelGraph, arguments: Arguments, *, given: bool) -> None:
     console.print(Heaviest(heaviest(graph), max(graph.flops(), 1)))
     console.print()
     console.print(tables.Hanging(six_n(graph)))
-    show_next(console, [f"ahp plan {arguments.model} CLUSTER"])
+    show_next(console, [f"ahp plan {shlex.quote(arguments.model)} CLUSTER"])
 
 
 def heading(graph: ModelGraph, attention: str, *, given: bool) -> list[tuple[str, str]]:

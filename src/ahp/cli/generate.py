@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -39,11 +40,12 @@ def run(argv: list[str]) -> int:
 
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed)
     text = generate(arguments.run, arguments.prompt, sampling)
-    after = f"ahp report {arguments.run}"
+    after = f"ahp report {shlex.quote(arguments.run)}"
     if arguments.json:
         print(json.dumps({"run": arguments.run, "prompt": arguments.prompt, "text": text, "next": [after]}))
         return 0
     print(text)
-    again = f"ahp generate {arguments.run} --seed {arguments.seed + 1}"
+    prompt = ["--prompt", arguments.prompt] if arguments.prompt else []
+    again = shlex.join(["ahp", "generate", arguments.run, *prompt, "--seed", str(arguments.seed + 1)])
     print(f"\n{next_words([after, again], console().width)}")
     return 0

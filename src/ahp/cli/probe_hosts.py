@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from typing import TYPE_CHECKING
 
@@ -75,7 +76,7 @@ def run(arguments: Arguments, find: Callable[[], Place | None]) -> int:
         return 0
     print("\n".join(lines(found)))
     print(f"\nWrote {arguments.output}")
-    print(f"Next: ahp plan tiny {arguments.output}")
+    print(f"Next: ahp plan tiny {shlex.quote(str(arguments.output))}")
     return 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -94,7 +95,7 @@ def run(argv: list[str]) -> int:
     store = slurm.become_worker(place) if place is not None and not place.is_launcher else None
     with _refusal_in_status(lambda: _folder(arguments.config, overrides)):
         request = read_request(arguments.config, overrides)
-        code = train(request, arguments, command=" ".join(["ahp train", *argv]))
+        code = train(request, arguments, command=shlex.join(["ahp", "train", *argv]))
     del store  # kept until here for the other workers
     return code
 
@@ -249,10 +250,11 @@ def report(outcome: Outcome, arguments: Arguments, command: str, *, sample: bool
         result["validation_loss"] = held_out[-1]
     if outcome.status.state == "done":
         result |= _sample(folder.path, kept=outcome.already_done) if sample else {}
-        text = [f"ahp generate {folder.path}"] if "sample" in result else []
+        here = shlex.quote(str(folder.path))
+        text = [f"ahp generate {here}"] if "sample" in result else []
         off = result.get("speed", {}).get("in_band") is False
-        calibrate = [f"ahp calibrate {folder.path}"] if off and _has_steps_to_calibrate(folder) else []
-        result["next"] = [*text, f"ahp report {folder.path}", f"ahp explain {folder.plan_file}", *calibrate]
+        calibrate = [f"ahp calibrate {here}"] if off and _has_steps_to_calibrate(folder) else []
+        result["next"] = [*text, f"ahp report {here}", f"ahp explain {shlex.quote(str(folder.plan_file))}", *calibrate]
     else:
         result["next"] = [command]
     result["report"] = _write_page(folder.path)

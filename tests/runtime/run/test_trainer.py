@@ -197,7 +197,11 @@ def test_given_weights_are_tuned_on_conversations_and_go_out_again(pool: Pool, t
     save_for_transformers(prepare(str(text), MODEL["vocab_size"]).tokenizer(), given)
     turn = "{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}"
     opening = "{% if add_generation_prompt %}assistant: {% endif %}"
-    settings = {"temperature": 0.6, "do_sample": False, "eos_token_id": [1, 5]}  # not those of the config, and refused by save_pretrained
+    settings = {
+        "temperature": 0.6,
+        "do_sample": False,
+        "eos_token_id": [1, 5],
+    }  # not those of the config, and refused by save_pretrained
     (given / "generation_config.json").write_text(json.dumps(settings))
     (given / "chat_template.jinja").write_text("{% for m in messages %}" + turn + "{% endfor %}" + opening)
     talk = [{"role": "user", "content": "def"}, {"role": "assistant", "content": "return x"}]

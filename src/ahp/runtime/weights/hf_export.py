@@ -24,6 +24,7 @@ from ahp.runtime.weights.hub_names import InFiles, Piece, kept_buffers, piece_of
 FILE_BYTES = 5 * 10**9
 """The most bytes of one file, except for a larger tensor; transformers' default up to its version 4."""
 
+
 @dataclass
 class File:
     """Tensors that one rank writes together."""
