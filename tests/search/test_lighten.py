@@ -11,7 +11,8 @@ from ahp.forecast import memory
 from ahp.plan import Parallelism
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.lighten import LAYOUTS as LOOKED_AT
-from ahp.search.lighten import Lightened, _promising, lighten
+from ahp.search.lighten import _promising, _words, lighten
+from ahp.search.pairs import Improved
 from ahp.search.problem import Problem
 
 from .small import small
@@ -48,8 +49,8 @@ def test_no_choice_that_fits_is_faster(engine: str, layout: Parallelism, share: 
         fewer = layout.model_copy(update={"recomputed_layers_per_stage": some})
         if asked.refused(fewer) is None and (forecast := asked.price(fewer)).fits:
             times.append(forecast.step_time_s)
-    found = lighten(asked, [(layout, whole)])
-    assert found.forecasts > 0
+    found = lighten(asked, Improved([(layout, whole)]))
+    assert found.lightened > 0
     ((best, forecast),) = found.ranked
     assert forecast == asked.price(best)
     if share == 0.9 and layout.num_stages > 1:
@@ -114,5 +115,4 @@ def test_the_layouts_that_would_be_fastest_without_their_recompute_are_looked_at
 
 @pytest.mark.parametrize(("layers", "told"), [(1, "1 layer is recomputed"), (2, "2 layers are recomputed")])
 def test_one_layer_is_told_as_one(layers: int, told: str) -> None:
-    layout = Parallelism(activation_checkpoint="full", recomputed_layers_per_stage=(layers,))
-    assert (Lightened([], 0, {layout: 0.25}).words(layout) or "").startswith(told)
+    assert _words((layers,), 0.25).startswith(told)

@@ -12,11 +12,12 @@ from ahp.graph.kept import analyze
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import Parallelism
+from ahp.search.pairs import Improved, by_time
 from ahp.search.problem import Problem, problem
 from ahp.search.ranking import search
 from ahp.search.recut import LayoutCosts, Recut, recut
 from ahp.search.stages import _by_moves, best_cut, cuts
-from ahp.search.uneven import UnevenRows, uneven_rows
+from ahp.search.uneven import with_uneven_rows
 
 JOB = Job(sequence_length=512, global_batch_size=16, precision="bf16")
 MODEL = {
@@ -66,9 +67,7 @@ def test_a_ranking_is_cut_anew_and_stays_sorted() -> None:
     layout = Parallelism(pipeline_parallel_degree=2, data_parallel_replicate_degree=2, micro_batch_size=4)
     flat = Parallelism(data_parallel_replicate_degree=4)
     price = asked("ahp").price
-    found = recut(
-        asked("ahp"), sorted([(layout, price(layout)), (flat, price(flat))], key=lambda pair: pair[1].step_time_s)
-    )
+    found = recut(asked("ahp"), Improved(by_time([(layout, price(layout)), (flat, price(flat))])))
     times = [forecast.step_time_s for _, forecast in found.ranked]
     assert times == sorted(times)
     assert (flat, price(flat)) in found.ranked
@@ -109,11 +108,11 @@ def test_layouts_with_one_pipeline_leave_room_for_others() -> None:
     sharded = [Parallelism(**pipeline, data_parallel_shard_degree=4, zero_stage=zero) for zero in (1, 2, 3)]
     twins = [Parallelism(**pipeline, data_parallel_replicate_degree=4), *sharded]
     other = twins[0].model_copy(update={"pipeline_parallel_schedule": "ZBVZeroBubble", "virtual_stages_per_rank": 2})
-    found = recut(used, [(layout, used.price(layout)) for layout in (*twins, other)])
+    found = recut(used, Improved([(layout, used.price(layout)) for layout in (*twins, other)]))
     cuts = [layout.layers_per_stage for layout, _ in found.ranked]
     assert sorted(map(str, cuts)) == ["(3, 2, 1, 1)", *["(5, 2)"] * len(twins)]
     assert all(used.price(layout) == forecast for layout, forecast in found.ranked)
-    assert len(found.gains) == len(cuts)
+    assert len(found.words) == len(cuts)
 
 
 def test_the_plan_has_the_cut_and_says_what_it_is_worth() -> None:
@@ -166,7 +165,8 @@ def test_a_pipeline_that_only_another_cut_makes_fast_is_found(
 
 def test_no_other_cut_is_looked_for_where_it_is_given() -> None:
     given = problem(graph(), CLUSTER, JOB, {"layers_per_stage": (3, 4), "pipeline_parallel_degree": 2}, {"name": "ahp"})
-    assert uneven_rows(given, None, None, []) == UnevenRows()  # type: ignore[arg-type]
+    rows = Improved([])
+    assert with_uneven_rows(given, None, None, rows) is rows  # type: ignore[arg-type]
 
 
 def test_no_cut_that_is_named_leaves_a_stage_empty() -> None:

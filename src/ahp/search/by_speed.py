@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -17,17 +17,18 @@ from ahp.search.compiled import compiling, why_compiled, why_eager
 from ahp.search.current import compared, today_of, with_candidate
 from ahp.search.exact import Outcome, Place
 from ahp.search.feasible_space import LegalRows, legal_rows
-from ahp.search.lighten import Lightened, lighten, ways_of
+from ahp.search.lighten import lighten, ways_of
 from ahp.search.method import Method, find
 from ahp.search.misfit import nothing_fits
 from ahp.search.nearby import Nearby
 from ahp.search.one_group import fastest_on_one_group
+from ahp.search.pairs import Improved, Pair
 from ahp.search.problem import Problem
-from ahp.search.recut import Pair, Recut, recut
+from ahp.search.recut import recut
 from ahp.search.result import Ranking
 from ahp.search.space import Space
 from ahp.search.ties import simplest_first
-from ahp.search.uneven import UnevenRows, uneven_rows
+from ahp.search.uneven import with_uneven_rows
 
 
 def ranking_with_any_kernels(
@@ -164,15 +165,15 @@ def _ranked(
         raise _nothing_found(used, by, found, remedies)
     better = _improved(looked, families_too=bool(by.name == "exact" and tied), other_cuts=other_cuts)
     certificate = _certificate(looked, better, by.name, other_cuts=other_cuts)
-    ordered = simplest_first(with_candidate(better.pairs, today, used), tied)
+    ordered = simplest_first(with_candidate(better.ranked, today, used), tied)
     ranked, (layout, best) = ordered.ranked, ordered.ranked[0]
-    nearby = Nearby(bounds, space, found, better.place_of(layout, used, found), ordered.fastest[1].step_time_s)
+    nearby = Nearby(bounds, space, found, _place_of(layout, better, looked), ordered.fastest[1].step_time_s)
     misfits = [(space.layout(*place), forecast) for place, forecast in found.misfits]
     misfits += explain.priced(used, space, nearby.misfits_to_price())
     large = explain.too_large(misfits, ordered.fastest[1], used.capacity_bytes)
     lost = tuple(explain.runner_up(pair, best) for pair in ranked[1:])
     first, *reasons = explain.why(used, ranked, misfits, nearby.floors(), what=ordered.title())
-    why = (first, *ordered.words(), *reasons, *better.words_of(layout), *table.notes)
+    why = (first, *ordered.words(), *reasons, *filter(None, [better.words.get(layout)]), *table.notes)
 
     def told_of(pair: Pair) -> Plan:
         return explain.plan(used, pair, (explain.runner_up(pair, best).reason,))
@@ -192,48 +193,27 @@ def _ranked(
     )
 
 
-@dataclass(frozen=True)
-class _Improved:
-    """The best rows, with a better cut than even stages and with as few layers recomputed as memory allows, and the best rows of the families
-    that are always searched for."""
-
-    pairs: list[Pair]
-    """The fastest first."""
-    recut: Recut
-    lighter: Lightened
-    others: families.Found
-    places: dict[Parallelism, Place]
-    """The place of each row, keyed by its layout."""
-
-    def place_of(self, layout: Parallelism, used: Problem, found: Outcome) -> Place:
-        """The place of the row that a layout was made from; that of the best row if there is none."""
-        keys = "layers_per_stage", "recomputed_layers_per_stage"
-        row = layout.model_copy(update={key: getattr(used.constraints, key) for key in keys})
-        return self.others.places.get(layout) or self.places.get(row, found.fitting[0][0])
-
-    def words_of(self, layout: Parallelism) -> Iterable[str]:
-        """Sentences on what a layout's cut into stages and its recomputed layers gain."""
-        own = self.recut.words(layout), self.lighter.words(layout)
-        return self.others.words.get(layout) or filter(None, own)
-
-
-def _improved(looked: _Looked, *, families_too: bool, other_cuts: bool) -> _Improved:
+def _improved(looked: _Looked, *, families_too: bool, other_cuts: bool) -> Improved:
+    """The best rows, with better cuts and fewer layers recomputed, and the best rows of the families that are always searched for."""
     used, bounds, space, found = looked.used, looked.bounds, looked.table.space, looked.found
     places = {space.layout(*place): place for place, _ in found.fitting}
-    rows = explain.different(zip(places, (forecast for _, forecast in found.fitting), strict=True))
-    uneven = uneven_rows(used, bounds, space, rows) if other_cuts else UnevenRows()
-    better = recut(used, sorted([*rows, *uneven.pairs], key=lambda pair: pair[1].step_time_s))
-    better = replace(better, forecasts=better.forecasts + uneven.forecasts)
-    places = uneven.places | places
-    lighter = lighten(used, better.ranked)
-    others = families.asked_for(used, bounds, space, found) if families_too else families.Found()
-    pairs = sorted([*lighter.ranked, *others.pairs], key=lambda pair: pair[1].step_time_s)
-    return _Improved(pairs, better, lighter, others, places)
+    rows = Improved(explain.different(zip(places, (forecast for _, forecast in found.fitting), strict=True)), places)
+    if other_cuts:
+        rows = with_uneven_rows(used, bounds, space, rows)
+    better = lighten(used, recut(used, rows))
+    return families.with_families(used, bounds, space, found, better) if families_too else better
 
 
-def _certificate(looked: _Looked, better: _Improved, method: str, *, other_cuts: bool) -> Certificate:
+def _place_of(layout: Parallelism, better: Improved, looked: _Looked) -> Place:
+    """The place of the row that a layout was made from; that of the best row if there is none."""
+    keys = "layers_per_stage", "recomputed_layers_per_stage"
+    row = layout.model_copy(update={key: getattr(looked.used.constraints, key) for key in keys})
+    return better.places.get(row, looked.found.fitting[0][0])
+
+
+def _certificate(looked: _Looked, better: Improved, method: str, *, other_cuts: bool) -> Certificate:
     used, space, found, eager = looked.used, looked.table.space, looked.found, looked.eager
-    ways, best_s = ways_of(used), better.pairs[0][1].step_time_s
+    ways, best_s = ways_of(used), better.ranked[0][1].step_time_s
     cut_given = used.constraints.layers_per_stage is not None
     floors_s = (
         looked.bounds.any_cut_s(best_s) if other_cuts and not cut_given else None,
@@ -249,8 +229,8 @@ def _certificate(looked: _Looked, better: _Improved, method: str, *, other_cuts:
         fit=len(found.fitting),
         left=found.left + eager.alone,
         forecasts=found.priced + eager.forecasts,
-        cuts=better.recut.forecasts,
-        lightened=better.lighter.forecasts,
+        cuts=better.cuts,
+        lightened=better.lightened,
         best_s=found.fitting[0][1].step_time_s,
         lowest_bound_left_s=found.lowest_bound_left_s,
         proven=found.proven,

@@ -9,7 +9,7 @@ from typing import Any
 from ahp.errors import BadInput, NotExpressible
 from ahp.plan import Forecast, Parallelism, Rejected, validated
 from ahp.search import reasons
-from ahp.search.pairs import Pair
+from ahp.search.pairs import Pair, by_time
 from ahp.search.problem import Problem
 from ahp.words import seconds
 
@@ -65,7 +65,7 @@ def with_candidate(ranked: list[Pair], today: Current | None, used: Problem) -> 
     alike = used.first_alike(today.parallelism)
     if any(used.decided(layout) in (today.parallelism, alike) for layout, _ in ranked):
         return ranked
-    return sorted([*ranked, (today.parallelism, today.forecast)], key=lambda pair: pair[1].step_time_s)
+    return by_time([*ranked, (today.parallelism, today.forecast)])
 
 
 def compared(today: Current, best: Pair, used: Problem) -> Current:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 from ahp.arrays import Mask
 from ahp.plan import Parallelism
 from ahp.search.bounds.space_bounds import Bounds
-from ahp.search.exact import Outcome, Place
+from ahp.search.exact import Outcome
 from ahp.search.lighten import lighten
 from ahp.search.method import Method, find
-from ahp.search.pairs import Pair
+from ahp.search.pairs import Improved, Pair, by_time
 from ahp.search.problem import Problem
 from ahp.search.recut import recut
 from ahp.search.space import Blocks, Space
@@ -46,21 +46,11 @@ def best_of_each(pairs: Iterable[Pair], always: Collection[Parallelism] = ()) ->
     return found
 
 
-@dataclass
-class Found:
-    """The best layouts of the families in ``ASKED_FOR``."""
-
-    pairs: list[Pair] = field(default_factory=list)
-    places: dict[Parallelism, Place] = field(default_factory=dict)
-    """The row that each layout comes from."""
-    words: dict[Parallelism, tuple[str, ...]] = field(default_factory=dict)
-    """What each layout's cut into stages and its recomputed layers gain."""
-
-
-def asked_for(used: Problem, bounds: Bounds, space: Space, priced: Outcome) -> Found:
-    """The best of each family in ``ASKED_FOR`` that has no row among the priced ones, with the best cut into stages that was found
-    and with as few layers recomputed as memory allows."""
-    told, known = Found(), {block for (block, _), _ in priced.fitting}
+def with_families(used: Problem, bounds: Bounds, space: Space, priced: Outcome, rows: Improved) -> Improved:
+    """The rows, and the best of each family in ``ASKED_FOR`` that has no row among the priced ones, with the best cut into stages that was found
+    and with as few layers recomputed as memory allows. What is forecast for these is not counted."""
+    pairs, places, words = list(rows.ranked), dict(rows.places), dict(rows.words)
+    known = {block for (block, _), _ in priced.fitting}
     for _, of in ASKED_FOR:
         mask = of(space.blocks)
         if mask[list(known)].any() or not mask.any():
@@ -70,10 +60,9 @@ def asked_for(used: Problem, bounds: Bounds, space: Space, priced: Outcome) -> F
             continue
         place, forecast = found.fitting[0]
         known.add(place[0])
-        better = recut(used, [(space.layout(*place), forecast)])
-        lighter = lighten(used, better.ranked)
-        layout = lighter.ranked[0][0]
-        told.pairs.append(lighter.ranked[0])
-        told.places[layout] = place
-        told.words[layout] = tuple(filter(None, (better.words(layout), lighter.words(layout))))
-    return told
+        layout = space.layout(*place)
+        places[layout] = place
+        lighter = lighten(used, recut(used, Improved([(layout, forecast)])))
+        pairs += lighter.ranked
+        words |= lighter.words
+    return replace(rows, ranked=by_time(pairs), places=places, words=words)

@@ -9,7 +9,7 @@ micro-batches recompute first; it is not proven that no other choice among them 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 
 from ahp.forecast import memory
@@ -19,7 +19,7 @@ from ahp.schedule.registry import PLAIN
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.bounds.layer_bounds import Ways
 from ahp.search.choices import RECOMPUTE, ScheduleChoice
-from ahp.search.pairs import Pair
+from ahp.search.pairs import Improved, Pair, by_time
 from ahp.search.problem import Problem
 from ahp.search.stages import WORTH_S
 from ahp.words import WORTH_TELLING, number_of, percent
@@ -31,33 +31,11 @@ LAYOUTS = 4
 """How many layouts are tried, those that would be fastest without recompute: each costs some ten forecasts."""
 
 
-@dataclass(frozen=True)
-class Lightened:
-    """A ranking with fewer layers recomputed, and what was tried for it."""
-
-    ranked: list[Pair]
-    forecasts: int
-    gains: dict[Parallelism, float]
-    """By what share recomputing fewer layers than all is faster, keyed by layout."""
-
-    def words(self, layout: Parallelism) -> str | None:
-        """A sentence on what a layout gains by recomputing only a part of its layers."""
-        some = layout.recomputed_layers_per_stage
-        if some is None or self.gains.get(layout, 0.0) < WORTH_TELLING:
-            return None
-        faster = f"{percent(self.gains[layout])} faster than with every layer recomputed"
-        if len(some) == 1:
-            return (
-                f"{number_of(some[0], 'layer')} {'is' if some[0] == 1 else 'are'} recomputed, as few as fit: {faster}"
-            )
-        return f"{', '.join(map(str, some))} layers of the {len(some)} stages are recomputed, as few as fit: {faster}"
-
-
-def lighten(asked: Problem, ranked: list[Pair]) -> Lightened:
+def lighten(asked: Problem, rows: Improved) -> Improved:
     """Recompute as few layers as memory allows in the fastest layouts that recompute, unless the user has fixed what is recomputed."""
     if not is_open(asked):
-        return Lightened(ranked, 0, {})
-    found, forecasts, gains = list(ranked), 0, {}
+        return rows
+    ranked, found, forecasts, words = rows.ranked, list(rows.ranked), rows.lightened, dict(rows.words)
     for at in _promising(ranked):
         layout, all_of_them = ranked[at]
         fewest = _Fewest(asked, layout)
@@ -66,9 +44,17 @@ def lighten(asked: Problem, ranked: list[Pair]) -> Lightened:
         if better is None or better[1].step_time_s > all_of_them.step_time_s * (1 - WORTH_S):
             continue
         found[at] = better
-        gains[better[0]] = all_of_them.step_time_s / better[1].step_time_s - 1
-    found.sort(key=lambda pair: pair[1].step_time_s)
-    return Lightened(found, forecasts, gains)
+        if (gain := all_of_them.step_time_s / better[1].step_time_s - 1) >= WORTH_TELLING:
+            words[better[0]] = _words(better[0].recomputed_layers_per_stage or (), gain)
+    return replace(rows, ranked=by_time(found), lightened=forecasts, words=words)
+
+
+def _words(some: Sequence[int], gain: float) -> str:
+    """A sentence on what a layout gains by recomputing only ``some`` layers of each stage."""
+    faster = f"{percent(gain)} faster than with every layer recomputed"
+    if len(some) == 1:
+        return f"{number_of(some[0], 'layer')} {'is' if some[0] == 1 else 'are'} recomputed, as few as fit: {faster}"
+    return f"{', '.join(map(str, some))} layers of the {len(some)} stages are recomputed, as few as fit: {faster}"
 
 
 def _promising(ranked: list[Pair]) -> list[int]:

@@ -8,7 +8,7 @@ from ahp.errors import BadInput
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.lighten import lighten
 from ahp.search.method import Method, find
-from ahp.search.pairs import Pair
+from ahp.search.pairs import Improved, Pair
 from ahp.search.problem import Problem
 from ahp.search.recut import recut
 from ahp.search.space import build
@@ -41,5 +41,5 @@ def fastest_on_one_group(asked: Problem, ceiling_s: float = float("inf"), slack:
     pairs = [(space.layout(*place), forecast) for place, forecast in found.fitting]
     used = asked.with_blocks(pairs[0][0]) if asked.either_blocks else asked
     alike = [pair for pair in pairs if used is asked or asked.with_blocks(pair[0]) is used]
-    lighter = lighten(used, recut(used, alike).ranked)
+    lighter = lighten(used, recut(used, Improved(alike)))
     return Fastest(used, lighter.ranked[0], min(left_s, pairs[0][1].step_time_s))

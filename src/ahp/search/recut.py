@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -16,7 +16,7 @@ from ahp.schedule.bounds import TimeColumns, lower_bounds_s
 from ahp.schedule.orders import splits_backward
 from ahp.schedule.registry import SCHEDULES, get
 from ahp.schedule.stages import layers_of_stages
-from ahp.search.pairs import Pair
+from ahp.search.pairs import Improved, Pair, by_time
 from ahp.search.problem import Problem
 from ahp.search.stages import WORTH_S, BestCut, Cut, best_cut, least_longest, longest_s
 from ahp.words import WORTH_TELLING, percent
@@ -28,30 +28,11 @@ ALIKE = 3
 """How many more layouts with each of these pipelines get its cut, if they are faster with it: one forecast each."""
 
 
-@dataclass(frozen=True)
-class Recut:
-    """A ranking with better cuts, and what was tried for them."""
-
-    ranked: list[Pair]
-    forecasts: int
-    gains: dict[Parallelism, float | None]
-    """By what share each layout's uneven cut is faster, keyed by layout; None if even stages do not fit."""
-
-    def words(self, layout: Parallelism) -> str | None:
-        """A sentence on what the cut of a layout gains."""
-        if layout.layers_per_stage is None or layout not in self.gains:
-            return None
-        stages, gain = f"stages of {', '.join(map(str, layout.layers_per_stage))} layers", self.gains[layout]
-        if gain is None:
-            return f"{stages}: evenly cut stages do not fit"
-        return f"{stages}: {percent(gain)} faster than evenly cut stages" if gain >= WORTH_TELLING else None
-
-
-def recut(asked: Problem, ranked: list[Pair]) -> Recut:
-    """Cut the fastest layouts with a pipeline again, unless the user has fixed the cut. Returns the fastest first; some may have a cut already."""
+def recut(asked: Problem, rows: Improved) -> Improved:
+    """Cut the fastest layouts with a pipeline again, unless the user has fixed the cut. Some may have a cut already."""
     if asked.constraints.layers_per_stage is not None:
-        return Recut(ranked, 0, {})
-    found, forecasts = list(ranked), 0
+        return rows
+    ranked, found, forecasts = rows.ranked, list(rows.ranked), rows.cuts
     more = list[Pair]()
     for first, *alike in _pipelines(asked, ranked):
         better = _cut(asked, ranked[first][0])
@@ -66,8 +47,21 @@ def recut(asked: Problem, ranked: list[Pair]) -> Recut:
         others = _under_other_schedules(asked, *found[first])
         forecasts += len(others)
         more += [(layout, forecast) for layout, forecast in others if forecast is not None]
-    found = sorted(dict([*found, *more]).items(), key=lambda pair: pair[1].step_time_s)
-    return Recut(found, forecasts, {pair[0]: _gain(asked, *pair) for pair in found if pair[0].layers_per_stage})
+    found = by_time(dict([*found, *more]).items())
+    return replace(rows, ranked=found, cuts=forecasts, words=rows.words | _words(asked, found))
+
+
+def _words(asked: Problem, ranked: list[Pair]) -> dict[Parallelism, str]:
+    """A sentence on what the cut of each layout gains, where it gains enough."""
+    found = {}
+    for layout, forecast in ranked:
+        if (cut := layout.layers_per_stage) is not None:
+            stages, gain = f"stages of {', '.join(map(str, cut))} layers", _gain(asked, layout, forecast)
+            if gain is None:
+                found[layout] = f"{stages}: evenly cut stages do not fit"
+            elif gain >= WORTH_TELLING:
+                found[layout] = f"{stages}: {percent(gain)} faster than evenly cut stages"
+    return found
 
 
 def _under_other_schedules(

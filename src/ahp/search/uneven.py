@@ -6,15 +6,15 @@ So in the blocks with the lowest bound of any cut, each pipeline is tried with t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from ahp.plan import Parallelism
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.exact import Place
-from ahp.search.pairs import Pair
+from ahp.search.pairs import Improved, by_time
 from ahp.search.problem import Problem
 from ahp.search.recut import LayoutCosts, pipeline_of, recut_anyway, with_cut
 from ahp.search.space import Space
@@ -28,22 +28,12 @@ FORECASTS = 24
 """Most forecasts, made in the order of a bound."""
 
 
-@dataclass(frozen=True)
-class UnevenRows:
-    """Layouts with an uneven cut that fit, and how many forecasts were tried for them."""
-
-    pairs: list[Pair] = field(default_factory=list)
-    places: dict[Parallelism, Place] = field(default_factory=dict)
-    """Places of the rows that they come from, keyed by the row's layout."""
-    forecasts: int = 0
-
-
-def uneven_rows(asked: Problem, bounds: Bounds, space: Space, ranked: Sequence[Pair]) -> UnevenRows:
-    """Rows that may be faster than the first of a ranking by more than the forecast can tell apart, except for pipelines that are recut anyway;
-    none if the user has fixed the cut."""
+def with_uneven_rows(asked: Problem, bounds: Bounds, space: Space, rows: Improved) -> Improved:
+    """The rows, and those with an uneven cut that may be faster than the first by more than the forecast can tell apart, except for pipelines
+    that are recut anyway; none if the user has fixed the cut."""
     if asked.constraints.layers_per_stage is not None:
-        return UnevenRows()
-    limit_s, known = ranked[0][1].step_time_s * (1 - TIED), recut_anyway(asked, ranked)
+        return rows
+    limit_s, known = rows.ranked[0][1].step_time_s * (1 - TIED), recut_anyway(asked, rows.ranked)
     some: list[tuple[float, Place, Parallelism, Cut]] = []
     for place, even_s in _rows(bounds, space, limit_s):
         row = space.layout(*place)
@@ -54,9 +44,7 @@ def uneven_rows(asked: Problem, bounds: Bounds, space: Space, ranked: Sequence[P
         if max(costs.floor_s(), even_s * costs.shorter()) < limit_s:
             cut = costs.longest[1]
             some.append((costs.bounds_s([cut])[0], place, row, cut))
-    pairs: list[Pair] = []
-    places: dict[Parallelism, Place] = {}
-    forecasts = 0
+    pairs, places, forecasts = list(rows.ranked), dict(rows.places), rows.cuts
     for bound_s, place, row, cut in sorted(some, key=lambda one: one[:2])[:FORECASTS]:
         if bound_s >= limit_s:
             break
@@ -65,7 +53,7 @@ def uneven_rows(asked: Problem, bounds: Bounds, space: Space, ranked: Sequence[P
             pairs.append((row.model_copy(update={"layers_per_stage": cut}), forecast))
             places[row] = place
             limit_s = min(limit_s, forecast.step_time_s * (1 - TIED))
-    return UnevenRows(pairs, places, forecasts)
+    return replace(rows, ranked=by_time(pairs), places=places, cuts=forecasts)
 
 
 def _rows(bounds: Bounds, space: Space, limit_s: float) -> Iterator[tuple[Place, float]]:
