@@ -23,7 +23,7 @@ PIPELINE = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": "1F1B"}
 def by_turns_s(timeline: Timeline, seconds: dict[str, list[float]], turns: float) -> float:
     """The same schedule, run moment by moment: of ``p`` ranks, one on each of as many workers, those that have something to do share
     ``p / turns`` cores evenly, a core each at most. Sends take no time."""
-    order, p = timeline.schedule.plain, len(timeline.schedule.plain)
+    order, p = timeline.schedule.ranks, len(timeline.schedule.ranks)
     at, now = [0] * p, 0.0
     done: set[tuple[str, int, int]] = set()
 

@@ -126,7 +126,7 @@ def test_what_is_kept_is_under_the_simulation(layout, data):
     name, p, v, m = layout
     kept = [data.draw(st.integers(0, 9)) for _ in range(p * v)]
     least = least_kept(name, p, v, m, kept)
-    peaks = peak_in_flight(make(name, p, v, m).plain, kept)
+    peaks = peak_in_flight(make(name, p, v, m).ranks, kept)
     assert all(np.less_equal(least, peaks))
     if name in ("GPipe", "1F1B"):
         assert least.tolist() == list(peaks)
@@ -137,5 +137,5 @@ def test_what_is_kept_is_under_the_simulation(layout, data):
 )
 @pytest.mark.parametrize("p", [2, 4])
 def test_what_is_kept_is_exact_for_equal_stages(name, v, p):
-    peaks = peak_in_flight(make(name, p, v, 3 * p).plain, [1.0] * (p * v))
+    peaks = peak_in_flight(make(name, p, v, 3 * p).ranks, [1.0] * (p * v))
     assert least_kept(name, p, v, 3 * p, np.ones(p * v)).tolist() == list(peaks)

@@ -129,8 +129,8 @@ def test_what_is_kept_is_what_the_order_keeps(layout, data):
     _, p, v, _ = layout
     weights = [data.draw(st.floats(0.0, 10.0)) for _ in range(p * v)]
     freed = [data.draw(st.floats(0.0, weight)) for weight in weights]
-    assert peak_kept(*layout, weights) == pytest.approx(peak_in_flight(make(*layout).plain, weights))
-    assert peak_kept(*layout, weights, freed) == pytest.approx(peak_in_flight(make(*layout).plain, weights, freed))
+    assert peak_kept(*layout, weights) == pytest.approx(peak_in_flight(make(*layout).ranks, weights))
+    assert peak_kept(*layout, weights, freed) == pytest.approx(peak_in_flight(make(*layout).ranks, weights, freed))
 
 
 @pytest.mark.parametrize("m", [1, 2, 3])
@@ -139,7 +139,7 @@ def test_fewer_micro_batches_than_ranks_are_a_schedule_too(m):
     slow = simulate(make("1F1B", 4, 1, m), times)
     assert makespan("1F1B", 4, 1, m, times).makespan_s == pytest.approx(slow.makespan_s, rel=1e-12)
     assert lower_bound_s("1F1B", 4, 1, m, times) <= slow.makespan_s * (1 + 1e-12)
-    assert peak_kept("1F1B", 4, 1, m, [1, 1, 1, 1]) == peak_in_flight(make("1F1B", 4, 1, m).plain, [1, 1, 1, 1])
+    assert peak_kept("1F1B", 4, 1, m, [1, 1, 1, 1]) == peak_in_flight(make("1F1B", 4, 1, m).ranks, [1, 1, 1, 1])
 
 
 def test_the_whole_timeline_is_there_on_demand():

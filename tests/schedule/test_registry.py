@@ -111,7 +111,7 @@ def test_what_is_in_flight_is_a_moment_of_the_order(layout, data):
     weights = [data.draw(st.integers(0, 9)) for _ in range(p * v)]
     counts = in_flight(*layout)
     own = get(name).placement.rank_stages(p, v)
-    peaks = peak_in_flight(make(*layout).plain, weights)
+    peaks = peak_in_flight(make(*layout).ranks, weights)
     assert peak_kept(*layout, weights) == pytest.approx(peaks)
     assert all((counts * np.array(weights)[own]).sum(axis=1) <= peaks)
     if v == 1 and p > 1:  # what a mixed cluster's memory is bounded by, whatever the schedule

@@ -75,14 +75,14 @@ def test_every_wait_is_kept(layout, data):
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (4, 4), (4, 9)])
 def test_in_flight_micro_batches(p, m):
-    assert peak_in_flight(make("GPipe", p, 1, m).plain, [1] * p) == (m,) * p
-    assert peak_in_flight(make("1F1B", p, 1, m).plain, [1] * p) == tuple(min(m, p - i) for i in range(p))
+    assert peak_in_flight(make("GPipe", p, 1, m).ranks, [1] * p) == (m,) * p
+    assert peak_in_flight(make("1F1B", p, 1, m).ranks, [1] * p) == tuple(min(m, p - i) for i in range(p))
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 8), (4, 3, 12)])
 def test_in_flight_interleaved(p, v, m):
     expected = tuple(min(m * v, 2 * (p - i - 1) + (v - 1) * p + 1) for i in range(p))
-    assert peak_in_flight(make("Interleaved1F1B", p, v, m).plain, [1] * (p * v)) == expected
+    assert peak_in_flight(make("Interleaved1F1B", p, v, m).ranks, [1] * (p * v)) == expected
 
 
 def test_extras_hold_up_the_rank_and_the_first_micro_batch():
@@ -129,7 +129,7 @@ def test_split_backward_frees_at_the_weight_gradient():
     schedule = Schedule("split", 1, 1, ((f, i, w),), (0,))
     times = [StageTimes(1.0, 99.0, 2.0, 3.0)]
     assert simulate(schedule, times).makespan_s == 6.0
-    assert peak_in_flight(schedule.plain, [5.0]) == (5.0,)
+    assert peak_in_flight(schedule.ranks, [5.0]) == (5.0,)
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 6), (4, 12), (8, 16)])
@@ -138,7 +138,7 @@ def test_zero_bubble_meets_the_papers_closed_forms(p, m):
     times = [StageTimes(1.5, 9.0, 1.25, 1.0)] * p
     schedule = make("InterleavedZeroBubble", p, 1, m)
     assert simulate(schedule, times).makespan_s == pytest.approx(m * 3.75 + (p - 1) * 1.75)
-    assert peak_in_flight(schedule.plain, [1.0] * p) == (min(p, m),) * p
+    assert peak_in_flight(schedule.ranks, [1.0] * p) == (min(p, m),) * p
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 9), (8, 16)])
@@ -146,7 +146,7 @@ def test_zbv_has_no_bubble_but_the_fill_at_equal_times(p, m):
     times = [StageTimes(1.0, 9.0, 1.0, 1.0)] * (2 * p)
     schedule = make("ZBVZeroBubble", p, 2, m)
     assert simulate(schedule, times).makespan_s == pytest.approx(6 * m + p - 1)
-    assert peak_in_flight(schedule.plain, [1.0] * (2 * p)) == (2 * p,) * p
+    assert peak_in_flight(schedule.ranks, [1.0] * (2 * p)) == (2 * p,) * p
 
 
 def test_what_the_input_gradient_frees_is_held_no_longer():
@@ -154,9 +154,9 @@ def test_what_the_input_gradient_frees_is_held_no_longer():
         [Action(kind, 0, n) for n in range(2)] for kind in (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
     )
     schedule = Schedule("split", 1, 2, ((f[0], i[0], f[1], i[1], w[0], w[1]),), (0,))
-    assert peak_in_flight(schedule.plain, [5.0]) == (10.0,)
-    assert peak_in_flight(schedule.plain, [5.0], [2.0]) == (8.0,)
-    assert peak_in_flight(schedule.plain, [5.0], [5.0]) == (5.0,)
+    assert peak_in_flight(schedule.ranks, [5.0]) == (10.0,)
+    assert peak_in_flight(schedule.ranks, [5.0], [2.0]) == (8.0,)
+    assert peak_in_flight(schedule.ranks, [5.0], [5.0]) == (5.0,)
 
 
 def test_an_order_that_cannot_run_is_named():
@@ -181,7 +181,7 @@ class Counted(list[Any]):
 def test_an_action_is_read_once_and_once_more_for_each_time_that_its_rank_waits() -> None:
     """Two ranks that wait for each other at every action went through all actions before each time: minutes for tens of thousands."""
     order = make("1F1B", 2, 1, 300)
-    counted = [Counted(actions) for actions in order.plain]
+    counted = [Counted(actions) for actions in order.ranks]
     Run(counted, order.stage_rank, 300, [StageTimes(1.0, 2.0) for _ in range(2)])
     actions = sum(map(len, counted))
     assert actions <= sum(of.reads for of in counted) <= 2 * actions

@@ -121,7 +121,7 @@ def test_the_best_of_all_orders_is_found(given: dict) -> None:
     given |= {"micro_batch_size": 1, "activation_checkpoint": "none", "pipeline_parallel_schedule": "1F1B"}
     asked = small("tied gpt2", "2x4xA100-SXM-80GB", batch=8, constraints=given)
     space = build(asked)
-    outcome = find(asked, Bounds(asked, space), space, Method("exact"), 1)
+    outcome = find(asked, Bounds(asked, space), Method("exact"), 1)
     assert outcome.proven
     assert outcome.fitting[0][1].step_time_s == pytest.approx(best_of_all_orders(asked), rel=1e-12)
 

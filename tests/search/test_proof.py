@@ -47,7 +47,7 @@ def equals_brute_force(asked: Problem, keep: int) -> None:
     assume(table.space.num_legal <= MOST_PRICED)
     forecasts = [table.problem.price(layout) for layout in table.space]
     times = sorted(forecast.step_time_s for forecast in forecasts if forecast.fits)
-    outcome = find(table.problem, Bounds(table.problem, table.space), table.space, Method("exact"), keep)
+    outcome = find(table.problem, Bounds(table.problem, table.space), Method("exact"), keep)
     assert outcome.proven
     assert [forecast.step_time_s for _, forecast in outcome.fitting[:keep]] == pytest.approx(times[:keep], rel=1e-12)
     assert outcome.priced + outcome.too_large + outcome.left == table.space.num_legal

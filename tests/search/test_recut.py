@@ -166,7 +166,7 @@ def test_a_pipeline_that_only_another_cut_makes_fast_is_found(
 def test_no_other_cut_is_looked_for_where_it_is_given() -> None:
     given = problem(graph(), CLUSTER, JOB, {"layers_per_stage": (3, 4), "pipeline_parallel_degree": 2}, {"name": "ahp"})
     rows = Improved([])
-    assert with_uneven_rows(given, None, None, rows) is rows  # type: ignore[arg-type]
+    assert with_uneven_rows(given, None, rows) is rows  # type: ignore[arg-type]
 
 
 def test_no_cut_that_is_named_leaves_a_stage_empty() -> None:

@@ -10,6 +10,11 @@ from ahp.schedule.actions import Schedule
 from ahp.schedule.messages import waiting
 
 
+def receives_from(own: Ints, p: int) -> Ints:
+    """[W] From how many stages ranks with the stages ``own`` [W, V] of ``p`` ranks receive, in both passes; none if a rank is alone."""
+    return ((own > 0) * 1 + (own < p * own.shape[1] - 1)).sum(axis=1) * (p > 1)
+
+
 def received_bytes(
     own: Ints, p: int, hidden_bytes: int, micro_batches: int, receives: Receives, order: Schedule | None = None
 ) -> Ints:
@@ -17,9 +22,9 @@ def received_bytes(
 
     A message that was read is an activation of the layer that read it, and is counted there.
     """
+    sides = receives_from(own, p)
     if p == 1:
-        return np.zeros(len(own), dtype=np.int64)
-    sides = ((own > 0) * 1 + (own < p * own.shape[1] - 1)).sum(axis=1)
+        return sides
     if receives == "all":
         return sides * micro_batches * hidden_bytes
     messages = sides

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
 from typing import NamedTuple
 
 
@@ -30,7 +29,7 @@ class Action(NamedTuple):
 
 
 PlainAction = tuple[str, int, int]
-"""Letter, stage and micro-batch of an action, as a plain tuple for tight loops."""
+"""An action, or its letter, stage and micro-batch as a plain tuple, which is faster to make."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,3 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
     stage_rank: tuple[int, ...]
     """``stage_rank[s]``: the pipeline rank that holds stage ``s``."""
-
-    @cached_property
-    def plain(self) -> tuple[tuple[PlainAction, ...], ...]:
-        """The actions of each rank."""
-        return tuple(tuple((str(a.kind), a.stage, a.micro_batch) for a in rank) for rank in self.ranks)

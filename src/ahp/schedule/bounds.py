@@ -121,8 +121,8 @@ class _Paths:
         if self.split.any():
             deferred = self.schedule.fewest_deferred(p, v, m)
             rest_s = rest_s + np.where(self.split > 0, deferred * times.weight_gradient_s, 0.0)
-        back = np.broadcast_to(times.send_backward_s + _before(self.gradient_s), self.gradient_s.shape).copy()
-        back[..., 0] = 0.0
+        back = np.zeros(self.gradient_s.shape)
+        back[..., 1:] = times.send_backward_s[..., 1:] + self.gradient_s[..., :-1]
         self.back_s = way = np.cumsum(back, axis=-1)
         """[N, S] Seconds from the end of a stage's gradient to the end of the first stage's."""
         self.tail_s = way + np.maximum.accumulate(rest_s - way, axis=-1)
@@ -250,11 +250,6 @@ def _links(name: str, p: int, v: int) -> tuple[Ints, Ints]:
     between = np.flatnonzero(pairs // p != pairs % p)
     order = between[np.argsort(pairs[between], kind="stable")]
     return order, np.flatnonzero(np.diff(pairs[order], prepend=-1))
-
-
-def _before(stages: Floats) -> Floats:
-    """For each stage the value of the stage before it; for the first its own, which the caller overwrites."""
-    return np.concatenate([stages[..., :1], stages[..., :-1]], axis=-1)
 
 
 def _with_zero(sums: Floats) -> Floats:

@@ -45,7 +45,7 @@ def why_not_together(schedules: Sequence[Schedule]) -> str | None:
 
 def _wrong_count(schedule: Schedule) -> str | None:
     seen: set[tuple[str, int, int]] = set()
-    for rank, order in enumerate(schedule.plain):
+    for rank, order in enumerate(schedule.ranks):
         for action in order:
             letter, stage, i = action
             if action in seen:
@@ -88,7 +88,7 @@ class _Progress:
         """Let each rank in turn do all the actions it can; their number. ``summed``: whether each stage's gradients are summed;
         None = no rank waits for that."""
         before = sum(self.places)
-        for rank, order in enumerate(self.schedule.plain):
+        for rank, order in enumerate(self.schedule.ranks):
             place = self.places[rank]
             while place < len(order) and self._may(rank, order[place], summed):
                 self._do(rank, *order[place])

@@ -85,7 +85,7 @@ class Makespan:
     def peak_kept(self, weights: Sequence[float]) -> tuple[float, ...]:
         """The most that each rank keeps at once, if one micro-batch of stage ``s`` keeps ``weights[s]``."""
         if self.order is not None:
-            return peak_in_flight(self.order.plain, weights)
+            return peak_in_flight(self.order.ranks, weights)
         return peak_kept(self.name, self.p, self.v, self.m, weights)
 
 
@@ -146,7 +146,7 @@ def peak_kept(
     weights: Sequence[float],
     freed_after_input_gradient: Sequence[float] | None = None,
 ) -> tuple[float, ...]:
-    """The result of ``peak_in_flight(make(name, p, v, m).plain, ...)`` without making the schedule: the most that each rank keeps."""
+    """The result of ``peak_in_flight(make(name, p, v, m).ranks, ...)`` without making the schedule: the most that each rank keeps."""
     refuse_illegal(name, p, v, m)
     if get(name).all_forwards_first:
         return tuple(m * weight for weight in weights)

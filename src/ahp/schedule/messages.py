@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ahp.schedule.actions import Action, Kind, Schedule
 from ahp.schedule.simulate import StageTimes, simulate
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """One end of a message, as torch writes it: ``0SEND_F3`` leaves stage 0, ``1RECV_F3`` reaches stage 1."""
 
     kind: str

@@ -20,7 +20,7 @@ _KINDS = {kind.value: kind for kind in Kind}
 
 def order_text(schedule: Schedule) -> tuple[str, ...]:
     """One line per rank, as torch's schedules are written: ``0F0,0F1,0B0,0B1``, with stage, letter and micro-batch of each action."""
-    return tuple(",".join(f"{stage}{letter}{i}" for letter, stage, i in rank) for rank in schedule.plain)
+    return tuple(",".join(f"{stage}{letter}{i}" for letter, stage, i in rank) for rank in schedule.ranks)
 
 
 def read_order(name: str, lines: Sequence[str]) -> Schedule:

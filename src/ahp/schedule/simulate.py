@@ -109,7 +109,7 @@ def simulate(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
     ``times[s]`` belongs to stage ``s``. O(actions). Raises ValueError when the order can never run (an action waits for
     something that comes only after it).
     """
-    run = Run(schedule.plain, schedule.stage_rank, schedule.num_micro_batches, times)
+    run = Run(schedule.ranks, schedule.stage_rank, schedule.num_micro_batches, times)
     busy = tuple(sum(end) - sum(start) for start, end in zip(run.starts_s, run.ends_s, strict=True))
     reducing = tuple(max(0.0, reduced - end[-1]) for reduced, end in zip(run.reduced_s, run.ends_s, strict=True))
     columns = tuple(map(tuple, run.starts_s)), tuple(map(tuple, run.ends_s))
@@ -226,7 +226,7 @@ def peak_in_flight(
     """The most that each rank keeps at once for the micro-batches of all its stages.
 
     Args:
-        orders: the actions of each rank (``Schedule.plain``).
+        orders: the actions of each rank (``Schedule.ranks``).
         weights: what one micro-batch of each stage keeps from its forward to its backward, or to its weight gradient
             (bytes); weights of 1 count micro-batches.
         freed: the part of ``weights`` that only the input gradient needs and that is freed after it, if the backward is split;

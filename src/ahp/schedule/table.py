@@ -65,7 +65,7 @@ def _as_simulated(name: str, p: int, v: int, m: int) -> Slots:
     timeline = simulate(make(name, p, v, m), [StageTimes(1.0, 1.0, 1.0, 1.0)] * (p * v))
     actions = [
         (int(start_s), rank, KINDS.index(letter), stage, micro_batch)
-        for rank, (starts_s, order) in enumerate(zip(timeline.starts_s, timeline.schedule.plain, strict=True))
+        for rank, (starts_s, order) in enumerate(zip(timeline.starts_s, timeline.schedule.ranks, strict=True))
         for start_s, (letter, stage, micro_batch) in zip(starts_s, order, strict=True)
     ]
     return Slots(*np.array(actions, dtype=np.int64).T)

@@ -16,7 +16,7 @@ from ahp.search.certificate import Certificate
 from ahp.search.compiled import compiling, why_compiled, why_eager
 from ahp.search.current import compared, today_of, with_candidate
 from ahp.search.exact import Outcome, Place
-from ahp.search.feasible_space import LegalRows, legal_rows
+from ahp.search.feasible_space import legal_rows
 from ahp.search.lighten import lighten, ways_of
 from ahp.search.method import Method, find
 from ahp.search.misfit import nothing_fits
@@ -126,12 +126,13 @@ class _EagerRows:
 class _Looked:
     """One search: its rows, their bounds and what was found."""
 
-    table: LegalRows
     used: Problem
     """The problem that prices the rows."""
     bounds: Bounds
     found: Outcome
     eager: _EagerRows
+    notes: tuple[str, ...]
+    """That devices are left over, and why."""
     start: float
     """When the search began, by ``perf_counter``."""
 
@@ -140,12 +141,11 @@ def _look(asked: Problem, keep: int, by: Method) -> _Looked:
     """Search one problem. With ``either_blocks``, forecasts have compiled blocks, and lower bounds hold for both kinds."""
     start = perf_counter()
     table = legal_rows(asked)
-    used, space = table.problem, table.space
-    bounds = Bounds(used, space)
-    if not asked.either_blocks:
-        return _Looked(table, used, bounds, find(used, bounds, space, by, keep), _EagerRows(), start)
-    found = find(used.compiled, bounds, space, by, keep)
-    return _Looked(table, used.compiled, bounds, found, _EagerRows.of(used, space, found), start)
+    bounds = Bounds(table.problem, table.space)
+    used = table.problem.compiled if asked.either_blocks else table.problem
+    found = find(used, bounds, by, keep)
+    eager = _EagerRows.of(table.problem, table.space, found) if asked.either_blocks else _EagerRows()
+    return _Looked(used, bounds, found, eager, table.notes, start)
 
 
 def _ranked(
@@ -158,8 +158,8 @@ def _ranked(
     remedies: bool = True,
     other_cuts: bool = True,
 ) -> Ranking:
-    table, used, bounds, found = looked.table, looked.used, looked.bounds, looked.found
-    space, today = table.space, today_of(used, current)
+    used, bounds, found, notes = looked.used, looked.bounds, looked.found, looked.notes
+    space, today = bounds.space, today_of(used, current)
     if not found.fitting:
         legal_rows(used)  # with compiled blocks alone no row may be legal: then this raises that reason
         raise _nothing_found(used, by, found, remedies)
@@ -167,13 +167,13 @@ def _ranked(
     certificate = _certificate(looked, better, by.name, other_cuts=other_cuts)
     ordered = simplest_first(with_candidate(better.ranked, today, used), tied)
     ranked, (layout, best) = ordered.ranked, ordered.ranked[0]
-    nearby = Nearby(bounds, space, found, _place_of(layout, better, looked), ordered.fastest[1].step_time_s)
+    nearby = Nearby(bounds, found, _place_of(layout, better, looked), ordered.fastest[1].step_time_s)
     misfits = [(space.layout(*place), forecast) for place, forecast in found.misfits]
     misfits += explain.priced(used, space, nearby.misfits_to_price())
     large = explain.too_large(misfits, ordered.fastest[1], used.capacity_bytes)
     lost = tuple(explain.runner_up(pair, best) for pair in ranked[1:])
     first, *reasons = explain.why(used, ranked, misfits, nearby.floors(), what=ordered.title())
-    why = (first, *ordered.words(), *reasons, *filter(None, [better.words.get(layout)]), *table.notes)
+    why = (first, *ordered.words(), *reasons, *filter(None, [better.words.get(layout)]), *notes)
 
     def told_of(pair: Pair) -> Plan:
         return explain.plan(used, pair, (explain.runner_up(pair, best).reason,))
@@ -185,7 +185,7 @@ def _ranked(
         certificate,
         large,
         (*large, *lost[keep - 1 :]),
-        table.notes,
+        notes,
         None if today is None else compared(today, ranked[0], used),
         faster=None if ordered.first_is_fastest else told_of(ordered.fastest),
         families=tuple(map(told_of, of_each[1:])),
@@ -195,13 +195,14 @@ def _ranked(
 
 def _improved(looked: _Looked, *, families_too: bool, other_cuts: bool) -> Improved:
     """The best rows, with better cuts and fewer layers recomputed, and the best rows of the families that are always searched for."""
-    used, bounds, space, found = looked.used, looked.bounds, looked.table.space, looked.found
+    used, bounds, found = looked.used, looked.bounds, looked.found
+    space = bounds.space
     places = {space.layout(*place): place for place, _ in found.fitting}
     rows = Improved(explain.different(zip(places, (forecast for _, forecast in found.fitting), strict=True)), places)
     if other_cuts:
-        rows = with_uneven_rows(used, bounds, space, rows)
+        rows = with_uneven_rows(used, bounds, rows)
     better = lighten(used, recut(used, rows))
-    return families.with_families(used, bounds, space, found, better) if families_too else better
+    return families.with_families(used, bounds, found, better) if families_too else better
 
 
 def _place_of(layout: Parallelism, better: Improved, looked: _Looked) -> Place:
@@ -212,7 +213,7 @@ def _place_of(layout: Parallelism, better: Improved, looked: _Looked) -> Place:
 
 
 def _certificate(looked: _Looked, better: Improved, method: str, *, other_cuts: bool) -> Certificate:
-    used, space, found, eager = looked.used, looked.table.space, looked.found, looked.eager
+    used, space, found, eager = looked.used, looked.bounds.space, looked.found, looked.eager
     ways, best_s = ways_of(used), better.ranked[0][1].step_time_s
     cut_given = used.constraints.layers_per_stage is not None
     floors_s = (
@@ -239,7 +240,7 @@ def _certificate(looked: _Looked, better: Improved, method: str, *, other_cuts: 
         found_s=best_s,
         search_s=perf_counter() - looked.start,
         solver=method,
-        either_blocks=looked.table.problem.either_blocks,
+        either_blocks=looked.bounds.problem.either_blocks,
     )
 
 

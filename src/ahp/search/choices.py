@@ -133,7 +133,6 @@ class Choices:
         self.traits = cache(self._traits)
         self.bad_stages = cache(self._bad_stages)
         self.bad_schedule = cache(self._bad_schedule)
-        self.bad_pipe = cache(self._bad_pipe)
 
     def _values(self, key: str, free: Any) -> tuple[Any, ...]:
         return (self.given[key],) if key in self.given else tuple(free)
@@ -287,7 +286,15 @@ class Choices:
         return tuple(found.values())
 
     def _legal_pipes(self, pipeline: int, micro_batches: int) -> tuple[ScheduleChoice, ...]:
-        return tuple(pipe for pipe in self.pipes(pipeline) if not self.bad_pipe(pipe, pipeline, micro_batches))
+        return tuple(
+            pipe
+            for pipe in self.pipes(pipeline)
+            if not (
+                self.refused_pipe(pipe, pipeline)
+                or self.bad_stages(pipe, pipeline)
+                or self.bad_schedule(pipe, pipeline, micro_batches)
+            )
+        )
 
     def _legal_recompute(self, tensor: int, context: int, expert: int) -> tuple[str, ...]:
         return tuple(kind for kind in self.recompute if not self.bad_recompute(kind, tensor, context, expert))
@@ -419,7 +426,3 @@ class Choices:
         if micro_batches == 0:
             return None
         return rules.schedule(pipe.schedule, pipeline, pipe.virtual, micro_batches, in_torch=self.asked.torch_orders)
-
-    def _bad_pipe(self, pipe: ScheduleChoice, pipeline: int, micro_batches: int) -> bool:
-        reasons = self.refused_pipe(pipe, pipeline), self.bad_stages(pipe, pipeline)
-        return any(reasons) or self.bad_schedule(pipe, pipeline, micro_batches) is not None

@@ -14,7 +14,7 @@ from ahp.search.method import Method, find
 from ahp.search.pairs import Improved, Pair, by_time
 from ahp.search.problem import Problem
 from ahp.search.recut import recut
-from ahp.search.space import Blocks, Space
+from ahp.search.space import Blocks
 
 ASKED_FOR: tuple[tuple[str, Callable[[Blocks], Mask]], ...] = (
     ("no other axis than data parallelism", lambda b: (b.tensor == 1) & (b.pipeline == 1) & (b.context == 1) & (b.expert == 1)),
@@ -46,16 +46,17 @@ def best_of_each(pairs: Iterable[Pair], always: Collection[Parallelism] = ()) ->
     return found
 
 
-def with_families(used: Problem, bounds: Bounds, space: Space, priced: Outcome, rows: Improved) -> Improved:
+def with_families(used: Problem, bounds: Bounds, priced: Outcome, rows: Improved) -> Improved:
     """The rows, and the best of each family in ``ASKED_FOR`` that has no row among the priced ones, with the best cut into stages that was found
     and with as few layers recomputed as memory allows. What is forecast for these is not counted."""
+    space = bounds.space
     pairs, places, words = list(rows.ranked), dict(rows.places), dict(rows.words)
     known = {block for (block, _), _ in priced.fitting}
     for _, of in ASKED_FOR:
         mask = of(space.blocks)
         if mask[list(known)].any() or not mask.any():
             continue
-        found = find(used, bounds, space, Method(), 1, only=mask)
+        found = find(used, bounds, Method(), 1, only=mask)
         if not found.fitting:
             continue
         place, forecast = found.fitting[0]

@@ -41,17 +41,16 @@ class Method:
 def find(
     used: Problem,
     bounds: Bounds,
-    space: Space,
     method: Method,
     keep: int,
     ceiling_s: float = float("inf"),
     only: NDArray[np.bool_] | None = None,
     slack: float = 0.0,
 ) -> Outcome:
-    """Price rows of the space by the method. An exact outcome may be proven; for the other methods the lower bounds limit
+    """Price rows of the bounds' space by the method. An exact outcome may be proven; for the other methods the lower bounds limit
     how far from the best they can be. ``ceiling_s``: the exact search leaves out rows that take as long; ``only``: the
     blocks to search, the others count as too large; ``slack``: as in ``Limits``."""
-    most_bytes = bounds.most_that_fits_bytes()
+    space, most_bytes = bounds.space, bounds.most_that_fits_bytes()
     blocks_s = bounds.first_s() if only is None else np.where(only, bounds.first_s(), np.inf)
 
     def price(place: Place) -> Forecast:

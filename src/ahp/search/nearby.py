@@ -11,7 +11,7 @@ from ahp.arrays import Mask
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.choices import ScheduleChoice, ShardingChoice
 from ahp.search.exact import Outcome, Place
-from ahp.search.space import Rows, Space
+from ahp.search.space import Rows
 
 NEAR = 2.0
 """A layout that needs more than this many times the device's memory is not reported as a near miss."""
@@ -38,14 +38,13 @@ class Nearby:
     """The surroundings of one row of the space that was searched."""
 
     bounds: Bounds
-    space: Space
     found: Outcome
     best: Place
     best_s: float
 
     def floors(self) -> dict[str, float]:
         """The lowest lower bound, in seconds, of all rows that decide otherwise than the best row; keyed by decision."""
-        blocks, (block, _) = self.space.blocks, self.best
+        blocks, (block, _) = self.bounds.space.blocks, self.best
         floors = {}
         for name, column in BLOCK_COLUMNS.items():
             values = getattr(blocks, column)
@@ -61,8 +60,8 @@ class Nearby:
         """The floor of one decision within a block; in a block that was never opened, any row may decide otherwise."""
         bounds = self.found.bounds_s.copy()
         if name == "schedule":
-            bounds[self.space.blocks.pipeline == 1] = np.inf
-        if name == "order" and not self.space.has_orders:
+            bounds[self.bounds.space.blocks.pipeline == 1] = np.inf
+        if name == "order" and not self.bounds.space.has_orders:
             return float("inf")
         for block, times_s in self.found.opened.items():
             if np.isfinite(bounds[block]):
@@ -71,7 +70,7 @@ class Nearby:
 
     def _otherwise(self, name: str, block: int) -> Mask:
         """The rows of a block that decide otherwise than the best."""
-        rows = self.space.rows(block)
+        rows = self.bounds.space.rows(block)
         split, pipe, recompute = self._own
         found = np.zeros(rows.shape, dtype=bool)
         if name == "data":
@@ -87,7 +86,7 @@ class Nearby:
     @property
     def _own(self) -> tuple[ShardingChoice, ScheduleChoice, str]:
         block, row = self.best
-        return self.space.rows(block).choices(row)
+        return self.bounds.space.rows(block).choices(row)
 
     def misfits_to_price(self) -> list[Place]:
         """Rows worth a forecast although a bound shows that they do not fit.
@@ -105,7 +104,7 @@ class Nearby:
 
     def _one_decision_away(self) -> list[Place]:
         block, row = self.best
-        needs, rows = self._needs(block), self.space.rows(block)
+        needs, rows = self._needs(block), self.bounds.space.rows(block)
         at = np.unravel_index(row, rows.shape)
         found = []
         for axis in range(3):
@@ -121,7 +120,7 @@ class Nearby:
 
     def _blocks_but_for(self, name: str) -> list[int]:
         """Blocks that differ from the best row's block in this column alone."""
-        blocks, block = self.space.blocks, self.best[0]
+        blocks, block = self.bounds.space.blocks, self.best[0]
         same = np.ones(len(blocks), dtype=bool)
         for column in BLOCK_COLUMNS.values():
             values = getattr(blocks, column)
@@ -130,7 +129,7 @@ class Nearby:
 
     def _same_row(self, block: int) -> Place | None:
         """The row of another block with the split, pipe and recompute of the best row; None if it has no such row."""
-        rows: Rows = self.space.rows(block)
+        rows: Rows = self.bounds.space.rows(block)
         split, pipe, recompute = self._own
         if split not in rows.splits or pipe not in rows.pipes or recompute not in rows.recompute:
             return None

@@ -34,7 +34,7 @@ def fastest_on_one_group(asked: Problem, ceiling_s: float = float("inf"), slack:
         return None
     if not len(space.blocks):
         return None
-    found = find(asked, Bounds(asked, space), space, Method(), 1, ceiling_s, slack=slack)
+    found = find(asked, Bounds(asked, space), Method(), 1, ceiling_s, slack=slack)
     left_s = float("inf") if found.lowest_bound_left_s is None else found.lowest_bound_left_s
     if not found.fitting:
         return Fastest(asked, None, left_s)

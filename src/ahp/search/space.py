@@ -95,7 +95,7 @@ class Space:
         self.rules = broken
         self.num_alike = alike
         """Number of combinations that break no rule, but whose ZeRO stage the engine runs like a lower one: these are not rows."""
-        self._splits, self._groups = cache(self._legal_splits), cache(self._groups_of)
+        self._groups = cache(self._groups_of)
 
     @property
     def has_orders(self) -> bool:
@@ -108,18 +108,14 @@ class Space:
 
     def rows(self, block: int) -> Rows:
         """The legal rows of one block."""
-        return Rows(self._splits(int(self.blocks.mesh[block])), self.pipes(block), self.recompute(block))
+        mesh = self.mesh(block)
+        splits = self._choices.legal_splits(mesh.splits, mesh.degrees.shared)
+        return Rows(splits, self.pipes(block), self.recompute(block))
 
     def recompute(self, block: int) -> tuple[str, ...]:
         """The legal kinds of recompute of one block."""
-        mesh = self.mesh(block)
-        of = mesh.degrees
+        of = self.mesh(block).degrees
         return self._choices.legal_recompute(of.tensor, of.context, of.expert)
-
-    def _legal_splits(self, number: int) -> tuple[ShardingChoice, ...]:
-        """The legal splits of one mesh."""
-        mesh = self._meshes[number]
-        return self._choices.legal_splits(mesh.splits, mesh.degrees.shared)
 
     def mesh(self, block: int) -> Mesh:
         """The mesh of one block."""

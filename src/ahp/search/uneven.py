@@ -17,7 +17,6 @@ from ahp.search.exact import Place
 from ahp.search.pairs import Improved, by_time
 from ahp.search.problem import Problem
 from ahp.search.recut import LayoutCosts, pipeline_of, recut_anyway, with_cut
-from ahp.search.space import Space
 from ahp.search.stages import Cut
 from ahp.search.ties import TIED
 
@@ -28,15 +27,15 @@ FORECASTS = 24
 """Most forecasts, made in the order of a bound."""
 
 
-def with_uneven_rows(asked: Problem, bounds: Bounds, space: Space, rows: Improved) -> Improved:
+def with_uneven_rows(asked: Problem, bounds: Bounds, rows: Improved) -> Improved:
     """The rows, and those with an uneven cut that may be faster than the first by more than the forecast can tell apart, except for pipelines
     that are recut anyway; none if the user has fixed the cut."""
     if asked.constraints.layers_per_stage is not None:
         return rows
     limit_s, known = rows.ranked[0][1].step_time_s * (1 - TIED), recut_anyway(asked, rows.ranked)
     some: list[tuple[float, Place, Parallelism, Cut]] = []
-    for place, even_s in _rows(bounds, space, limit_s):
-        row = space.layout(*place)
+    for place, even_s in _rows(bounds, limit_s):
+        row = bounds.space.layout(*place)
         if pipeline_of(asked, row) in known or row.num_stages > asked.graph.num_layers:
             continue
         costs = LayoutCosts(asked, row)
@@ -56,11 +55,11 @@ def with_uneven_rows(asked: Problem, bounds: Bounds, space: Space, rows: Improve
     return replace(rows, ranked=by_time(pairs), places=places, cuts=forecasts)
 
 
-def _rows(bounds: Bounds, space: Space, limit_s: float) -> Iterator[tuple[Place, float]]:
+def _rows(bounds: Bounds, limit_s: float) -> Iterator[tuple[Place, float]]:
     """For each pipeline of the lowest blocks, the fitting row with the lowest bound, else the row that needs the least memory; with its bound."""
     most_bytes = bounds.most_that_fits_bytes()
     for block in bounds.lowest_of_any_cut(limit_s)[:BLOCKS]:
-        shape = space.rows(block).shape
+        shape = bounds.space.rows(block).shape
         of = bounds.rows(block, np.inf)
         times_s, needs = (each.reshape(shape) for each in (of.times_s, of.needs_bytes))
         for pipe in range(shape[1]):

@@ -40,7 +40,7 @@ def test_what_is_found_runs_fits_and_is_no_slower_than_a_pattern(
     made = problem(seed, kind, p, m, ratio=ratio, memory=memory, split=split, extra=extra, streams=streams)
     found = synthesize(made, effort=0.2)
     assert why_not(found.schedule) is None
-    peaks = peak_in_flight(found.schedule.plain, made.kept_bytes, made.freed_bytes)
+    peaks = peak_in_flight(found.schedule.ranks, made.kept_bytes, made.freed_bytes)
     assert all(peak <= has * (1 + 1e-9) for peak, has in zip(peaks, made.memory_bytes, strict=True))
     assert replay(made, as_orders(found.schedule)).end_s == pytest.approx(found.makespan_s)
     if not streams:

@@ -63,7 +63,7 @@ def test_replay_is_the_simulation(kind):
             [end for rank in timeline.ends_s for end in rank]
         )
         assert peak_bytes(made, orders) == pytest.approx(
-            peak_in_flight(schedule.plain, made.kept_bytes, made.freed_bytes)
+            peak_in_flight(schedule.ranks, made.kept_bytes, made.freed_bytes)
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ahp.schedule.actions import Action, Kind, PlainAction, Schedule
-from ahp.schedule.slots import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT
+from ahp.schedule.slots import FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT
 
 Orders = list[list[int]]
 """For each rank, the codes kind x S + stage of its actions (kinds as in ``schedule.slots``, S stages).
@@ -48,6 +48,3 @@ def as_schedule(name: str, orders: Orders, stage_rank: tuple[int, ...], m: int) 
         for order in numbered(orders, len(stage_rank))
     ]
     return Schedule(name, len(stage_rank), m, tuple(ranks), stage_rank)
-
-
-__all__ = ["BACKWARD", "FORWARD", "INPUT_GRADIENT", "WEIGHT_GRADIENT", "Orders", "as_schedule", "numbered"]

@@ -7,7 +7,8 @@ from heapq import heappop, heappush
 from math import inf
 
 from ahp.schedule.simulate import links
-from ahp.schedule.synthesis.codes import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Orders
+from ahp.schedule.slots import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
+from ahp.schedule.synthesis.codes import Orders
 from ahp.schedule.synthesis.problem import ROUNDING, Problem
 
 MANY = 1 << 40

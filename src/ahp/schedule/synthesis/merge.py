@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from ahp.schedule.synthesis.codes import BACKWARD, Orders, numbered
+from ahp.schedule.slots import BACKWARD
+from ahp.schedule.synthesis.codes import Orders, numbered
 from ahp.schedule.synthesis.problem import Problem
 from ahp.schedule.synthesis.replay import replay
 

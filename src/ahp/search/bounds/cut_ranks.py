@@ -11,7 +11,9 @@ from functools import lru_cache
 import numpy as np
 
 from ahp.arrays import Floats, Ints
+from ahp.forecast.received import receives_from
 from ahp.schedule.bounds import in_flight
+from ahp.schedule.registry import of_ranks
 from ahp.search.bounds.mixes import least_layers, own_stages
 from ahp.search.choices import ScheduleChoice
 
@@ -45,11 +47,10 @@ def cut_ranks(pipes: tuple[ScheduleChoice, ...], p: int, m: int, ends_hold: bool
     for pipe in pipes:
         own = own_stages(pipe, p)
         first, last = own == 0, own == own.size - 1
-        counts = in_flight(pipe.schedule, p, pipe.virtual, m) if p > 1 else np.ones((1, 1), dtype=np.int64)
+        counts = in_flight(of_ranks(pipe.schedule, p).name, p, pipe.virtual, m)
         hold = least_layers(pipe, p, ends_hold)[own]
-        received = ((~first).sum(axis=1) + (~last).sum(axis=1)) * (own.size > 1)
         ends = np.array([[3, 1], [0, 2]])[first.any(axis=1) * 1, last.any(axis=1) * 1]
         by_rank = hold, hold * counts, None, counts * first, counts * last, counts * ~last
         sums = [counts.min(axis=1) if part is None else part.sum(axis=1) for part in by_rank]
-        found.append((*sums, received, ends))
+        found.append((*sums, receives_from(own, p), ends))
     return CutRanks(*map(np.array, zip(*found, strict=True)))

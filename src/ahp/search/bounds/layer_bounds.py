@@ -25,7 +25,8 @@ from ahp.forecast.candidates.shardings import CollectiveTimes, Shardings
 from ahp.forecast.states import Weights
 from ahp.forecast.turns import least_share
 from ahp.schedule.registry import get
-from ahp.search.bounds.pipelines import FullestRanks, Pipelines
+from ahp.search.bounds.paths import FullestRanks
+from ahp.search.bounds.pipelines import Pipelines
 from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
 from ahp.search.space import Rows

@@ -6,6 +6,7 @@ a model has K kinds: in DeepSeek-V3, the three layers without experts have a thi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 from ahp.arrays import Floats, Ints, Mask
 from ahp.forecast.beside_stages import gathers_ahead
 from ahp.forecast.overlap import CONTENTION
+from ahp.forecast.received import receives_from
 from ahp.schedule.bounds import in_flight
 from ahp.schedule.descriptor import PipelineSchedule
 
@@ -130,26 +132,28 @@ def _of_first_gradient(
     return total, sizes, sizes.sum(axis=1), drained, back
 
 
-class Fullest(NamedTuple):
-    """The layers and micro-batches that some ranks hold."""
+@dataclass(frozen=True)
+class FullestRanks:
+    """The ranks of some pipelines whose memory is bounded."""
 
+    most_layers: Ints
+    """[C, K] Layers of each kind on the rank that has the most layers."""
     layers: Ints
-    """[G, K]"""
+    """[C, G, K] Layers of the second rank (the first if it is alone), and of the rank that holds the most."""
     held: Ints
-    """[G, K] Layers times micro-batches in flight."""
+    """[C, G, K] Layers times micro-batches in flight there."""
     received: Ints
-    """[G] Number of stages that a rank's own stages receive from, in both passes."""
+    """[C, G] Number of stages that a rank's own stages receive from, in both passes."""
 
 
 @lru_cache(maxsize=1 << 14)
-def fullest_ranks(schedule: PipelineSchedule, p: int, v: int, m: int, stages: Layers) -> Fullest:
-    """The second rank (the first if it is alone), the rank that holds the most, and the rank with the most layers."""
+def fullest_ranks(schedule: PipelineSchedule, p: int, v: int, m: int, stages: Layers) -> tuple[Ints, Ints, Ints, Ints]:
+    """One pipeline's part of each figure of ``FullestRanks``."""
     own, each = schedule.placement.rank_stages(p, v), np.array(stages)
     layers = each[own].sum(axis=1)
     held = (in_flight(schedule.name, p, v, m)[..., None] * each[own]).sum(axis=1)
-    received = ((own > 0) * 1 + (own < p * v - 1)).sum(axis=1) * (p > 1)
-    ranks = [min(1, p - 1), int(held.sum(axis=1).argmax()), int(layers.sum(axis=1).argmax())]
-    return Fullest(layers[ranks], held[ranks], received[ranks])
+    ranks = [min(1, p - 1), int(held.sum(axis=1).argmax())]
+    return layers[int(layers.sum(axis=1).argmax())], layers[ranks], held[ranks], receives_from(own[ranks], p)
 
 
 def _longest(of_ranks: Ints, head: Mask, before: Ints) -> list[int]:

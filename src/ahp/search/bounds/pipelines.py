@@ -19,7 +19,7 @@ from ahp.plan import Parallelism
 from ahp.schedule.placement import Placement
 from ahp.schedule.registry import of_ranks
 from ahp.schedule.stages import layers_of_stages
-from ahp.search.bounds.paths import Layers, fullest_ranks, longest_paths
+from ahp.search.bounds.paths import FullestRanks, Layers, fullest_ranks, longest_paths
 from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
 
@@ -36,20 +36,6 @@ class Cut:
     """[S] Index of each stage of a pipeline among the distinct ones, keyed by virtual stages per rank."""
     passes_behind: Ints
     """Most backward passes of other stages that a rank computes after the last one of each stage."""
-
-
-@dataclass(frozen=True)
-class FullestRanks:
-    """The ranks of some pipelines whose memory is bounded."""
-
-    most_layers: Ints
-    """[C, K] Layers of each kind on the rank that has the most layers."""
-    layers: Ints
-    """[C, G, K] Layers of the second rank (the first if it is alone), and of the rank that holds the most."""
-    held: Ints
-    """[C, G, K] Layers times micro-batches in flight there."""
-    received: Ints
-    """[C, G] Number of stages that a rank's own stages receive from, in both passes."""
 
 
 class Pipelines:
@@ -113,8 +99,7 @@ class Pipelines:
             fullest_ranks(of_ranks(pipe.schedule, p), p, pipe.virtual, m, self._layers(p, pipe.virtual))
             for pipe in pipes
         ]
-        layers, held, received = (np.array(part) for part in zip(*ranks, strict=True))
-        return FullestRanks(layers[:, 2], layers[:, :2], held[:, :2], received[:, :2])
+        return FullestRanks(*map(np.array, zip(*ranks, strict=True)))
 
     def _links(self, placement: Placement, axis: PipelineAxis, v: int) -> tuple[tuple[Pair, ...], Ints]:
         """Pairs of ranks that represent all links between neighboring stages, and [S - 1] the pair of each stage and the next."""
