@@ -47,7 +47,7 @@ def broken_degrees(choices: Choices, degrees: list[MeshDegrees]) -> list[Broken]
 
 def _broken(table: Ints, name: str, reason: Reason, keys: tuple[str, ...]) -> Broken | None:
     """A rule that looks at ``keys`` alone; None if no combination breaks it."""
-    values, at = unique_rows(*(table[:, COLUMNS.index(key)] for key in keys))
+    values, at, _ = unique_rows(*(table[:, COLUMNS.index(key)] for key in keys))
     reasons = []
     for value in values.tolist():
         chosen: dict[str, Any] = dict(zip(keys, value, strict=True))

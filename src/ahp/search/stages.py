@@ -209,13 +209,15 @@ def least_longest(
     before, work = (np.concatenate([[0.0], np.cumsum(layers)]) for layers in (before_s, work_s))
     longest = np.full(num_layers + 1, np.inf)
     longest[0] = 0.0
+    every = np.arange(num_layers + 1)
     chosen = np.zeros((num_stages, num_layers + 1), dtype=np.int64)
+    stage_s = before + (work[:, None] - work)  # [end, start]
+    stage_s[every[:, None] <= every] = np.inf
     for stage in range(num_stages):
         ends = first_s * (stage == 0) + last_s * (stage == num_stages - 1)
-        table = before[:, None] + (work[None, :] - work[:, None]) + ends  # [start, end]
-        table = np.maximum(longest[:, None], np.where(np.tri(num_layers + 1, k=0, dtype=bool), np.inf, table))
-        chosen[stage] = table.argmin(axis=0)
-        longest = table.min(axis=0)
+        table = np.maximum(longest, stage_s + ends)
+        chosen[stage] = table.argmin(axis=1)
+        longest = table[every, chosen[stage]]
     edges = [num_layers]
     for stage in reversed(range(num_stages)):
         edges.append(int(chosen[stage][edges[-1]]))

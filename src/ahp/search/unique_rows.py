@@ -7,8 +7,9 @@ import numpy as np
 from ahp.arrays import Ints
 
 
-def unique_rows(*columns: Ints) -> tuple[Ints, Ints]:
-    """The distinct rows of a table in the order of first appearance, and for every row the index of its distinct row.
+def unique_rows(*columns: Ints) -> tuple[Ints, Ints, Ints]:
+    """The distinct rows of a table in the order of first appearance, for every row the index of its distinct row, and where each distinct row
+    comes first.
 
     numpy's own ``unique`` over rows is many times slower.
     """
@@ -20,4 +21,4 @@ def unique_rows(*columns: Ints) -> tuple[Ints, Ints]:
     order = np.argsort(first)
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
-    return np.stack(columns, axis=1)[first[order]], place[at]
+    return np.stack(columns, axis=1)[first[order]], place[at], first[order]

@@ -55,9 +55,9 @@ def block_bounds_s(
     pipeline, m = blocks.pipeline, blocks.micro_batches
     folded = space.folded(blocks)
     columns = blocks.tensor, blocks.context, blocks.expert, blocks.sequence_parallel, folded, blocks.micro_batch
-    keys, at = unique_rows(*columns)
+    keys, at, _ = unique_rows(*columns)
     per_layer = np.array([found.beside_products_s(*key) for key in keys.tolist()], dtype=float)[at]
-    keys, at = unique_rows(*columns, *space.local(blocks.mesh).T)
+    keys, at, _ = unique_rows(*columns, *space.local(blocks.mesh).T)
     per_layer += np.array([found.collectives_s(*key) for key in keys.tolist()])[at]
     per_layer += copies_s
     products_s = found.products_s() / asked.cluster.num_devices
@@ -99,7 +99,7 @@ def block_needs_bytes(asked: Problem, space: Space, which: Ints, splits: Callabl
         return np.zeros(0)
     # Where ranks lie changes no memory.
     columns = of.tensor, of.context, of.pipeline, of.expert, of.sequence_parallel, of.data, of.micro_batch
-    at, first = _first_of(*columns)
+    _, at, first = unique_rows(*columns)
     return _needs_bytes(asked, space, which[first], [splits(block) for block in which[first].tolist()])[at]
 
 
@@ -112,20 +112,12 @@ def least_copies_s(asked: Problem, space: Space, splits: Callable[[int], Shardin
     if not len(of):
         return np.zeros(0)
     columns = of.tensor, of.context, of.pipeline, of.expert, of.sequence_parallel, of.data, of.micro_batches
-    at, first = _first_of(*columns)
+    _, at, first = unique_rows(*columns)
     each = [splits(block) for block in first.tolist()]
     states = _States({id(one): one for one in each}.values(), *LeastLayers(asked.pricer).parameters)
     rows, block, starts = states.rows(each)
     copied = states.copied_bytes(rows, of.micro_batches[first][block])
     return np.minimum.reduceat(copied, starts)[at] / asked.pricer.unit_pricer.rates.bytes_per_s
-
-
-def _first_of(*columns: Ints) -> tuple[Ints, Ints]:
-    """For rows of columns: the index of each row's distinct row, and the first occurrence of each distinct row."""
-    keys, at = unique_rows(*columns)
-    first = np.zeros(len(keys), dtype=np.int64)
-    first[at[::-1]] = np.arange(len(at))[::-1]
-    return at, first
 
 
 @lru_cache(maxsize=1 << 12)
@@ -202,7 +194,7 @@ class _States:
 
 def _alike(*columns: Ints) -> Iterator[tuple[list[int], Ints]]:
     """The distinct rows of a table, and where each row occurs."""
-    keys, at = unique_rows(*columns)
+    keys, at, _ = unique_rows(*columns)
     order = np.argsort(at, kind="stable")
     ends = np.cumsum(np.bincount(at, minlength=len(keys)))
     yield from zip(keys.tolist(), np.split(order, ends[:-1]) if len(keys) else (), strict=True)

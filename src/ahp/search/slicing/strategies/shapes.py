@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch.fx import Node
 
@@ -42,15 +42,21 @@ def _through_view(
     return None
 
 
+def _moved(shape: tuple[int, ...], context: Context, dims: Iterable[tuple[int, int]]) -> Iterator[Strategy]:
+    """Splits of dims that an operator leaves as they are, at another place, pass; and summands stay summands. ``dims``: each such dim of
+    its input, and its place in its output."""
+    for dim, after in dims:
+        for split in context.splits(dim, shape[dim]):
+            yield Strategy((split,), split.at(after))
+    yield Strategy((P,), P)
+
+
 def permutation(order: Callable[[Node, int], list[int]]) -> Callable[[Node, Context], Iterator[Strategy]]:
     """The rule of an operator that puts dim ``order(node, rank)[i]`` at place i."""
 
     def rule(node: Node, context: Context) -> Iterator[Strategy]:
         shape = shape_of(args_of(node)[0])
-        for out_dim, dim in enumerate(order(node, len(shape))):
-            for split in context.splits(dim, shape[dim]):
-                yield Strategy((split,), split.at(out_dim))
-        yield Strategy((P,), P)
+        return _moved(shape, context, ((dim, after) for after, dim in enumerate(order(node, len(shape)))))
 
     return rule
 
@@ -67,10 +73,7 @@ def unsqueeze(node: Node, context: Context) -> Iterator[Strategy]:
     """unsqueeze(x, dim)"""
     shape = shape_of(args_of(node)[0])
     at = args_of(node)[1] % (len(shape) + 1)
-    for dim, size in enumerate(shape):
-        for split in context.splits(dim, size):
-            yield Strategy((split,), split.at(dim + (dim >= at)))
-    yield Strategy((P,), P)
+    return _moved(shape, context, ((dim, dim + (dim >= at)) for dim in range(len(shape))))
 
 
 def squeeze(node: Node, context: Context) -> Iterator[Strategy]:
@@ -78,10 +81,7 @@ def squeeze(node: Node, context: Context) -> Iterator[Strategy]:
     shape = shape_of(args_of(node)[0])
     at = args_of(node)[1] % len(shape)
     removed = len(shape_of(node)) < len(shape)
-    for dim, size in enumerate(shape):
-        for split in context.splits(dim, size) if size > 1 else ():
-            yield Strategy((split,), split.at(dim - (removed and dim > at)))
-    yield Strategy((P,), P)
+    return _moved(shape, context, ((d, d - (removed and d > at)) for d, size in enumerate(shape) if size > 1))
 
 
 def expand(node: Node, context: Context) -> Iterator[Strategy]:
@@ -125,10 +125,7 @@ def select(node: Node, context: Context) -> Iterator[Strategy]:
     """select(x, dim, index): one index of a dim; splits of the other dims pass."""
     shape = shape_of(args_of(node)[0])
     along = argument(node, 1, "dim", 0) % len(shape)
-    for dim, size in enumerate(shape):
-        for split in context.splits(dim, size) if dim != along else ():
-            yield Strategy((split,), split.at(dim - (dim > along)))
-    yield Strategy((P,), P)
+    return _moved(shape, context, ((dim, dim - (dim > along)) for dim in range(len(shape)) if dim != along))
 
 
 def cut(node: Node, context: Context) -> Iterator[Strategy]:
@@ -174,12 +171,11 @@ def concatenation(node: Node, context: Context) -> Iterator[Strategy]:
 
 def stack(node: Node, context: Context) -> Iterator[Strategy]:
     """stack(tensors, dim): adds a new dim; splits of the old dims pass."""
-    inputs, out = tensor_inputs(node), shape_of(node)
-    at = argument(node, 1, "dim", 0) % len(out)
-    for dim, size in enumerate(shape_of(inputs[0])):
-        for split in context.splits(dim, size):
-            yield Strategy((split,) * len(inputs), split.at(dim + (dim >= at)))
-    yield Strategy((P,) * len(inputs), P)
+    inputs = tensor_inputs(node)
+    shape = shape_of(inputs[0])
+    at = argument(node, 1, "dim", 0) % len(shape_of(node))
+    for one in _moved(shape, context, ((dim, dim + (dim >= at)) for dim in range(len(shape)))):
+        yield Strategy(one.inputs * len(inputs), one.output)
 
 
 def repeat_interleave(node: Node, context: Context) -> Iterator[Strategy]:
@@ -212,16 +208,10 @@ def repeat(node: Node, context: Context) -> Iterator[Strategy]:
     """repeat(x, times): splits of dims that are not repeated pass."""
     shape, times = shape_of(args_of(node)[0]), args_of(node)[1]
     more = len(times) - len(shape)
-    for dim, size in enumerate(shape):
-        for split in context.splits(dim, size) if times[dim + more] == 1 else ():
-            yield Strategy((split,), split.at(dim + more))
-    yield Strategy((P,), P)
+    return _moved(shape, context, ((dim, dim + more) for dim in range(len(shape)) if times[dim + more] == 1))
 
 
 def complex_view(node: Node, context: Context) -> Iterator[Strategy]:
     """view_as_complex, view_as_real: pairs in the last dim become numbers or the reverse; splits of the other dims pass."""
     shape = shape_of(args_of(node)[0])
-    for dim in range(min(len(shape), len(shape_of(node)))):
-        for split in context.splits(dim, shape[dim]):
-            yield Strategy((split,), split)
-    yield Strategy((P,), P)
+    return _moved(shape, context, ((dim, dim) for dim in range(min(len(shape), len(shape_of(node))))))
