@@ -22,15 +22,8 @@ from ahp.forecast import memory
 from ahp.forecast.assembly import num_groups, recompute_of
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.mixed import MixedPricer
-from ahp.forecast.segment import (
-    Recompute,
-    dropped_bytes,
-    launches,
-    segment_again_s,
-    segment_backward_s,
-    segment_forward_s,
-)
-from ahp.forecast.stage_memory import kept_beside_layers, needs_of_kinds, peak_bytes, stage_weights
+from ahp.forecast.segment import SegmentFigures
+from ahp.forecast.stage_memory import kept_beside_layers, kept_of_kinds, needs_of_kinds, peak_bytes, stage_weights
 from ahp.forecast.stage_table import StageTable
 from ahp.forecast.states import (
     Figures,
@@ -353,13 +346,12 @@ class _Segments:
     def __init__(self, units: Units, data: DataParallel, ends: StageTable, counts: Ints) -> None:
         """``counts``: [K] layers of each kind."""
         self._units, self._data, self._ends, self._counts = units, data, ends, counts
-        overlap, blocks, head = data.tensor_overlap, units.blocks, units.head
-        self._forward_s = np.array([segment_forward_s(unit) for unit in blocks])
-        self.both_s = self._forward_s + [segment_backward_s(unit, overlap) for unit in blocks]
-        self._weights_s = np.array([unit.times.weight_gradient.device_s for unit in blocks])
-        self._saved = np.array([unit.memory.saved for unit in blocks], dtype=float)
-        self._head_s = segment_forward_s(head) + segment_backward_s(head, overlap)
-        self._of_head = (segment_forward_s(head), head.times.weight_gradient.device_s)
+        figures = self._figures = SegmentFigures(units, (), data)
+        self._forward_s, self._weights_s = figures.forward_s[:-2], figures.plain["weight_gradient"][:-2]
+        self.both_s = self._forward_s + figures.backward_s[:-2]
+        self._head_s = float(figures.forward_s[-1] + figures.backward_s[-1])
+        self._of_head = float(figures.forward_s[-1]), float(figures.plain["weight_gradient"][-1])
+        self._saved = kept_of_kinds(units, "none").astype(float)
         self._needs = cache(lambda kind: needs_of_kinds(units, kind))
         received = ((2 - ends.first - ends.last) * units.hidden_bytes).astype(float)
         every = data.traits.pipeline.receives == "all"
@@ -367,20 +359,17 @@ class _Segments:
         self.again = cache(self._with)
 
     def _with(self, activation_checkpoint: str) -> _Again:
-        blocks, units = self._units.blocks, self._units
-        kind: Recompute = recompute_of(activation_checkpoint, self._data.traits, units)
-        return _Again(
-            np.array([segment_again_s(unit, kind, self._data) for unit in blocks]),
-            np.array([dropped_bytes(unit, units, kind) for unit in blocks], dtype=float),
-            self._needs(kind),
-        )
+        units, data = self._units, self._data
+        kind = recompute_of(activation_checkpoint, data.traits, units)
+        seconds = SegmentFigures(units, [kind], data).again_s[0]
+        return _Again(seconds, self._saved - kept_of_kinds(units, kind).astype(float), self._needs(kind))
 
     def _launched(self, share: Floats) -> Launched:
         """Without recompute; each pass counts the host's or the device's seconds, whichever are longer over all layers together."""
         data = self._data
         own_s = 0.0 if data.host_is_device else data.traits.host.operators_per_unit / 2 * data.operator_s
-        found = [(*launches(unit), unit.stalled_launches) for unit in self._units.blocks]
-        forward, backward, weights, stalled = data.launch_s * np.array(found, dtype=float).reshape(-1, 4).T
+        forward, backward, weights = data.launch_s * self._figures.launches[:, :-2]
+        stalled = data.launch_s * self._figures.plain["stalled_launches"][:-2]
         backward_s = self.both_s - self._forward_s
 
         def longer(host_s: Floats, device_s: Floats) -> Floats:

@@ -14,16 +14,8 @@ from ahp.forecast.axes import ALONE
 from ahp.forecast.cell_columns import BETWEEN, ENDS, FIRST, LAST, WHOLE
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.mixed import MixedPricer
-from ahp.forecast.segment import (
-    Recompute,
-    launched_beside,
-    recomputed,
-    segment_again_s,
-    segment_backward_s,
-    segment_forward_s,
-)
+from ahp.forecast.segment import Recompute, SegmentFigures
 from ahp.forecast.stage_memory import stage_weights
-from ahp.forecast.unit import Unit
 from ahp.plan import Parallelism
 
 
@@ -101,10 +93,16 @@ class GroupCells:
         found = np.minimum(costs["last_backward"], costs["last_weight_gradient"])
         return np.concatenate([np.zeros(num_layers), found]) if alone else found
 
+    @cached_property
+    def _figures(self) -> SegmentFigures:
+        return SegmentFigures(self._units, [self._recompute], self._data)
+
     def _of_units(self) -> StageLine:
         """The line of units alone, without gathering weights and without the host."""
-        kinds = np.array([_passes(unit, self._recompute, self._data) for unit in self._units.blocks]).T
-        embedding, head = (np.array(_passes(u, "none", self._data)) for u in (self._units.embedding, self._units.head))
+        figures = self._figures
+        passes = np.array([figures.forward_s, figures.forward_s + figures.backward_s])
+        kinds, embedding, head = passes[:, :-2], passes[:, -2], passes[:, -1]
+        kinds[1] += figures.again_s[0]
         beside = np.stack([embedding, 0 * head, head, embedding + head], axis=1)
         return StageLine(kinds[:, list(self._units.layers)], beside)
 
@@ -124,19 +122,9 @@ class GroupCells:
     def again_s(self) -> float:
         """The most seconds that recomputing one more layer adds to both passes of a stage: on the device, or on the host where the
         device waits for the host."""
-        return max((self._again_s(unit) for unit in self._units.blocks), default=0.0)
-
-    def _again_s(self, unit: Unit) -> float:
-        data, device_s = self._data, segment_again_s(unit, self._recompute, self._data)
-        host = data.traits.host
-        beside = sum(launched_beside(unit, self._recompute, host))
+        figures, data = self._figures, self._data
+        device_s, beside = figures.again_s[0], figures.again["beside_forward"][0] + figures.again["beside_backward"][0]
         if data.host_is_device:
-            return device_s + beside * data.operator_s
-        launches = (recomputed(unit, self._recompute).launches + beside) * host.launches_per_operator
-        return max(device_s, launches * data.operator_s)
-
-
-def _passes(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[float, float]:
-    """Device seconds of a unit, forward and both passes."""
-    forward = segment_forward_s(unit)
-    return forward, forward + segment_backward_s(unit, data.tensor_overlap) + segment_again_s(unit, recompute, data)
+            return float((device_s + beside * data.operator_s).max(initial=0.0))
+        launches = (figures.again["launches"][0] + beside) * data.traits.host.launches_per_operator
+        return float(np.maximum(device_s, launches * data.operator_s).max(initial=0.0))

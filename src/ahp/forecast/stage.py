@@ -7,7 +7,7 @@ together with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -15,19 +15,9 @@ import numpy as np
 
 from ahp.arrays import Floats, Ints, added
 from ahp.forecast.data_parallel import DataParallel
-from ahp.forecast.segment import (
-    OF_INPUT,
-    Recompute,
-    launched_beside,
-    recomputed,
-    sent_again_s,
-    tensor_backward_s,
-    window_backward_s,
-    window_forward_s,
-)
+from ahp.forecast.segment import BACKWARD, FORWARD, Recompute, SegmentFigures
 from ahp.forecast.sharing import Parts, SharedWeights, StageUnits, WeightCommunication
 from ahp.forecast.stage_table import StageTable
-from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
 
 
@@ -109,7 +99,7 @@ def stage_costs(
     ``passes_behind`` [S]: backward passes of other stages that the rank computes after this stage's last one, behind which
     gradients can still travel.
     """
-    traits, layers = data.traits, _Layers(units, table, recompute, data)
+    traits, layers = data.traits, _Layers(table, SegmentFigures(units, recompute, data))
     forward, backward = layers.forward(), layers.backward()
     first_forward: Parts = {}
     last_backward: Parts = {}
@@ -127,9 +117,9 @@ def stage_costs(
     rest["tensor_parallel"] = rest["tensor_parallel"] + layers.sums["tensor_hidden"]
     input_gradient: Parts = {"input_gradient": backward["backward"] - weights_s, **rest}
     collectives, own = layers.sums["tensor_launches"], (table.layers + 1) * traits.host.operators_per_unit / 2
-    of_inputs = layers.sums["input_gradient_launches"] + layers.again_launches() + collectives
+    of_inputs = layers.sums["input_gradient_launches"] + layers.again["launches"] + collectives
     of_weights = layers.sums["weight_gradient_launches"]
-    first, again = layers.launched_beside()
+    first, again = layers.again["beside_forward"], layers.again["beside_backward"]
     stalled = layers.sums["stalled_launches"]
     _add_host(forward, layers.sums["forward_launches"] + collectives, own, data, beside=first, stalled=stalled)
     _add_host(backward, of_inputs + of_weights, own, data, beside=again)
@@ -143,103 +133,56 @@ def stage_costs(
     )
 
 
-FIGURES: dict[str, Callable[[Unit, float], float]] = {
-    "forward": lambda u, _: u.times.forward_s,
-    "tensor_forward": lambda u, _: u.tensor.forward_s,
-    "context_forward": lambda u, _: u.context.forward_s,
-    "expert": lambda u, _: u.expert_s,
-    "backward": lambda u, _: u.times.backward_s,
-    "tensor_backward": tensor_backward_s,
-    "tensor_hidden": lambda u, overlap: u.tensor.backward_s - tensor_backward_s(u, overlap),
-    "context_backward": lambda u, _: u.context.backward_s,
-    "weight_gradient": lambda u, _: u.times.weight_gradient.device_s,
-    "tensor_launches": lambda u, _: u.tensor.launches,
-    "forward_launches": lambda u, _: u.times.forward.launches,
-    "input_gradient_launches": lambda u, _: u.times.input_gradient.launches,
-    "weight_gradient_launches": lambda u, _: u.times.weight_gradient.launches,
-    "stalled_launches": lambda u, _: u.stalled_launches,
-}
-"""Figures of a segment, summed over the layers and ends of a stage; the second argument is the share of tensor-parallel collectives
-that can hide behind weight gradients."""
-
-
 class _Layers:
     """The layers of some stages, and what their passes take."""
 
-    def __init__(self, units: Units, table: StageTable, recompute: Sequence[Recompute], data: DataParallel) -> None:
-        self.units, self.table, self.recompute, self.data = units, table, recompute, data
+    def __init__(self, table: StageTable, figures: SegmentFigures) -> None:
+        self.table, self.figures = table, figures
 
     @cached_property
     def sums(self) -> dict[str, Floats]:
-        """[1, 1, S] The sum of each of ``FIGURES``."""
-        segments = [*self.units.blocks, self.units.embedding, self.units.head]
-        overlap = self.data.tensor_overlap
-        figures = np.array([[of(u, overlap) for u in segments] for of in FIGURES.values()], dtype=float)
+        """[1, 1, S] The sum of each figure over the layers and ends of a stage."""
+        figures = np.array([*self.figures.plain.values()])
         layers = self.table.of_layers(figures[:, :-2])
         ends = figures[:, -2:, None] * np.array([self.table.first, self.table.last])
         found = np.concatenate([layers, np.moveaxis(ends, 1, -1)], axis=-1).cumsum(axis=-1)[..., -1]
-        return {name: row[None, None] for name, row in zip(FIGURES, found, strict=True)}
+        return dict(zip(self.figures.plain, found[:, None, None], strict=True))
+
+    @cached_property
+    def again(self) -> dict[str, Floats]:
+        """[1, R, S] The sum of each figure of recompute over the recomputed layers; collectives of tensor and context ranks are added, one
+        layer after another, to those of the backward pass."""
+        of_kinds = self.figures.again
+        layers = self._recomputed(np.array([*of_kinds.values()]))
+        found = np.concatenate([np.zeros((*layers.shape[:-1], 1)), layers], axis=-1)
+        for at, part in enumerate(of_kinds):
+            if part in ("tensor_parallel", "context_parallel"):
+                found[at, ..., 0] = self.sums[BACKWARD[part]][0]
+        return dict(zip(of_kinds, found.cumsum(axis=-1)[:, None, ..., -1], strict=True))
 
     def forward(self) -> Parts:
-        sums = self.sums
-        return {
-            "forward": sums["forward"],
-            "tensor_parallel": sums["tensor_forward"],
-            "context_parallel": sums["context_forward"],
-            "expert_parallel": sums["expert"],
-        }
+        return {part: self.sums[figure] for part, figure in FORWARD.items()}
 
     def backward(self) -> Parts:
-        sums = self.sums
-        parts = {
-            "backward": sums["backward"],
-            "tensor_parallel": sums["tensor_backward"],
-            "context_parallel": sums["context_backward"],
-            "expert_parallel": sums["expert"],
-        }
-        if any(kind != "none" for kind in self.recompute):
-            parts["recompute"] = self._again(lambda u, kind: recomputed(u, kind).device_s)
-            for at, part in enumerate(("tensor_parallel", "context_parallel")):
-                parts[part] = self._again(lambda u, kind, at=at: sent_again_s(u, kind, self.data)[at], parts[part])
-            again_s = self._again(lambda u, kind: u.expert_s if kind in OF_INPUT else 0.0)
-            parts["expert_parallel"] = parts["expert_parallel"] + again_s
+        parts = {part: self.sums[figure] for part, figure in BACKWARD.items()}
+        if any(kind != "none" for kind in self.figures.recompute):
+            parts |= {part: self.again[part] for part in ("recompute", "tensor_parallel", "context_parallel")}
+            parts["expert_parallel"] = parts["expert_parallel"] + self.again["expert_parallel"]
         return parts
-
-    def again_launches(self) -> Floats:
-        """[1, R, S] Operators that the host launches a second time."""
-        return self._again(lambda u, kind: recomputed(u, kind).launches)
-
-    def launched_beside(self) -> tuple[Floats, Floats]:
-        """[1, R, S] What else the host does to recompute layers, forward and backward, as a number of operators."""
-        host = self.data.traits.host
-        first, again = (self._again(lambda u, kind, at=at: launched_beside(u, kind, host)[at]) for at in (0, 1))
-        return first, again
 
     def windows_forward_s(self) -> Floats:
         """[S, L] Seconds of each layer that collectives of weights can hide behind."""
-        return self.table.of_layers(np.array([*map(window_forward_s, self.units.blocks)], dtype=float))
+        return self.table.of_layers(self.figures.window_forward_s)
 
     def windows_backward_s(self) -> Floats:
         """[R, S, L] The same in the backward pass, in its order of layers."""
-        layers = self._of_kinds(lambda u, kind: window_backward_s(u, kind, self.data), "none")
+        plain = self.table.of_layers(self.figures.plain_window_backward_s)
+        layers = self._recomputed(self.figures.window_backward_s, plain)
         return np.take_along_axis(layers, self.table.backwards[None], axis=-1)
 
-    def _again(self, figure: Callable[[Unit, Recompute], float], first: Floats | float = 0.0) -> Floats:
-        """[1, R, S] A figure of the recomputed layers, added to ``first`` one layer after another."""
-        layers = self._of_kinds(figure)
-        found = np.empty((*layers.shape[:2], layers.shape[2] + 1))
-        found[..., 0], found[..., 1:] = np.asarray(first).reshape(-1), layers
-        return found.cumsum(axis=-1)[None, ..., -1]
-
-    def _of_kinds(self, figure: Callable[[Unit, Recompute], float], otherwise: Recompute | None = None) -> Floats:
-        """[R, S, L] A figure of each recomputed layer; ``otherwise``: the recompute that all other layers count with, None = 0."""
-        blocks = self.units.blocks
-        each = [[figure(unit, kind) for unit in blocks] for kind in self.recompute]
-        found = self.table.of_layers(np.array(each, dtype=float).reshape(len(self.recompute), len(blocks)))
-        if self.table.is_recomputed.all():
-            return found
-        not_s = 0.0 if otherwise is None else self.table.of_layers(np.array([figure(u, otherwise) for u in blocks]))
-        return np.where(self.table.is_recomputed, found, not_s)
+    def _recomputed(self, of_kinds: Floats, otherwise: Floats | float = 0.0) -> Floats:
+        """[..., R, S, L] A figure of each recomputed layer, from [..., R, K]; ``otherwise``: of all other layers."""
+        return np.where(self.table.is_recomputed, self.table.of_layers(of_kinds), otherwise)
 
 
 def _of_each(seconds: Floats, num_stages: int) -> list[float]:

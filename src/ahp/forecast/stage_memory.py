@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.arrays import Ints
-from ahp.forecast.segment import Recompute, dropped_bytes, made_again
+from ahp.forecast.segment import Recompute
 from ahp.forecast.stage_table import StageTable
 from ahp.forecast.states import Weights
+from ahp.forecast.unit import Unit
 from ahp.forecast.units import Units
 
 
@@ -107,6 +108,39 @@ def peak_bytes(units: Units, in_block: Ints, table: StageTable) -> tuple[Ints, I
     head = units.head.memory
     at_head = max(head.forward_extra, head.backward_extra) * table.last
     return in_block - head.saved * table.last, at_head
+
+
+def dropped_bytes(unit: Unit, units: Units, recompute: Recompute) -> int:
+    """Bytes that recompute saves of what a block keeps; below 0 where the results it keeps are more than backward needs."""
+    memory = unit.memory
+    match recompute:
+        case "none":
+            return 0
+        case "core":
+            return memory.saved_in_core
+        case "chains":
+            return memory.saved_in_chains
+        case "beside_products":
+            return memory.saved - units.hidden_bytes - memory.beside_products.kept
+        case "every_second_product":
+            return memory.saved - units.hidden_bytes - memory.every_second_product.kept
+        case "read" | "full":
+            return max(0, memory.saved - units.hidden_bytes)
+
+
+def made_again(unit: Unit, recompute: Recompute, dropped: int) -> int:
+    """Bytes that one block recomputes before its backward pass."""
+    memory = unit.memory
+    match recompute:
+        case "none":
+            return 0
+        case "beside_products":
+            return memory.beside_products.made_again
+        case "every_second_product":
+            return memory.every_second_product.made_again
+        case "read" | "full":
+            return max(memory.saved, memory.forward_extra)
+    return dropped
 
 
 def _of_kinds(figures: Iterable[int]) -> Ints:

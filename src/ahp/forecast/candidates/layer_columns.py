@@ -13,17 +13,7 @@ import numpy as np
 from ahp.arrays import Floats, Ints
 from ahp.forecast.candidates.shardings import Shardings
 from ahp.forecast.data_parallel import CommUnit, DataParallel
-from ahp.forecast.segment import (
-    Recompute,
-    launched_beside,
-    launches,
-    recomputed,
-    segment_again_s,
-    segment_backward_s,
-    segment_forward_s,
-    window_backward_s,
-    window_forward_s,
-)
+from ahp.forecast.segment import Recompute, SegmentFigures
 from ahp.forecast.sharing import StageUnits
 from ahp.forecast.stage import stage_costs
 from ahp.forecast.stage_memory import (
@@ -47,7 +37,7 @@ ENDS = ((True, False), (False, True), (True, True), (False, False))
 """(has the embedding, has the head) of a rank."""
 
 
-class LayerColumns:
+class LayerColumns(SegmentFigures):
     """The layers of a model, priced for the axes and the micro-batch of some blocks, cut into stages in any way."""
 
     def __init__(
@@ -55,28 +45,13 @@ class LayerColumns:
     ) -> None:
         """``data``: of any split of these blocks; ``some_layers``: not all layers are recomputed, and they count with the memory as if
         all were, and with the time as if none were."""
-        self.units, self.recompute, self.data, self._some_layers = units, recompute, data, some_layers
-        none: Recompute = "none"
-        self._timed: list[Recompute] = [none if some_layers else kind for kind in recompute]
+        timed: list[Recompute] = ["none" if some_layers else kind for kind in recompute]
+        super().__init__(units, timed, data)
+        self._kept_by, self._some_layers = recompute, some_layers
 
     def _kinds(self, figure: Callable[[Unit], float]) -> Floats:
         """[K]"""
         return np.array([figure(unit) for unit in self.units.blocks], dtype=float)
-
-    def _kinds_recomputed(self, figure: Callable[[Unit, Recompute], float], recompute: Sequence[Recompute]) -> Floats:
-        """[R, K]"""
-        found = [[figure(unit, kind) for unit in self.units.blocks] for kind in recompute]
-        return np.array(found, dtype=float).reshape(len(self.recompute), len(self.units.blocks))
-
-    @cached_property
-    def work_forward(self) -> Floats:
-        """[K] Seconds of each kind of layer that gathers can hide behind."""
-        return self._kinds(window_forward_s)
-
-    @cached_property
-    def work_backward(self) -> Floats:
-        """[R, K]"""
-        return self._kinds_recomputed(lambda u, kind: window_backward_s(u, kind, self.data), self._timed)
 
     @cached_property
     def parameters(self) -> Floats:
@@ -101,13 +76,15 @@ class LayerColumns:
     @cached_property
     def kept(self) -> Floats:
         """[R, K] Least bytes of activations that a layer keeps of one micro-batch."""
-        kept = np.array([kept_of_kinds(self.units, kind) for kind in self.recompute], dtype=float)
+        kept = np.array([kept_of_kinds(self.units, kind) for kind in self._kept_by], dtype=float)
         return np.minimum(kept, kept_of_kinds(self.units, "none")) if self._some_layers else kept
 
     @cached_property
     def least_needs(self) -> Floats:
         """[R] Bytes at the peak of the backward pass, beyond what is kept, of the layer that needs the least."""
-        return np.array([needs_of_kinds(self.units, kind).min(initial=np.iinfo(np.int64).max) for kind in self._timed])
+        return np.array(
+            [needs_of_kinds(self.units, kind).min(initial=np.iinfo(np.int64).max) for kind in self.recompute]
+        )
 
     @property
     def beside_layers(self) -> tuple[int, int, int, int]:
@@ -124,71 +101,34 @@ class LayerColumns:
         return stage_weights(self.units, stages).of_ranks(np.arange(len(ENDS))[:, None])
 
     @cached_property
-    def forward_of_kinds(self) -> Floats:
-        """[K] Device seconds of a forward pass."""
-        return self._kinds(segment_forward_s)
-
-    @cached_property
     def backward_of_kinds(self) -> Floats:
         """[R, K] Device seconds of a backward pass."""
-        return self._kinds_recomputed(
-            lambda u, kind: self._backward_s(u) + segment_again_s(u, kind, self.data), self._timed
-        )
-
-    def _backward_s(self, u: Unit) -> float:
-        return segment_backward_s(u, self.data.tensor_overlap)
-
-    @cached_property
-    def first_backward_of_kinds(self) -> Floats:
-        """[K] Device seconds of a backward pass without recompute."""
-        return self._kinds(self._backward_s)
-
-    @cached_property
-    def weight_gradient_of_kinds(self) -> Floats:
-        """[K] Device seconds of the products that make weight gradients."""
-        return self._kinds(lambda u: u.times.weight_gradient.device_s)
+        return self.backward_s[:-2] + self.again_s
 
     @cached_property
     def _launches_s(self) -> Floats:
         """[3, K] Seconds in which the host launches a forward pass, a backward pass without recompute, and the weight gradients in it; the
         engine's own work at each unit is not counted."""
-        found = [launches(unit) for unit in self.units.blocks]
-        return self.data.launch_s * np.array(found, dtype=float).reshape(-1, 3).T
-
-    def _beside_s(self, which: int) -> Floats:
-        """[R, K] Seconds of the host's further work to recompute layers, in the forward pass (0) and in the backward pass (1)."""
-        host = self.data.traits.host
-        return self.data.launch_s * self._kinds_recomputed(
-            lambda u, kind: launched_beside(u, kind, host)[which], self._timed
-        )
-
-    @cached_property
-    def host_forward_of_kinds(self) -> Floats:
-        """[R, K] Seconds in which the host launches a forward pass."""
-        return self._launches_s[0] + self._beside_s(0)
-
-    @cached_property
-    def host_backward_of_kinds(self) -> Floats:
-        """[R, K] Seconds in which the host launches a backward pass."""
-        again = self._kinds_recomputed(lambda u, kind: recomputed(u, kind).launches, self._timed)
-        return self._launches_s[1] + self._beside_s(1) + self.data.launch_s * again
+        return self.data.launch_s * self.launches[:, :-2]
 
     @property
-    def host_weight_gradient_of_kinds(self) -> Floats:
-        """[K] Seconds in which the host launches the weight gradients of a backward pass."""
-        return self._launches_s[2]
-
-    @cached_property
-    def stalled_of_kinds(self) -> Floats:
-        """[K] Seconds that the device waits for the host in a forward pass, however long its kernels take."""
-        return self.data.launch_s * self._kinds(lambda u: u.stalled_launches)
+    def host_of_kinds(self) -> tuple[Floats, Floats, Floats, Floats]:
+        """Seconds in which the host launches a forward pass [R, K], a backward pass [R, K] and the weight gradients in it [K]; and seconds that
+        the device waits for the host in a forward pass, however long its kernels take [K]."""
+        (forward, backward, weights), again, launch_s = self._launches_s, self.again, self.data.launch_s
+        return (
+            forward + launch_s * again["beside_forward"],
+            backward + launch_s * again["beside_backward"] + launch_s * again["launches"],
+            weights,
+            launch_s * self.plain["stalled_launches"][:-2],
+        )
 
     @cached_property
     def least_s(self) -> tuple[float, ...]:
         """Device seconds of the layer with the least of each: the forward pass, the backward pass without recompute, the same without
         weight gradients, 0 for all that comes once per step; and of the head in both passes."""
-        backward = self.first_backward_of_kinds
-        inputs = (backward - self.weight_gradient_of_kinds).min(initial=np.inf)
+        backward = self.backward_s[:-2]
+        inputs = (backward - self.plain["weight_gradient"][:-2]).min(initial=np.inf)
         if not self.units.blocks:
             return 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, self.head_s
         return self.least_forward_s, float(backward.min()), float(inputs), 0.0, 0.0, 0.0, 0.0, self.head_s
@@ -203,12 +143,12 @@ class LayerColumns:
     @cached_property
     def least_forward_s(self) -> float:
         """Device seconds of the shortest layer's forward pass."""
-        return float(self.forward_of_kinds.min(initial=np.inf)) if self.units.blocks else 0.0
+        return float(self.forward_s[:-2].min(initial=np.inf)) if self.units.blocks else 0.0
 
     @cached_property
     def micro_batch_s(self) -> float:
         """Device seconds of both passes over all layers and both ends, without recompute."""
-        return float(self._counts @ (self.forward_of_kinds + self.first_backward_of_kinds)) + self.ends_s
+        return float(self._counts @ (self.forward_s + self.backward_s)[:-2]) + self.ends_s
 
     @cached_property
     def host_micro_batch_s(self) -> float:
@@ -223,17 +163,17 @@ class LayerColumns:
     @cached_property
     def again_of_kinds(self) -> Floats:
         """[R, K] Device seconds in which a backward pass computes and sends again what was not kept."""
-        return self.backward_of_kinds - self.first_backward_of_kinds
+        return self.backward_of_kinds - self.backward_s[:-2]
 
     @cached_property
     def head_s(self) -> float:
         """Device seconds of the head in both passes of a micro-batch."""
-        return segment_forward_s(self.units.head) + self._backward_s(self.units.head)
+        return float(self.forward_s[-1] + self.backward_s[-1])
 
     @cached_property
     def embedding_s(self) -> float:
         """Device seconds of the embedding in both passes of a micro-batch."""
-        return segment_forward_s(self.units.embedding) + self._backward_s(self.units.embedding)
+        return float(self.forward_s[-2] + self.backward_s[-2])
 
     @property
     def ends_s(self) -> float:
@@ -244,11 +184,13 @@ class LayerColumns:
         """[R, S] Bytes of activations of one micro-batch between its forward and its backward."""
         if self._some_layers:
             return self.kept @ stages.counts.T + kept_beside_layers(self.units, stages)
-        return np.array([kept_bytes(self.units, kind, stages) for kind in self.recompute], dtype=float)
+        return np.array([kept_bytes(self.units, kind, stages) for kind in self._kept_by], dtype=float)
 
     def temporary_bytes(self, stages: StageTable) -> Floats:
         """[2, R, S] Bytes at the peak of the layers' backward passes and at that of the head, beyond what is kept."""
-        return np.array([temporary_bytes(self.units, kind, stages) for kind in self._timed], dtype=float).swapaxes(0, 1)
+        return np.array([temporary_bytes(self.units, kind, stages) for kind in self.recompute], dtype=float).swapaxes(
+            0, 1
+        )
 
     def freed_bytes(self, stages: StageTable) -> Ints:
         """[S] Bytes of the gap that the head leaves."""
@@ -270,7 +212,7 @@ class LayerColumns:
         """
         data = shardings.data(which[0], m)
         shared = shardings.shared(StageUnits.of(self.units, data.traits, stages), which, m)
-        costs = stage_costs(self.units, stages, self._timed, data, shared, bytes_per_s, passes_behind)
+        costs = stage_costs(self.units, stages, self.recompute, data, shared, bytes_per_s, passes_behind)
         waited = costs.first_forward.get("weight_gather", np.zeros((1, 1, 1)))
         beside = waited, shared.gathers.of_stages(stages)[:, None], costs.forward["host"]
         return costs.seconds() | dict(zip(BESIDE, beside, strict=True))

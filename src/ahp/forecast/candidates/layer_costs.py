@@ -8,7 +8,7 @@ Dims: N = ways to shard states, of one or several sets of layers; R = kinds of r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -60,13 +60,17 @@ def layer_costs(
     """
     traits, data = ways.traits, layers[0].data
 
-    def each(name: str) -> Floats:
-        return np.array([getattr(one, name) for one in layers])[of]
+    def each(figure: Callable[[LayerColumns], Floats]) -> Floats:
+        return np.array([*map(figure, layers)])[of]
 
-    parameters, forward_s, window_forward_s = (
-        each(name)[:, None] for name in ("parameters", "forward_of_kinds", "work_forward")
-    )
-    backward_s, windows_s = each("backward_of_kinds"), each("work_backward")
+    parameters, forward_s, window_forward_s, weights_s = (
+        each(figure)[:, None]
+        for figure in (
+            lambda one: one.parameters, lambda one: one.forward_s[:-2], lambda one: one.window_forward_s,
+            lambda one: one.plain["weight_gradient"][:-2],
+        )
+    )  # fmt: skip
+    backward_s, windows_s = each(lambda one: one.backward_of_kinds), each(lambda one: one.window_backward_s)
     casts, copies = (part[..., None] / bytes_per_s * parameters for part in ways.moved_bytes(micro_batches))
     gather, reduce, replicas = (part[:, None] for part in (sent.gather, sent.reduce, sent.replicas))
 
@@ -92,7 +96,7 @@ def layer_costs(
     if data.host_is_device:
         own_s = traits.host.operators_per_unit[..., None] / 2 * data.operator_s
         forward, backward = forward + own_s, backward + own_s
-    parts = forward, backward, backward - each("weight_gradient_of_kinds")[:, None], *first, last
+    parts = forward, backward, backward - weights_s, *first, last
     return LayerCosts(*(np.broadcast_to(part, backward.shape) for part in parts))
 
 
@@ -109,17 +113,17 @@ def launched(
     if data.host_is_device:
         return None
 
-    def each(name: str) -> Floats:
-        return np.array([getattr(one, name) for one in layers])[of]
-
     own_s = traits.host.operators_per_unit[..., None] / 2 * data.operator_s
-    forward, backward = (each(name) + own_s for name in ("host_forward_of_kinds", "host_backward_of_kinds"))
-    passes = forward, backward, backward - each("host_weight_gradient_of_kinds")[:, None]
+    forward, backward, weights, stalled = (
+        np.array(part)[of] for part in zip(*(one.host_of_kinds for one in layers), strict=True)
+    )
+    forward, backward = forward + own_s, backward + own_s
+    passes = forward, backward, backward - weights[:, None]
     waits = [host - device for host, device in zip(passes, costs[:3], strict=True)]
     first, last, inputs = (np.where((wait @ shares > 0)[..., None], wait, 0.0) for wait in waits)
     if not (first.any() or last.any() or inputs.any()):
         return None
-    first = first + each("stalled_of_kinds")[:, None]
+    first = first + stalled[:, None]
     return LayerCosts(
         forward=costs.forward + first,
         backward=costs.backward + last,
