@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from importlib import resources
 from typing import Any
 
@@ -32,7 +32,17 @@ class Constant:
         assert self.value > 0, self
 
 
-@cache
-def constants(package: str, name: str) -> Mapping[str, Constant]:
-    """All constants of a file by name, read once."""
-    return {key: Constant(**entry) for key, entry in shipped(package, name).items()}
+class Constants:
+    """All constants of one file."""
+
+    def __init__(self, package: str, name: str) -> None:
+        self._file = package, name
+
+    @cached_property
+    def all(self) -> Mapping[str, Constant]:
+        """The constants by name; the file is read on the first use."""
+        return {key: Constant(**entry) for key, entry in shipped(*self._file).items()}
+
+    def value(self, name: str) -> float:
+        """The shipped value of one constant, in the unit that the file gives. An unknown name is a programmer's error."""
+        return self.all[name].value

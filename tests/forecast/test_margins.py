@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from ahp.cluster.model import Calibration, Cluster, GroupLink, Link, Measurements
-from ahp.forecast import margins
+from ahp.forecast.constants import margins
 from ahp.forecast.memory import fit_probability
 from ahp.forecast.step import price
 from ahp.graph.kept import analyze
@@ -59,18 +59,18 @@ def forecasts(graph: ModelGraph):
     return steps, fit_probability(0.95e9, 1e9)
 
 
-@pytest.mark.parametrize("name", list(margins.margins()))
+@pytest.mark.parametrize("name", list(margins.all))
 def test_every_margin_enters_a_forecast(name: str, graph: ModelGraph) -> None:
     before = forecasts(graph)
-    margin = margins.margins()[name]
+    margin = margins.all[name]
     assert len(margin.derivation) > 40
     assert margin.unit
     assert margin.meaning
-    changed = {**margins.margins(), name: replace(margin, value=1.5 * margin.value)}
-    with patch.object(margins, "margins", return_value=changed):
+    changed = {**margins.all, name: replace(margin, value=1.5 * margin.value)}
+    with patch.object(margins, "all", changed):
         assert forecasts(graph) != before
 
 
 def test_a_margin_of_nothing_is_refused() -> None:
     with pytest.raises(AssertionError):
-        replace(margins.margins()["allocated_error"], value=0.0)
+        replace(margins.all["allocated_error"], value=0.0)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from ahp.cluster.cells import Cell, cells_of, place
 from ahp.cluster.model import Cluster, GroupLink, Link, NodeGroup
 from ahp.errors import BadInput, NotExpressible
-from ahp.forecast import margins, timeline
+from ahp.forecast import timeline
 from ahp.forecast.assembly import band_s
+from ahp.forecast.constants import margins
 from ahp.forecast.mixed_network import MixedNetwork, Spread
 from ahp.forecast.nccl import Nccl
 from ahp.forecast.priced import Priced

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from ahp.cluster.model import Measurements
-from ahp.engines import host
+from ahp.engines.host import host
 from ahp.errors import BadInput, NotExpressible
-from ahp.forecast import margins
 from ahp.forecast.assembly import NORMAL_90, band_s
+from ahp.forecast.constants import margins
 from ahp.forecast.efficiency import Rates
 from ahp.forecast.pricer import slowest_share
 from ahp.forecast.step import forecast, price, pricer, simulate

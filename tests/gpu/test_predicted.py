@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import ahp
-from ahp.forecast import margins
 from ahp.forecast.assembly import NORMAL_90
+from ahp.forecast.constants import margins
 from ahp.runtime.parallel import parallelize
 from ahp.runtime.peak_memory import take_peak
 

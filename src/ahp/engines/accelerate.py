@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ahp.engines import fsdp2, host
+from ahp.engines import fsdp2
 from ahp.engines.engine import Engine
+from ahp.engines.host import host
 from ahp.engines.support import Support
 from ahp.engines.traits import GatherTraits, GradientTraits, HostTraits, KernelTraits, ReduceTraits, StateTraits, Traits
 from ahp.job import Job

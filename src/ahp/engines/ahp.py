@@ -6,9 +6,10 @@ import math
 from functools import lru_cache
 
 from ahp.divisors import divisors
-from ahp.engines import fsdp2, host, releases
+from ahp.engines import fsdp2, releases
 from ahp.engines.engine import Engine
 from ahp.engines.fp8 import EAGER_TORCHAO_FP8, EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_FP8, FUSED_TORCHAO_OPERATORS
+from ahp.engines.host import host
 from ahp.engines.traits import (
     ContextTraits,
     ContextWay,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ahp.engines import host
+from ahp.engines.host import host
 from ahp.engines.traits import CheckpointHost, GatherTraits
 
 

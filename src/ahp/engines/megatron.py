@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ahp.engines import host, releases, steps
+from ahp.engines import releases, steps
 from ahp.engines.engine import Engine
+from ahp.engines.host import host
 from ahp.engines.support import Support
 from ahp.engines.traits import (
     ALL_ELEMENTS,

@@ -12,7 +12,7 @@ from ahp.arrays import Ints
 from ahp.cluster.model import NodeGroup
 from ahp.engines import steps
 from ahp.engines.traits import Traits
-from ahp.forecast import margins
+from ahp.forecast.constants import margins
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.groups import expert_shards, num_expert_ranks
 from ahp.forecast.segment import Recompute
@@ -106,7 +106,7 @@ def step_error(nodes: NodeGroup) -> float:
         return margins.value("step_error_cpu_sensed" if nodes.measured is None else "step_error_cpu")
     if nodes.measured is not None:
         return margins.value("step_error_measured")
-    published = device.name in margins.margins()["step_error_published"].devices
+    published = device.name in margins.all["step_error_published"].devices
     limit, rated = device.power_limit_w, device.rated_power_w
     limited = limit is not None and rated is not None and limit < rated  # a law from two pairs of devices
     return margins.value("step_error_published" if published and not limited else "step_error_catalogue")

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from ahp.cluster.model import Link, NodeGroup
-from ahp.forecast import constants
+from ahp.forecast.constants import constants
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.group import CollectiveKind, Group
 from ahp.forecast.nccl import Nccl

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, fields, replace
 
 from ahp.engines.fp8 import Fp8Recipe
-from ahp.forecast import constants
+from ahp.forecast.constants import constants
 from ahp.forecast.division import BATCHED, GROUPED, Division, is_weight_gradient, product_bytes
 from ahp.forecast.efficiency import Rates, kind_of
 from ahp.forecast.expert_operators import ExpertOperators

@@ -1,18 +1,11 @@
-"""Constants of CPU workers, of hosts and of overlap, with their provenance; they lie in constants.yaml."""
+"""Constants of the forecast with their provenance; kernels.yaml has those of GPU kernels, nccl.yaml those of NCCL."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from ahp.shipped import Constants
 
-from ahp import shipped
-from ahp.shipped import Constant
+constants = Constants("ahp.forecast", "constants.yaml")
+"""Of CPU workers, of hosts and of overlap."""
 
-
-def constants() -> Mapping[str, Constant]:
-    """All of constants.yaml, keyed by name."""
-    return shipped.constants("ahp.forecast", "constants.yaml")
-
-
-def value(name: str) -> float:
-    """The shipped value of one constant, in the unit that constants.yaml gives. An unknown name is a programmer's error."""
-    return constants()[name].value
+margins = Constants("ahp.forecast", "margins.yaml")
+"""What the forecast cannot derive and takes from measured runs: allocator, communicators, errors."""

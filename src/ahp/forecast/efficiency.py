@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ahp.cluster.model import Device, Measurements
-from ahp.forecast import constants
+from ahp.forecast.constants import constants
 from ahp.forecast.gpu import AttentionKernel, ElementWiseKind, Gpu, GroupedKernel
 from ahp.forecast.tables import PRECISION_OF, Attention, ElementWise, nearest_workers
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ahp.cluster.model import Device
-from ahp.forecast import margins
+from ahp.forecast.constants import margins
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.states import Figures, Floats, UnitBytes
 

@@ -18,7 +18,7 @@ import numpy as np
 from ahp.cluster.cells import Cell, Placement, place
 from ahp.cluster.model import Cluster
 from ahp.engines.traits import Traits
-from ahp.forecast import margins, memory
+from ahp.forecast import memory
 from ahp.forecast.assembly import (
     band_s,
     flop_convention,
@@ -36,6 +36,7 @@ from ahp.forecast.assembly import (
 )
 from ahp.forecast.axes import ALONE
 from ahp.forecast.beside_stages import BesideStages, gathers_beside, gathers_s, reductions_s, share_beside
+from ahp.forecast.constants import margins
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.group import CollectiveKind, Group, strided_group
 from ahp.forecast.groups import replica_members

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ahp.arrays import Floats
-from ahp.forecast import constants
+from ahp.forecast.constants import constants
 
 Figures = Floats | float
 
