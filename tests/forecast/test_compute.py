@@ -132,7 +132,7 @@ def test_element_wise_follows_size_dtype_and_exponentials():
 
 def times(segment, fusion="eager", rates=None, **axes):
     division = Division(split(segment, "block"), **axes)
-    return Launched(segment, kernels(segment, fusion)).times(division, rates or Rates(DEVICE, None, 8), causal=True)
+    return Launched(segment, kernels(segment, fusion), causal=True).times(division, rates or Rates(DEVICE, None, 8))
 
 
 def test_tensor_parallelism_divides_products(tiny):

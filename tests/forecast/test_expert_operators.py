@@ -26,9 +26,11 @@ def block():
 
 
 def times(block, *, fused_permutation=False, **recipe):
-    run = Launched(block, kernels(block, "fused"), fused_permutation=fused_permutation)
-    division = Division(split(block, "block"), expert=8)
-    return run.times(division, RATES, causal=True, fp8=replace(NVIDIAS_FP8, **recipe), accumulates=True)
+    fp8 = replace(NVIDIAS_FP8, **recipe)
+    run = Launched(
+        block, kernels(block, "fused"), causal=True, fp8=fp8, accumulates=True, fused_permutation=fused_permutation
+    )
+    return run.times(Division(split(block, "block"), expert=8), RATES)
 
 
 def test_activations_lie_between_products_and_copies_around_them(block):

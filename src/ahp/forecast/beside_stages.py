@@ -53,11 +53,11 @@ class BesideStages:
         0 for the stage that the rank begins with."""
         if not self.gathers_s and not self.reductions_s:
             return tuple(costs)
-        found, begun, made = [], set[int](), dict[tuple[int, float], StageCost]()  # most stages are one object
+        found, begun, made = [], set[int](), dict[tuple[StageCost, float], StageCost]()  # most stages are one object
         for stage, (cost, rank) in enumerate(zip(costs, self.stage_rank, strict=True)):
             slowed_s = CONTENTION * self.gathers_s[stage] if self.gathers_s and rank in begun else 0.0
             begun.add(rank)
-            if (key := (id(cost), slowed_s)) not in made:
+            if (key := (cost, slowed_s)) not in made:
                 made[key] = self._without_waits(cost, slowed_s)
             found.append(made[key])
         return tuple(found)

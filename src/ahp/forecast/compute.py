@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 from ahp.engines.fp8 import Fp8Recipe
 from ahp.forecast.constants import constants
@@ -104,11 +105,25 @@ class Launched:
     """The kernels of a segment in their order, with the figures that no division changes."""
 
     def __init__(
-        self, segment: Segment, kernels: Kernels, *, attention_again: bool = False, fused_permutation: bool = False
+        self,
+        segment: Segment,
+        kernels: Kernels,
+        *,
+        causal: bool,
+        fp8: Fp8Recipe | None = None,
+        kernel: AttentionKernel | None = None,
+        accumulates: bool = False,
+        attention_again: bool = False,
+        fused_permutation: bool = False,
     ) -> None:
-        """``attention_again``: recompute of every second product repeats fused attention too. ``fused_permutation``: see
-        ``ExpertTraits``."""
-        self._kernels, self._experts = kernels, ExpertOperators.of(segment, kernels)
+        """``fp8``: how products with a weight are computed in 8 bits, None = in the dtype of their inputs. ``accumulates``: products for
+        weight gradients add to fp32. ``attention_again``: recompute of every second product repeats fused attention too.
+        ``fused_permutation``: see ``ExpertTraits``."""
+        self._experts = ExpertOperators.of(segment, kernels)
+        self._operator_s = partial(
+            operator_s, kernels=kernels, causal=causal, fp8=fp8, kernel=kernel, accumulates=accumulates
+        )
+        self._fuses_experts = fp8 is not None and fp8.fused_experts
         core, last = core_attention(segment), last_read(segment)
         second = second_products(segment, attention_too=attention_again)
         self._runs: list[tuple[Operator, _Moves | None, tuple[str, ...]]] = []
@@ -126,72 +141,38 @@ class Launched:
             if mirrored:
                 sums = (*sums, "input_gradient")  # backward moves as much, in two kernels that are not counted
             moved = kernels.moved_bytes.get(op.index, 0.0)
-            if moved or op.flops:
+            if (moved or op.flops) and not (self._fuses_experts and op.index in self._experts.between):
                 self._runs.append((op, None if op.flops else _Moves.of(op, kernels), sums))
         self._moved_s: dict[tuple[float, Rates], list[float]] = {}
 
-    def times(
-        self,
-        division: Division,
-        rates: Rates,
-        *,
-        causal: bool,
-        fp8: Fp8Recipe | None = None,
-        kernel: AttentionKernel | None = None,
-        accumulates: bool = False,
-    ) -> SegmentTimes:
+    def times(self, division: Division, rates: Rates) -> SegmentTimes:
         """Work of one rank of the groups that ``division`` describes.
 
-        Every operator takes max(FLOPs / reached FLOP/s, bytes / reached bytes/s). ``fp8``: how products
-        with a weight are computed in 8 bits, None = in the dtype of their inputs. ``accumulates``: products for weight gradients add to fp32.
+        Every operator takes max(FLOPs / reached FLOP/s, bytes / reached bytes/s).
         """
         seconds: dict[str, float] = defaultdict(float)
-        fused = self._experts.between if fp8 is not None and fp8.fused_experts else frozenset()
         for at, (op, moves, sums) in enumerate(self._runs):
-            if op.index in fused:
-                continue
             if moves is not None:
                 taken = self._moving_s(division.share(op), rates)[at]
             else:
-                taken = operator_s(
-                    op,
-                    self._kernels,
-                    division,
-                    rates,
-                    causal=causal,
-                    fp8=fp8,
-                    kernel=kernel,
-                    accumulates=accumulates,
-                    reads_chain=op.index in self._experts.after_chains,
-                )
+                chain = op.index in self._experts.after_chains
+                taken = self._operator_s(op, division=division, rates=rates, reads_chain=chain)
             for name in sums:
                 seconds[name] += taken
-        if fp8 is not None and fp8.fused_experts:
+        if self._fuses_experts:
             stash_s = 2 * self._experts.stashed_bytes * division.row_share / rates.bytes_per_s
             for name in ("forward", "read", "input_gradient"):
                 seconds[name] += stash_s
-        work = {name: Work(seconds[name], self._launches[name]) for name in SUMS}
-        return SegmentTimes(**work)
+        return SegmentTimes(**{name: Work(seconds[name], self._launches[name]) for name in SUMS})
 
-    def beside_products_s(
-        self,
-        division: Division,
-        rates: Rates,
-        *,
-        causal: bool,
-        fp8: Fp8Recipe | None = None,
-        kernel: AttentionKernel | None = None,
-    ) -> float:
+    def beside_products_s(self, division: Division, rates: Rates) -> float:
         """Seconds of both passes in ``times`` without the products: cheap to compute."""
         seconds = 0.0
-        fused = self._experts.between if fp8 is not None and fp8.fused_experts else frozenset()
         for at, (op, moves, _) in enumerate(self._runs):
-            if op.index in fused:
-                continue
             if moves is not None:
                 seconds += self._moving_s(division.share(op), rates)[at]
             elif "attention" in op.name:
-                seconds += operator_s(op, self._kernels, division, rates, causal=causal, fp8=fp8, kernel=kernel)
+                seconds += self._operator_s(op, division=division, rates=rates)
         return seconds
 
     def _moving_s(self, share: float, rates: Rates) -> list[float]:

@@ -37,11 +37,16 @@ class _Run:
     """Its ``context`` does not matter."""
     fp8: Fp8Recipe | None
     """How products with a weight are computed in 8 bits; None = they are not."""
+    causal: bool
+    """See ``is_causal``."""
 
     @cached_property
     def launched(self) -> Launched:
-        again, fused = self.how.attention_again, self.how.experts.fused_permutation
-        return Launched(self.segment, self.kernels, attention_again=again, fused_permutation=fused)
+        how = self.how
+        return Launched(
+            self.segment, self.kernels, causal=self.causal, fp8=self.fp8, kernel=how.attention, accumulates=how.accumulates,
+            attention_again=how.attention_again, fused_permutation=how.experts.fused_permutation,
+        )  # fmt: skip
 
     @cached_property
     def held(self) -> ActivationLiveness:
@@ -126,11 +131,7 @@ class SegmentPricer:
         for number, block in enumerate(graph.blocks):
             run = self._run(graph, block, "block", number, how, tensor)
             division = Division(run.split, tensor, sequence_parallel, context)
-            found.append(
-                run.launched.beside_products_s(
-                    division, self.rates, causal=self._causal, fp8=how.fp8, kernel=how.attention
-                )
-            )
+            found.append(run.launched.beside_products_s(division, self.rates))
         return tuple(found)
 
     def _run(
@@ -149,7 +150,7 @@ class SegmentPricer:
             fusion, fp8 = (how.fusion, how.fp8) if role == "block" else (how.fusion_at_the_ends, None)
             grouped: GroupedKernel = "each" if how.experts.launched_one_by_one else "torch"
             run = kernels(segment, fusion, fused_loss=how.fused_loss, grouped=grouped)
-            self._runs[alike] = _Run(segment, parts, run, how, fp8)
+            self._runs[alike] = _Run(segment, parts, run, how, fp8, self._causal)
         return self._runs[alike]
 
     def divided(
@@ -167,9 +168,7 @@ class SegmentPricer:
         held = {p.name: _held(p.numel, parts, p.name, degree) for p in segment.parameters}
         held = {name: -(-count // experts) if name in stacked else count for name, count in held.items()}
         one = {p.name: held[p.name] // max(1, p.shape[0] // experts) for p in segment.parameters if p.name in stacked}
-        times = run.launched.times(
-            division, self.rates, causal=self._causal, fp8=run.fp8, kernel=how.attention, accumulates=how.accumulates
-        )
+        times = run.launched.times(division, self.rates)
         if stacked:
             times = times.launching(*how.expert_operators)
         if how.one_graph:

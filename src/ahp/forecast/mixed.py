@@ -442,10 +442,10 @@ class MixedPricer(LayoutPricer):
 
 
 def _distinct(replicas: list[Replica]) -> list[Replica]:
-    """One replica of each kind: equal groups, equal micro-batches, and the same stage objects (each stage is made once)."""
+    """One replica of each kind: equal groups, equal micro-batches, and equal stages."""
     kinds = {_kind(replica): replica for replica in reversed(replicas)}
     return list(reversed(kinds.values()))
 
 
 def _kind(replica: Replica) -> tuple[object, ...]:
-    return (replica.span.m, *(cell.group for cell in replica.cells), *map(id, replica.stages))
+    return (replica.span.m, *(cell.group for cell in replica.cells), *replica.stages)

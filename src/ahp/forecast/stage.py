@@ -45,6 +45,9 @@ class StageCost:
         """The seven fields, each summed over its parts."""
         return tuple(added(getattr(self, field.name).values()) for field in fields(self))
 
+    def __hash__(self) -> int:
+        return hash(self.seconds)
+
     def scaled(self, factor: float) -> StageCost:
         """The same stage with all its seconds times ``factor``."""
         names = [field.name for field in fields(self)]
