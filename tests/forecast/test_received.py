@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ahp
-from ahp.forecast.received import received_bytes
+from ahp.forecast.stage_memory import received_bytes
 from ahp.graph.operators import ModelGraph
 from ahp.schedule.messages import waiting
 from ahp.schedule.patterns import illegal, make

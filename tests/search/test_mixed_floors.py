@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment, linprog
 
 from ahp.forecast.cell_columns import BETWEEN
-from ahp.forecast.received import received_bytes
+from ahp.forecast.stage_memory import received_bytes
 from ahp.forecast.stage_room import Positions, StageRoom
 from ahp.graph.kept import analyze
 from ahp.job import Job

@@ -22,8 +22,7 @@ from ahp.job import Job
 from ahp.plan import Parallelism
 from ahp.schedule.descriptor import PipelineSchedule
 from ahp.schedule.makespan import Makespan, makespan, makespan_of_order
-from ahp.schedule.orders import given_order, splits_backward
-from ahp.schedule.orders import ranks_of_stages as ranks_of_stages
+from ahp.schedule.orders import given_order
 from ahp.schedule.registry import get, of_ranks
 from ahp.schedule.simulate import StageTimes
 
@@ -43,25 +42,6 @@ def passes_behind(parallelism: Parallelism, stage: int) -> int:
     if given_order(parallelism) is not None:
         return 0
     return _schedule(parallelism).passes_behind(stage, parallelism.pipeline_parallel_degree)
-
-
-def stage_times(
-    parallelism: Parallelism, stages: Sequence[StageCost], send: Sequence[float], back: Sequence[float] | None = None
-) -> list[StageTimes]:
-    """The times of each stage that the schedule needs. ``send[s]``: seconds to send from stage ``s`` to the next; ``back[s]``: to send
-    the gradient back from there, None = as long."""
-    back = send if back is None else back
-    count, last = len(stages), 6 if splits_backward(parallelism) else 5
-    return [
-        StageTimes(
-            *cost.seconds[:4],
-            send_forward_s=send[stage] if stage < count - 1 else 0.0,
-            send_backward_s=back[stage - 1] if stage > 0 else 0.0,
-            first_forward_extra_s=cost.seconds[4],
-            last_backward_extra_s=cost.seconds[last],
-        )
-        for stage, cost in enumerate(stages)
-    ]
 
 
 def _schedule(parallelism: Parallelism) -> PipelineSchedule:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -53,13 +54,10 @@ class BesideStages:
         0 for the stage that the rank begins with."""
         if not self.gathers_s and not self.reductions_s:
             return tuple(costs)
-        found, begun, made = [], set[int](), dict[tuple[StageCost, float], StageCost]()  # most stages are one object
+        without, begun, found = cache(self._without_waits), set[int](), []  # most stages are equal
         for stage, (cost, rank) in enumerate(zip(costs, self.stage_rank, strict=True)):
-            slowed_s = CONTENTION * self.gathers_s[stage] if self.gathers_s and rank in begun else 0.0
+            found.append(without(cost, CONTENTION * self.gathers_s[stage] if self.gathers_s and rank in begun else 0.0))
             begun.add(rank)
-            if (key := (cost, slowed_s)) not in made:
-                made[key] = self._without_waits(cost, slowed_s)
-            found.append(made[key])
         return tuple(found)
 
     def _without_waits(self, cost: StageCost, slowed_s: float) -> StageCost:
@@ -70,18 +68,33 @@ class BesideStages:
         last, apart = (once | {REDUCE: 0.0} for once in (cost.last_backward, cost.last_weight_gradient))
         return replace(cost, last_backward=last, last_weight_gradient=apart)
 
-    def times(self, times: list[StageTimes], costs: Sequence[StageCost]) -> list[StageTimes]:
-        """The times with the moment when each stage's weights are there, as a rank gathers for one stage after the other; and with the
-        reductions and how much these slow computation down. The host launches ahead while a rank waits for weights, so that the first forward
-        saves its own wait for the host and can begin earlier by that much."""
-        there = dict.fromkeys(self.stage_rank, 0.0)
-        for stage, seconds in enumerate(self.gathers_s):
-            there[rank := self.stage_rank[stage]] += seconds
-            begins_s = max(0.0, there[rank] - costs[stage].forward["host"])
-            times[stage] = times[stage]._replace(gathered_s=begins_s)
-        for stage, seconds in enumerate(self.reductions_s):
-            times[stage] = times[stage]._replace(reduce_s=seconds, reduce_slows=CONTENTION)
-        return times
+    def times(
+        self, parallelism: Parallelism, stages: Sequence[StageCost], send: Sequence[float], back: Sequence[float]
+    ) -> list[StageTimes]:
+        """The times of each of these ``stages`` that the schedule needs: with the moment when its weights are there, as a rank gathers for one
+        stage after the other, and with the reductions and how much these slow computation down. The host launches ahead while a rank waits for
+        weights, so that the first forward saves its own wait for the host and can begin earlier by that much.
+
+        ``send[s]``: seconds to send from stage ``s`` to the next; ``back[s]``: to send the gradient back from there.
+        """
+        there, last = dict.fromkeys(self.stage_rank, 0.0), 6 if splits_backward(parallelism) else 5
+        found = []
+        for stage, (cost, rank) in enumerate(zip(stages, self.stage_rank, strict=True)):
+            if self.gathers_s:
+                there[rank] += self.gathers_s[stage]
+            found.append(
+                StageTimes(
+                    *cost.seconds[:4],
+                    send_forward_s=send[stage] if stage < len(stages) - 1 else 0.0,
+                    send_backward_s=back[stage - 1] if stage > 0 else 0.0,
+                    first_forward_extra_s=cost.seconds[4],
+                    last_backward_extra_s=cost.seconds[last],
+                    gathered_s=max(0.0, there[rank] - cost.forward["host"]) if self.gathers_s else 0.0,
+                    reduce_s=self.reductions_s[stage] if self.reductions_s else 0.0,
+                    reduce_slows=CONTENTION if self.reductions_s else 0.0,
+                )
+            )
+        return found
 
 
 def gathers_beside(parallelism: Parallelism, data: DataParallel) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 
 from ahp.engines.fp8 import Fp8Recipe
 from ahp.forecast.constants import constants
@@ -143,7 +143,7 @@ class Launched:
             moved = kernels.moved_bytes.get(op.index, 0.0)
             if (moved or op.flops) and not (self._fuses_experts and op.index in self._experts.between):
                 self._runs.append((op, None if op.flops else _Moves.of(op, kernels), sums))
-        self._moved_s: dict[tuple[float, Rates], list[float]] = {}
+        self._moving_s = cache(self._each_moving_s)  # many divisions have one share
 
     def times(self, division: Division, rates: Rates) -> SegmentTimes:
         """Work of one rank of the groups that ``division`` describes.
@@ -175,12 +175,9 @@ class Launched:
                 seconds += self._operator_s(op, division=division, rates=rates)
         return seconds
 
-    def _moving_s(self, share: float, rates: Rates) -> list[float]:
-        """Seconds of each operator that only moves data, on a rank that does ``share`` of it; kept, since many divisions have one share."""
-        if (share, rates) not in self._moved_s:
-            found = [0.0 if moves is None else moves.seconds(share, rates) for _, moves, _ in self._runs]
-            self._moved_s[share, rates] = found
-        return self._moved_s[share, rates]
+    def _each_moving_s(self, share: float, rates: Rates) -> list[float]:
+        """Seconds of each operator that only moves data, on a rank that does ``share`` of it."""
+        return [0.0 if moves is None else moves.seconds(share, rates) for _, moves, _ in self._runs]
 
 
 SUMS = tuple(field.name for field in fields(SegmentTimes))

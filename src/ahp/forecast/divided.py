@@ -99,7 +99,8 @@ class SegmentPricer:
     def __init__(self, graph: ModelGraph, rates: Rates) -> None:
         self._graph, self.rates = graph, rates
         self._causal = is_causal(graph)
-        self._graphs = {graph.micro_batch_size: graph}
+        self.at = cache(lambda size: graph if size == graph.micro_batch_size else graph.at(size))
+        """The model's graph for a micro-batch of so many sequences."""
         self.beside_products_s = cache(self._beside_products_s)
         self.forward_flops = cache(lambda micro_batch_size: self.at(micro_batch_size).flops("forward"))
         self._runs: dict[tuple[int, Role, int, int, KeysWay], _Run] = {}
@@ -116,12 +117,6 @@ class SegmentPricer:
         return _segment_pricer(
             Same(graph), nodes.device.model_dump_json(), measured, nodes.devices_per_node if measured else 1
         )
-
-    def at(self, micro_batch_size: int) -> ModelGraph:
-        """The model's graph for a micro-batch of ``micro_batch_size`` sequences."""
-        if micro_batch_size not in self._graphs:
-            self._graphs[micro_batch_size] = self._graph.at(micro_batch_size)
-        return self._graphs[micro_batch_size]
 
     def _beside_products_s(
         self, micro_batch_size: int, tensor: int, sequence_parallel: bool, context: int, how: KernelOptions

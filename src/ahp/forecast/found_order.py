@@ -137,25 +137,25 @@ class ToOrder:
             least_s = max(least_s, min(lower_bound(way).seconds for way in ways))
         return before.forecast.step_time_s - max(0.0, before.span.makespan_s - least_s) * self.pricer.stretch
 
-    def found(self, *, seed: int = 0, effort: float = 1.0) -> FoundOrder | None:
+    def found(self, *, effort: float = 1.0) -> FoundOrder | None:
         """The best schedule found; None where no schedule is faster and fits."""
         best: FoundOrder | None = None
         for split in self.ways:
             least_s = max(lower_bound(one).seconds for one in self._problems(split, limited=False))
             if best is not None and least_s >= best.found.makespan_s:
                 continue
-            one = self._fitting(split, seed, effort)
+            one = self._fitting(split, effort)
             if one is not None and (best is None or one.gain > best.gain):
                 best = one
         return best if best is not None and best.gain > ROUNDING else None
 
-    def _fitting(self, split: bool, seed: int, effort: float) -> FoundOrder | None:
+    def _fitting(self, split: bool, effort: float) -> FoundOrder | None:
         for part in LESS_MEMORY:
             try:
                 problems = self._problems(split, part)
             except BadInput:  # not one micro-batch fits
                 return None
-            orders = {one: synthesize(one, seed=seed, effort=effort) for one in dict.fromkeys(problems)}
+            orders = {one: synthesize(one, effort=effort) for one in dict.fromkeys(problems)}
             try:
                 priced = self.pricer.price(self._with_orders([orders[one].schedule for one in problems]))
             except BadInput:  # replicas would wait for each other

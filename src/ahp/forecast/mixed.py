@@ -25,10 +25,8 @@ from ahp.forecast.assembly import (
     message_bytes,
     passes_behind,
     pipeline_span,
-    ranks_of_stages,
     recompute_of,
     slowest_share,
-    stage_times,
     step_error,
     step_flops,
     unrun,
@@ -50,7 +48,7 @@ from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism
 from ahp.schedule.makespan import Makespan
-from ahp.schedule.orders import order_lines
+from ahp.schedule.orders import order_lines, ranks_of_stages
 from ahp.schedule.simulate import StageTimes
 
 OF_CELLS = ("stages", "layers_per_stage", "micro_batches_per_replica", "recomputed_layers_per_stage")
@@ -229,7 +227,11 @@ class MixedPricer(LayoutPricer):
         cells, costs = layout.placement.cells[replica], self._stages(layout, replica)
         beside = self._beside(layout, cells, costs)
         stages = beside.stages(costs)
-        return stages, beside.times(self._times(layout, cells, stages), costs)
+        sends = [self._send_s(layout, cells, one, other) for one, other in pairwise(layout.stage_rank)]
+        back = sends
+        if len(set(layout.widths)) > 1:
+            back = [self._send_s(layout, cells, other, one) for one, other in pairwise(layout.stage_rank)]
+        return stages, beside.times(layout.parallelism, stages, sends, back)
 
     def _stages(self, layout: _Layout, replica: int, recomputed: Sequence[int] | None = None) -> tuple[StageCost, ...]:
         """``recomputed``: recomputed layers of each stage; None = as in the layout."""
@@ -267,13 +269,6 @@ class MixedPricer(LayoutPricer):
         }
         numbers = {kind: number for number, kind in enumerate(each)}
         return StageMemory.on_devices([*each.values()], [numbers[kinds[rank]] for rank in layout.stage_rank])
-
-    def _times(self, layout: _Layout, cells: Sequence[Cell], stages: Sequence[StageCost]) -> list[StageTimes]:
-        sends = [self._send_s(layout, cells, one, other) for one, other in pairwise(layout.stage_rank)]
-        if len(set(layout.widths)) == 1:
-            return stage_times(layout.parallelism, stages, sends)
-        back = [self._send_s(layout, cells, other, one) for one, other in pairwise(layout.stage_rank)]
-        return stage_times(layout.parallelism, stages, sends, back)
 
     def _send_s(self, layout: _Layout, cells: Sequence[Cell], one: int, other: int) -> float:
         """Seconds to send one micro-batch's hidden states, or their gradient, from the cell of one pipeline rank to that of another."""

@@ -23,10 +23,8 @@ from ahp.forecast.assembly import (
     own_stages,
     passes_behind,
     pipeline_span,
-    ranks_of_stages,
     recompute_of,
     slowest_share,
-    stage_times,
     step_error,
     step_flops,
     unrun,
@@ -42,20 +40,19 @@ from ahp.forecast.groups import data_groups, expert_groups
 from ahp.forecast.mesh import PipelineAxis, pipeline_axis
 from ahp.forecast.muon import Between, Muon, places_of
 from ahp.forecast.priced import Begun, LayoutPricer, Priced, fastest_of
-from ahp.forecast.received import received_bytes
 from ahp.forecast.segment import Recompute
 from ahp.forecast.sharing import SharedWeights, StageUnits
 from ahp.forecast.stage import StageCost, StageCosts, stage_costs
-from ahp.forecast.stage_memory import StageMemory
+from ahp.forecast.stage_memory import StageMemory, received_bytes
 from ahp.forecast.stage_table import StageTable
-from ahp.forecast.states import Shards, state_bytes, unit_bytes, visiting_bytes
+from ahp.forecast.states import Shards, state_bytes, unit_bytes, update_bytes, visiting_bytes
 from ahp.forecast.turns import share, turns
 from ahp.forecast.units import UnitPricer, Units
-from ahp.forecast.update_bytes import update_bytes
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism
 from ahp.schedule.makespan import Makespan
+from ahp.schedule.orders import ranks_of_stages
 from ahp.schedule.simulate import StageTimes
 from ahp.schedule.stages import Ends, layer_ranges, layers_of_stages
 
@@ -175,7 +172,7 @@ class Pricer(LayoutPricer):
         beside = self._beside(parallelism, shared, costs)
         stages = beside.stages(costs)
         sends_s = self._sends_s(parallelism, message_bytes(parallelism, shared.traits, shared.units))
-        return stages, beside.times(stage_times(parallelism, stages, sends_s), costs)
+        return stages, beside.times(parallelism, stages, sends_s, sends_s)
 
     def units(self, parallelism: Parallelism) -> Units:
         """The model's blocks and ends, priced for one rank of the layout and one micro-batch; lower bounds where the layout leaves

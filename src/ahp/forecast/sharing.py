@@ -137,15 +137,11 @@ class SharedWeights:
     @classmethod
     def of(cls, units: StageUnits, data: DataParallel, network: Times) -> SharedWeights:
         """The times of one layout."""
-
-        def times(seconds: SecondsOfUnit) -> UnitTimes:
-            return UnitTimes.of(units, seconds)
-
         traits, shards = data.traits, data.shard.size
         return cls(
-            times(lambda unit, stage: data.gather_s(unit, network, stage)),
-            times(lambda unit, stage: data.reduce_s(unit, network, stage)),
-            times(lambda unit, _: data.replicas_s(unit, network)),
+            UnitTimes.of(units, lambda unit, stage: data.gather_s(unit, network, stage)),
+            UnitTimes.of(units, lambda unit, stage: data.reduce_s(unit, network, stage)),
+            UnitTimes.of(units, lambda unit, _: data.replicas_s(unit, network)),
             np.array([cast_bytes(traits, shards)], dtype=float),
             np.array([gradient_copy_bytes(traits, shards, data.micro_batches)], dtype=float),
         )

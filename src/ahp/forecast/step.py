@@ -124,8 +124,8 @@ def _graph(model: Any, job: Job, choice: EngineChoice) -> ModelGraph:
         from ahp.graph.kept import analyze
 
         return analyze(model, job, attention=choice.attention)
-    lora = json.dumps(_lora(job))
-    return _traced(key, job.sequence_length, job.precision, job.document_mask, lora, choice.attention)
+    traced = {name: getattr(job, name) for name in ("sequence_length", "precision", "document_mask")}
+    return _traced(key, json.dumps(traced | {"lora": _lora(job)}), choice.attention)
 
 
 def _lora(job: Job) -> dict[str, Any] | None:
@@ -133,15 +133,11 @@ def _lora(job: Job) -> dict[str, Any] | None:
 
 
 @lru_cache(maxsize=64)
-def _traced(
-    key: str, sequence_length: int, precision: str, document_mask: bool, lora: str, attention: str
-) -> ModelGraph:
+def _traced(model: str, job: str, attention: str) -> ModelGraph:
+    """The graph of a plain model; ``job``: what a graph depends on."""
     from ahp.graph.kept import analyze
 
-    traced = {"sequence_length": sequence_length, "precision": precision, "document_mask": document_mask}
-    traced["lora"] = json.loads(lora)
-    contract = validated(Job, traced, "job")
-    return analyze(json.loads(key), contract, attention=attention)
+    return analyze(json.loads(model), validated(Job, json.loads(job), "job"), attention=attention)
 
 
 def _cluster(cluster: Cluster | dict[str, Any] | str) -> Cluster:

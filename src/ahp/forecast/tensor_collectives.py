@@ -111,10 +111,8 @@ class TensorCollectives:
         products = sum(is_weight_product(op) and op.name not in GROUPED for op in segment.phase("forward"))
         scale_s = self._network.time_s("all_reduce", SCALE_BYTES, axes.tensor) if axes.tensor.size > 1 else 0.0
         tokens_s = self._network.time_s("all_reduce", SCALE_BYTES, axes.context) if axes.context.size > 1 else 0.0
-        return TensorCost(
-            tensor.forward_s + (column + 2 * row) * scale_s + products * tokens_s,
-            tensor.again_s + (column + 2 * row) * scale_s + products * tokens_s,
-            tensor.gather_s,
-            tensor.backward_s + column * scale_s + products * tokens_s,
-            tensor.launches,
+        return tensor._replace(
+            forward_s=tensor.forward_s + (column + 2 * row) * scale_s + products * tokens_s,
+            again_s=tensor.again_s + (column + 2 * row) * scale_s + products * tokens_s,
+            backward_s=tensor.backward_s + column * scale_s + products * tokens_s,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from ahp.cluster.model import NodeGroup
 from ahp.engines.fp8 import Fp8Recipe
@@ -64,20 +65,16 @@ class UnitPricer:
         self._has_experts = any(map(expert_parameters, graph.blocks))
         self._heads = [attention_heads(block) for block in graph.blocks]
         self._units: dict[tuple[int, Axes, KernelOptions], Units] = {}
-        self._least: dict[tuple[int, Axes, Traits], Units] = {}
+        self.units = cache(self._least_units)
         self._communicating: dict[tuple[object, ...], Unit] = {}
         """Keyed by the divided segment and the groups that it communicates in."""
         self._tokens: dict[tuple[Divided, Group, ContextWay], SharedTokens] = {}
         """Keyed by the divided segment, the context group, and how its ranks see each other's tokens."""
 
-    def units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
+    def _least_units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
         """The units for a micro-batch size and the groups that divide it; where the engine has several ways to share sequences,
         the least of each figure over these ways."""
-        key = micro_batch_size, axes, traits
-        if key not in self._least:
-            ways = self.ways(axes, traits)
-            self._least[key] = least_of([self._units_by(way, micro_batch_size, axes, traits) for way in ways])
-        return self._least[key]
+        return least_of([self._units_by(way, micro_batch_size, axes, traits) for way in self.ways(axes, traits)])
 
     def ways(self, axes: Axes, traits: Traits) -> list[ContextWay]:
         """The ways in which the context ranks can see each other's tokens: all-to-all needs the same number of heads on every rank."""

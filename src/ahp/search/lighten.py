@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import cache
 
 from ahp.forecast import memory
-from ahp.forecast.assembly import ranks_of_stages
 from ahp.plan import Parallelism
+from ahp.schedule.orders import ranks_of_stages
 from ahp.schedule.registry import PLAIN
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.bounds.layer_bounds import Ways

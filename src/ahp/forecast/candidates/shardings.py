@@ -6,7 +6,7 @@ Blocks that differ only in the micro-batch share them. Dims: J = splits, W = ran
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -41,8 +41,7 @@ class Shardings:
     def __init__(self, layouts: list[Parallelism], traits: list[Traits], nodes: NodeGroup, network: Network) -> None:
         """``layouts``: one for each split; all else is equal. Equal ``traits`` are one object."""
         self.layouts, self.traits, self._nodes, self._network = layouts, traits, nodes, network
-        self._collectives: dict[CommUnit, CollectiveTimes] = {}
-        self._of_kinds: dict[tuple[CommUnit, ...], CollectiveTimes] = {}
+        self.collectives, self.collectives_of_kinds = cache(self._of_unit), cache(self._of_kinds)
         self._update_s: Floats | None = None
 
     @property
@@ -82,34 +81,25 @@ class Shardings:
             # ZeRO stages share their groups.
             key = layout.data_parallel_shard_degree, layout.weight_shards, layout.mesh_order
             if key not in groups:
-                groups[key] = self._groups(layout)
+                per_node = self._nodes.devices_per_node
+                groups[key] = data_groups(layout, per_node), expert_groups(layout, per_node, self._folded)
             found.append(DataParallel.on(self._nodes, traits, 1, *groups[key]))
         return found
-
-    def _groups(self, layout: Parallelism) -> tuple[tuple[Group, Group], tuple[Group, Group]]:
-        data = data_groups(layout, per_node := self._nodes.devices_per_node)
-        alike = layout.expert_parallel_degree == 1 and not self._folded
-        return data, data if alike else expert_groups(layout, per_node, self._folded)
 
     def data(self, split: int, micro_batches: int) -> DataParallel:
         """The data-parallel groups and traffic of one split."""
         return replace(self._data[split], micro_batches=micro_batches)
 
-    def collectives(self, weights: CommUnit) -> CollectiveTimes:
+    def _of_unit(self, weights: CommUnit) -> CollectiveTimes:
         """[J] Times of one unit of communication with these weights."""
-        if weights not in self._collectives:
-            passes = (DataParallel.gather_s, DataParallel.reduce_s, DataParallel.replicas_s)
-            found = (np.array([of(one, weights, self._network) for one in self._data]) for of in passes)
-            self._collectives[weights] = CollectiveTimes(*found)
-        return self._collectives[weights]
+        passes = (DataParallel.gather_s, DataParallel.reduce_s, DataParallel.replicas_s)
+        return CollectiveTimes(*(np.array([of(one, weights, self._network) for one in self._data]) for of in passes))
 
-    def collectives_of_kinds(self, kinds: tuple[CommUnit, ...]) -> CollectiveTimes:
+    def _of_kinds(self, kinds: tuple[CommUnit, ...]) -> CollectiveTimes:
         """[J, K] Times of the kinds of layers."""
-        if kinds not in self._of_kinds:
-            parts = zip(*map(self.collectives, kinds), strict=True) if kinds else [()] * 3
-            shape = len(kinds), len(self.layouts)
-            self._of_kinds[kinds] = CollectiveTimes(*(np.array(part, dtype=float).reshape(shape).T for part in parts))
-        return self._of_kinds[kinds]
+        parts = zip(*map(self.collectives, kinds), strict=True) if kinds else [()] * 3
+        shape = len(kinds), len(self.layouts)
+        return CollectiveTimes(*(np.array(part, dtype=float).reshape(shape).T for part in parts))
 
     def shared(self, units: StageUnits, which: list[int], micro_batches: int) -> SharedWeights:
         """Times of the units of stages with some splits."""

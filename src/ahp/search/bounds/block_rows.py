@@ -16,9 +16,8 @@ from ahp.forecast.candidates.layer_columns import BESIDE, LayerColumns
 from ahp.forecast.candidates.shardings import Shardings
 from ahp.forecast.memory import Peak, pooled_bytes
 from ahp.forecast.mesh import pipeline_axis
-from ahp.forecast.received import received_bytes
 from ahp.forecast.stage import StageCosts
-from ahp.forecast.stage_memory import stage_weights
+from ahp.forecast.stage_memory import received_bytes, stage_weights
 from ahp.forecast.states import UnitBytes, Weights
 from ahp.schedule.bounds import TimeColumns, in_flight, lower_bounds_s
 from ahp.schedule.descriptor import PipelineSchedule

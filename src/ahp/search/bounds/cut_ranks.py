@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from ahp.arrays import Floats, Ints
-from ahp.forecast.received import receives_from
+from ahp.forecast.stage_memory import receives_from
 from ahp.schedule.bounds import in_flight
 from ahp.schedule.registry import of_ranks
 from ahp.search.bounds.mixes import least_layers, own_stages

@@ -15,7 +15,7 @@ import numpy as np
 from ahp.arrays import Floats, Ints, Mask
 from ahp.forecast.beside_stages import gathers_ahead
 from ahp.forecast.overlap import CONTENTION
-from ahp.forecast.received import receives_from
+from ahp.forecast.stage_memory import receives_from
 from ahp.schedule.bounds import in_flight
 from ahp.schedule.descriptor import PipelineSchedule
 

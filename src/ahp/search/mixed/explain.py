@@ -7,8 +7,8 @@ from itertools import islice, pairwise
 
 from ahp.cluster.cells import link_between, place
 from ahp.cluster.model import Cluster
-from ahp.forecast.assembly import ranks_of_stages
 from ahp.plan import Forecast, Parallelism
+from ahp.schedule.orders import ranks_of_stages
 from ahp.schedule.stages import layers_of_stages
 from ahp.search import reasons
 from ahp.search.pairs import Pair
