@@ -18,6 +18,7 @@ from ahp.engines.registry import get
 from ahp.forecast.assembly import recompute_of
 from ahp.forecast.compute import Work
 from ahp.forecast.data_parallel import DataParallel
+from ahp.forecast.segment import SegmentFigures
 from ahp.forecast.sharing import SharedWeights, StageUnits, UnitTimes
 from ahp.forecast.stage import StageCosts, stage_costs
 from ahp.forecast.stage_table import StageTable
@@ -57,9 +58,8 @@ class Stages:
         self.bytes_per_s = pricer.unit_pricer.rates.bytes_per_s
 
     def costs(self, units: Units, shared: SharedWeights, bytes_per_s: float) -> StageCosts:
-        return stage_costs(
-            units, self.table, [self.recompute], self.data, shared, bytes_per_s, np.array([0, 1, 1, 1, 0])
-        )
+        figures = SegmentFigures(units, [self.recompute], self.data)
+        return stage_costs(figures, shared, self.data, bytes_per_s, np.array([0, 1, 1, 1, 0]))
 
     def grown(self, factor: float, more: float) -> Iterator[tuple[str, StageCosts]]:
         """With each input ``factor`` times as large and ``more`` beyond that, one after another."""

@@ -58,7 +58,7 @@ def sharing(before=0, after=0, *, block=BLOCK, first=True, windows=(100.0, 100.0
     table = StageTable.of([0, 0, 0], 1, [(0, 3, first, True)])
     units = StageUnits(table, (block,), np.array([before]), np.array([after]))
     shared = SharedWeights.of(units, data, OneByteASecond())
-    return WeightCommunication(units, shared, np.array([windows]), np.array([[windows]]), data)
+    return WeightCommunication(shared, np.array([windows]), np.array([[windows]]), data)
 
 
 def gathered(stage):

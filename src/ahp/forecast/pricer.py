@@ -40,7 +40,7 @@ from ahp.forecast.groups import data_groups, expert_groups
 from ahp.forecast.mesh import PipelineAxis, pipeline_axis
 from ahp.forecast.muon import Between, Muon, places_of
 from ahp.forecast.priced import Begun, LayoutPricer, Priced, fastest_of
-from ahp.forecast.segment import Recompute
+from ahp.forecast.segment import Recompute, SegmentFigures
 from ahp.forecast.sharing import SharedWeights, StageUnits
 from ahp.forecast.stage import StageCost, StageCosts, stage_costs
 from ahp.forecast.stage_memory import StageMemory, received_bytes
@@ -234,7 +234,8 @@ class Pricer(LayoutPricer):
     ) -> StageCosts:
         """Price the stages of one layout on these nodes. ``network`` prices their collectives; None = these nodes' own network."""
         shared = SharedWeights.of(StageUnits.of(units, data.traits, table), data, network or self.network)
-        return stage_costs(units, table, [recompute], data, shared, self.unit_pricer.rates.bytes_per_s, passes_behind)
+        figures = SegmentFigures(units, [recompute], data)
+        return stage_costs(figures, shared, data, self.unit_pricer.rates.bytes_per_s, passes_behind)
 
     def table(
         self, stages: Sequence[tuple[int, int, bool, bool]], recomputed: Sequence[int] | None = None

@@ -124,8 +124,9 @@ class UnitTimes:
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Seconds to gather weights, to reduce gradients and to sum them over replicas, and the bytes that copies move."""
+    """The units of stages: seconds to gather weights, to reduce gradients and to sum them over replicas, and the bytes that copies move."""
 
+    units: StageUnits
     gathers: UnitTimes
     reduces: UnitTimes
     replicas: UnitTimes
@@ -139,6 +140,7 @@ class SharedWeights:
         """The times of one layout."""
         traits, shards = data.traits, data.shard.size
         return cls(
+            units,
             UnitTimes.of(units, lambda unit, stage: data.gather_s(unit, network, stage)),
             UnitTimes.of(units, lambda unit, stage: data.reduce_s(unit, network, stage)),
             UnitTimes.of(units, lambda unit, _: data.replicas_s(unit, network)),
@@ -151,7 +153,6 @@ class SharedWeights:
 class WeightCommunication:
     """The units of some stages, and the computation that their collectives hide behind."""
 
-    units: StageUnits
     shared: SharedWeights
     windows_forward_s: Floats
     """[S, L] Seconds that collectives of weights can hide behind."""
@@ -159,6 +160,10 @@ class WeightCommunication:
     """[R, S, L] The same in the backward pass, in its order."""
     data: DataParallel
     """Of any of the ways to shard states."""
+
+    @property
+    def units(self) -> StageUnits:
+        return self.shared.units
 
     def add_gathers(self, forward: Parts, backward: Parts, first_forward: Parts, bytes_per_s: float) -> None:
         """Weights that are gathered and cast for the passes of a micro-batch, or once per step."""

@@ -7,7 +7,7 @@ together with.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -15,10 +15,9 @@ import numpy as np
 
 from ahp.arrays import Floats, Ints, added
 from ahp.forecast.data_parallel import DataParallel
-from ahp.forecast.segment import BACKWARD, FORWARD, Recompute, SegmentFigures
-from ahp.forecast.sharing import Parts, SharedWeights, StageUnits, WeightCommunication
+from ahp.forecast.segment import BACKWARD, FORWARD, SegmentFigures
+from ahp.forecast.sharing import Parts, SharedWeights, WeightCommunication
 from ahp.forecast.stage_table import StageTable
-from ahp.forecast.units import Units
 
 
 @dataclass(frozen=True)
@@ -89,26 +88,23 @@ class StageCosts:
 
 
 def stage_costs(
-    units: Units,
-    table: StageTable,
-    recompute: Sequence[Recompute],
-    data: DataParallel,
+    figures: SegmentFigures,
     shared: SharedWeights,
+    data: DataParallel,
     bytes_per_s: float,
     passes_behind: Ints | int = 0,
 ) -> StageCosts:
-    """Price stages. ``data``: of any way to shard states; ``shared`` holds the times of these ways, or lower bounds.
+    """Price the stages of ``shared``, which holds the times of some ways to shard states, or lower bounds. ``data``: of any of these ways.
 
     ``passes_behind`` [S]: backward passes of other stages that the rank computes after this stage's last one, behind which
     gradients can still travel.
     """
-    traits, layers = data.traits, _Layers(table, SegmentFigures(units, recompute, data))
+    traits, table = data.traits, shared.units.table
+    layers = _Layers(table, figures)
     forward, backward = layers.forward(), layers.backward()
     first_forward: Parts = {}
     last_backward: Parts = {}
-    sharing = WeightCommunication(
-        StageUnits.of(units, traits, table), shared, layers.windows_forward_s(), layers.windows_backward_s(), data
-    )
+    sharing = WeightCommunication(shared, layers.windows_forward_s(), layers.windows_backward_s(), data)
     sharing.add_gathers(forward, backward, first_forward, bytes_per_s)
     if traits.gather.at_start:  # the other stages' gathers are done while the pipeline fills
         first_forward["weight_gather"] = first_forward["weight_gather"] * table.first

@@ -212,7 +212,7 @@ class LayerColumns(SegmentFigures):
         """
         data = shardings.data(which[0], m)
         shared = shardings.shared(StageUnits.of(self.units, data.traits, stages), which, m)
-        costs = stage_costs(self.units, stages, self.recompute, data, shared, bytes_per_s, passes_behind)
+        costs = stage_costs(self, shared, data, bytes_per_s, passes_behind)
         waited = costs.first_forward.get("weight_gather", np.zeros((1, 1, 1)))
         beside = waited, shared.gathers.of_stages(stages)[:, None], costs.forward["host"]
         return costs.seconds() | dict(zip(BESIDE, beside, strict=True))

@@ -110,7 +110,7 @@ class Shardings:
             for part, of_kinds in enumerate(self.collectives_of_kinds(units.kinds))
         )
         cast, copied = (part[which, 0] for part in self.columns.moved_bytes(micro_batches))
-        return SharedWeights(gathers, reduces, replicas, cast, copied)
+        return SharedWeights(units, gathers, reduces, replicas, cast, copied)
 
     @cached_property
     def columns(self) -> ShardingColumns:
