@@ -112,6 +112,7 @@ BACKWARD = {
     "context_parallel": "context_backward",
     "expert_parallel": "expert",
 }
+"""The figure that each part of a backward pass is."""
 
 AGAIN: dict[str, Callable[[Unit, Recompute, DataParallel], float]] = {
     "recompute": lambda u, kind, _: recomputed(u, kind).device_s,
