@@ -9,7 +9,8 @@ gpu                    a device of the catalogue (or words that hold its name, o
 gpus, gpus_per_node    how many
 interconnect           words; "8x200Gb/s", "1600 Gb/s" or "400 Gb/s per GPU" in them is the network of a node
 model                  layers, hidden, heads, vocab, seq; optional kv_heads, ffn, gated_mlp, tied_embeddings, and for
-                       mixtures experts, topk, moe_ffn, shared_experts or shared_ffn, dense_layers, head_dim, attention ("MLA q_lora=1536 kv_lora=512")
+                       mixtures experts, topk, moe_ffn, shared_experts or shared_ffn, dense_layers, head_dim, attention ("MLA q_lora=1536 kv_lora=512");
+                       hf: keys of the Hugging Face configuration that the others do not say, such as {model_type: olmo2}
 precision              fp32, bf16, fp16 or fp8, with whatever words
 framework              words; absent = Megatron-LM
 release                which release of the framework ran, a name or a day (docs/change/engines.md, engine.version); absent = the newest
@@ -18,6 +19,9 @@ vpp                    virtual stages of a pipeline rank, or "max" (one layer ea
 schedule               1f1b, gpipe or zb-1p; absent = by vpp
 zero_stage, zero_group, sequence_parallel, micro_batch (sequences), global_batch (sequences)
 recompute              none, selective or full; absent = the lightest that fits
+lora                   adapters that are trained instead of the weights, by the keys of ``job.lora``; priced as the engine ahp, which alone has them
+loss_chunk_tokens      tokens whose logits and loss are computed at once (``engine.loss_chunk_tokens``)
+document_mask          true: tokens attend only within their document (``job.document_mask``)
 flash_attention, torch_compile, async_tp    whether they were used; async_tp absent = as the engine does by itself
 measured               step_time_s, or tokens_per_s_per_gpu (``derived`` may hold a step time reckoned from FLOP/s);
                        memory_gib (allocated, 2**30), memory_reserved_gib, memory_gb_reported (10**9 bytes, what the
@@ -41,11 +45,12 @@ GIB_BYTES, GB_BYTES = 2**30, 10**9
 
 ENGINES = (
     ("megatron", "megatron"), ("torchtitan", "torchtitan"), ("kempner", "torchtitan"), ("nanotron", "torchtitan"),
-    ("composer", "accelerate"), ("pytorch fsdp", "accelerate"), ("accelerate", "accelerate"),
+    ("olmo-core", "torchtitan"), ("automodel", "torchtitan"), ("torchtune", "ahp"), ("composer", "accelerate"), ("pytorch fsdp", "accelerate"), ("accelerate", "accelerate"),
     ("internevo", "deepspeed"), ("deepspeed", "deepspeed"),
 )  # fmt: skip
 """Engine by a word of a row's framework, first match. An engine that AHP does not know is forecast as the nearest one that it knows:
-nanotron as torchtitan, Composer (FSDP1) as accelerate, InternEvo (ZeRO) as DeepSpeed."""
+nanotron, OLMo-core and NeMo AutoModel as torchtitan, torchtune as AHP (blocks compiled one by one), Composer (FSDP1) as accelerate, InternEvo
+(ZeRO) as DeepSpeed."""
 
 NETWORKS = (
     ("infiniband", "infiniband"), ("ndr", "infiniband"), ("efa", "efa"), ("slingshot", "slingshot"),
@@ -158,6 +163,7 @@ def arguments(row: Mapping[str, Any]) -> dict[str, Any]:
     gpus, per_node = row["gpus"], row["gpus_per_node"]
     flash, compiled = bool(row.get("flash_attention")), bool(row.get("torch_compile"))
     release = {"version": row["release"]} if row.get("release") else {}
+    chunks = {"loss_chunk_tokens": row["loss_chunk_tokens"]} if row.get("loss_chunk_tokens") else {}
     pieces = {"enable_async_tensor_parallel": row["async_tp"]} if "async_tp" in row else {}
     return {
         "model": model_config(row["model"]),
@@ -173,10 +179,13 @@ def arguments(row: Mapping[str, Any]) -> dict[str, Any]:
             "global_batch_size": row["global_batch"],
             "precision": _precision(row),
             "optimizer": "adamw",
+            "document_mask": bool(row.get("document_mask")),
+            "lora": row.get("lora"),
         },
         "parallelism": _parallelism(row),
         "engine": {"name": _engine(row), "attention": "flash" if flash else "math", "compile": compiled}
         | pieces
+        | chunks
         | release,
     }
 
@@ -209,6 +218,10 @@ def _parallelism(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def model_config(model: Mapping[str, Any]) -> dict[str, Any]:
     """A Hugging Face configuration of the family that the sizes belong to."""
+    return _of_family(model) | (model.get("hf") or {})
+
+
+def _of_family(model: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = model["hidden"], model["heads"]
     ffn, key_heads = model.get("ffn") or 4 * hidden, model.get("kv_heads") or heads
     shared = {"vocab_size": model["vocab"], "tie_word_embeddings": bool(model.get("tied_embeddings"))}
@@ -289,6 +302,8 @@ def _network(row: Mapping[str, Any]) -> str | None:
 
 
 def _engine(row: Mapping[str, Any]) -> str:
+    if row.get("lora"):
+        return "ahp"
     words = _words(row, "framework") or _words(row, "source")
     return next((engine for word, engine in ENGINES if word in words), "megatron")
 
