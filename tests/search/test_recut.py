@@ -15,7 +15,7 @@ from ahp.plan import Parallelism
 from ahp.search.pairs import Improved, by_time
 from ahp.search.problem import Problem, problem
 from ahp.search.ranking import search
-from ahp.search.recut import LayoutCosts, Recut, recut
+from ahp.search.recut import LayoutCosts, cut_words, recut
 from ahp.search.stages import _by_moves, best_cut, cuts
 from ahp.search.uneven import with_uneven_rows
 
@@ -84,22 +84,21 @@ def test_a_cut_is_tried_under_every_schedule_of_its_stages() -> None:
     was made for these stages, which was no faster than the pattern."""
     layout = Parallelism(pipeline_parallel_degree=4, micro_batch_size=16)
     before = asked("ahp").price(layout)
-    ranked = dict(recut(asked("ahp"), [(layout, before)]).ranked)
+    ranked = dict(recut(asked("ahp"), Improved([(layout, before)])).ranked)
     names = {one.pipeline_parallel_schedule: one for one in ranked}
     assert {"1F1B", "InterleavedZeroBubble"} <= set(names)
     split, plain = names["InterleavedZeroBubble"], names["1F1B"]
     assert split.layers_per_stage == plain.layers_per_stage
     assert ranked[split].step_time_s < ranked[plain].step_time_s
     fixed = problem(graph(), CLUSTER, JOB, {"pipeline_parallel_schedule": "1F1B"}, {"name": "ahp"})
-    assert {one.pipeline_parallel_schedule for one, _ in recut(fixed, [(layout, before)]).ranked} == {"1F1B"}
+    assert {one.pipeline_parallel_schedule for one, _ in recut(fixed, Improved([(layout, before)])).ranked} == {"1F1B"}
 
 
 def test_a_cut_without_which_nothing_fits_says_so() -> None:
-    layout = Parallelism(pipeline_parallel_degree=4, layers_per_stage=(2, 2, 2, 1))
     words = {None: "evenly cut stages do not fit", 0.05: "5.0 % faster than evenly cut stages"}
     for gain, says in words.items():
-        assert Recut([], 0, {layout: gain}).words(layout) == f"stages of 2, 2, 2, 1 layers: {says}"
-    assert Recut([], 0, {layout: 0.0001}).words(layout) is None
+        assert cut_words((2, 2, 2, 1), gain) == f"stages of 2, 2, 2, 1 layers: {says}"
+    assert cut_words((2, 2, 2, 1), 0.0001) is None
 
 
 def test_layouts_with_one_pipeline_leave_room_for_others() -> None:

@@ -53,15 +53,17 @@ def recut(asked: Problem, rows: Improved) -> Improved:
 
 def _words(asked: Problem, ranked: list[Pair]) -> dict[Parallelism, str]:
     """A sentence on what the cut of each layout gains, where it gains enough."""
-    found = {}
-    for layout, forecast in ranked:
-        if (cut := layout.layers_per_stage) is not None:
-            stages, gain = f"stages of {', '.join(map(str, cut))} layers", _gain(asked, layout, forecast)
-            if gain is None:
-                found[layout] = f"{stages}: evenly cut stages do not fit"
-            elif gain >= WORTH_TELLING:
-                found[layout] = f"{stages}: {percent(gain)} faster than evenly cut stages"
-    return found
+    cuts = ((pair, pair[0].layers_per_stage) for pair in ranked)
+    found = ((pair[0], cut_words(cut, _gain(asked, *pair))) for pair, cut in cuts if cut is not None)
+    return {layout: sentence for layout, sentence in found if sentence is not None}
+
+
+def cut_words(layers: Sequence[int], gain: float | None) -> str | None:
+    """A sentence on a cut that is faster than even stages by this share, None = these do not fit; None where the gain is too small to tell."""
+    stages = f"stages of {', '.join(map(str, layers))} layers"
+    if gain is None:
+        return f"{stages}: evenly cut stages do not fit"
+    return f"{stages}: {percent(gain)} faster than evenly cut stages" if gain >= WORTH_TELLING else None
 
 
 def _under_other_schedules(
