@@ -132,7 +132,7 @@ def test_the_clusters_rules(hand_graph):
     )
     text = reason(hand_graph, {}, cluster=mixed.model_copy(update={"groups": (only_fp32,)}))
     assert text is not None
-    assert text.startswith("precision = 'bf16'")
+    assert text.startswith("job.precision = 'bf16'")
     assert "valid: fp32" in text
 
 

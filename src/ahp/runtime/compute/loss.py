@@ -103,7 +103,9 @@ class PendingCount:
         return self._summed()[0]
 
     def are_shares_alike(self) -> bool:
-        """The same answer on every rank. The host waits for the sum."""
+        """The same answer on every rank. The host waits for the sum, unless the rank is alone."""
+        if self._ranks == 1:
+            return True
         _, total, squares = self._summed().tolist()
         return bool(self._ranks * squares == total**2)
 
