@@ -40,6 +40,20 @@ def test_more_devices_go_into_a_node_that_has_room() -> None:
     assert not list(misfit.more_devices(asked("tiny", Cluster.parse("2x1xH100-SXM-80GB"))))
 
 
+def test_settings_of_the_engine_that_take_less_memory_are_tried() -> None:
+    """Before more devices, which an engineer would ask for last."""
+    job, model, both = JOB.model_copy(update={"sequence_length": 4096}), "llama2-7b", Cluster.parse("4xRTX-4090")
+    found = dict(misfit.lighter(asked(model, both, job)))
+    chunks, moments = "engine.loss_chunk_tokens 2048", "engine.offload_optimizer true"
+    assert list(found) == [chunks, moments, f"{chunks} and {moments}"]
+    assert [misfit._fits(changed) is not None for changed in found.values()] == [False, True, True]
+    assert found[moments].engine.offload_optimizer
+    assert found[chunks].engine.loss_chunk_tokens == misfit.CHUNK_TOKENS
+    assert list(dict(misfit.lighter(asked(model, both)))) == [moments]  # of 1,024 tokens a chunk is all
+    assert not list(misfit.lighter(problem(analyze(model, job), both, job, None, "torchtitan")))
+    assert not list(misfit.lighter(asked("tiny", cpu_workers(1, 1))))
+
+
 def test_workers_on_a_processor_are_given_no_company() -> None:
     assert not list(misfit.more_devices(asked("tiny", cpu_workers(1, 1))))
 

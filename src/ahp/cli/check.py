@@ -80,7 +80,7 @@ class Checked:
     current: Current | None
     best: Plan
     changes: tuple[Change, ...]
-    """None if the file's layout is best (``is_best``), or the file cannot express the best one."""
+    """Empty if the file's layout is best (``is_best``), or the file cannot express the best one."""
     given: tuple[str, ...]
     """Keys that the user gave besides the file."""
     can_be_said: bool

@@ -15,7 +15,7 @@ from ahp.cluster.parse import WIDEST_PLAIN
 from ahp.config import Constraints
 from ahp.errors import BadInput, NothingFits
 from ahp.forecast.efficiency import is_cpu
-from ahp.plan import Forecast
+from ahp.plan import Forecast, Parallelism
 from ahp.search.bounds.level import TOGETHER
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.exact import Place
@@ -31,6 +31,9 @@ NEAREST = 40
 
 MAY_FIT = 80
 """Most layouts priced to find one that fits."""
+
+CHUNK_TOKENS = 2048
+"""Tokens of a chunk of the loss that is tried (docs/runtime/compute.md)."""
 
 MOST_TIMES_MORE_NODES = 64
 SHORTEST_SEQUENCE = 128
@@ -52,7 +55,9 @@ def nothing_fits(used: Problem, *, remedies: bool = True) -> NothingFits:
         return NothingFits(lines[0])
     each = ([one] for one in freed(used))
     found = what_helps(
-        [*each, more_devices(used), more_nodes(used), shorter(used, _fits)], _fits, _larger_and_shorter(used)
+        [*each, lighter(used), more_devices(used), more_nodes(used), shorter(used, _fits)],
+        _fits,
+        _larger_and_shorter(used),
     )
     return NothingFits("\n  ".join([*lines, *found]))
 
@@ -147,6 +152,20 @@ def freed(used: Problem) -> Changes:
         yield f"parallelism.{key} free instead of {in_words(value)}", replace(used, constraints=freed)
     if len(given) > 1:
         yield "parallelism: auto", replace(used, constraints=Constraints())
+
+
+def lighter(used: Problem) -> Changes:
+    """Settings of the engine with which the same job needs less memory: the loss in chunks, AdamW's moments in host memory, and both."""
+    found: dict[str, int | bool] = {}
+    if used.engine.loss_chunk_tokens is None and used.job.sequence_length > CHUNK_TOKENS:
+        found["loss_chunk_tokens"] = CHUNK_TOKENS
+    if not used.engine.offload_optimizer and not any(is_cpu(group.device) for group in used.cluster.groups):
+        found["offload_optimizer"] = True
+    both = [found] if len(found) > 1 else []
+    for settings in [*({key: value} for key, value in found.items()), *both]:
+        changed = replace(used, engine=used.engine.model_copy(update=settings))
+        if changed.refused(Parallelism()) is None:
+            yield " and ".join(f"engine.{key} {str(value).lower()}" for key, value in settings.items()), changed
 
 
 def more_devices(used: Problem) -> Changes:

@@ -30,4 +30,4 @@ class Improved:
     lightened: int = 0
     """Forecasts made to recompute fewer layers."""
     words: dict[Parallelism, str] = field(default_factory=dict)
-    """What a layout gains over the row that it was made from, where that is worth telling."""
+    """What a layout gains over the row that it was made from, where it gains enough to say."""

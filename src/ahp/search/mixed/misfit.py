@@ -8,7 +8,7 @@ from dataclasses import replace
 from ahp.cluster.cells import place
 from ahp.cluster.model import Cluster, NodeGroup
 from ahp.errors import AhpError, NothingFits
-from ahp.search.misfit import Changes, Fits, by_how_much, freed, nearest, shorter, what_helps
+from ahp.search.misfit import Changes, Fits, by_how_much, freed, lighter, nearest, shorter, what_helps
 from ahp.search.mixed.find import Budget, MixedOutcome, find_over
 from ahp.search.mixed.space import spaces_of
 from ahp.search.mixed.widths import given_widths
@@ -42,7 +42,7 @@ def nothing_fits_anywhere(
             known[id(changed)] = changed, that_fits(changed, asked)
         return known[id(changed)][1]
 
-    found = what_helps((freed(asked), _more_nodes(asked, fits), shorter(asked, fits)), fits)
+    found = what_helps((freed(asked), lighter(asked), _more_nodes(asked, fits), shorter(asked, fits)), fits)
     return NothingFits("\n  ".join([*lines, *found]))
 
 
@@ -59,7 +59,8 @@ def _nearest_miss(asked: Problem, over: MixedOutcome) -> str:
 def that_fits(changed: Problem, asked: Problem | None = None) -> str | None:
     """A layout that fits, in words; None where a brief search finds none. ``asked``: the problem before the change, in which nothing fits."""
     known: tuple[NodeGroup, ...] = ()
-    if asked is not None and (changed.job, changed.constraints) == (asked.job, asked.constraints):
+    kept = "job", "constraints", "engine"
+    if asked is not None and all(getattr(changed, key) == getattr(asked, key) for key in kept):
         known = asked.cluster.groups
     placed = changed.constraints.stages is not None or changed.constraints.micro_batches_per_replica is not None
     try:
