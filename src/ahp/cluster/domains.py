@@ -14,8 +14,11 @@ from ahp.errors import bad_input
 
 
 def joined(group: NodeGroup) -> NodeGroup:
-    """The group with each NVLink domain as one node. The node has the network cards of all hosts in the domain. The last domain counts as full even if hosts
-    do not fill it: the real number of devices is that of ``group``."""
+    """The group with each NVLink domain treated as a single node.
+
+    Its inter-node bandwidth is the sum over the domain's hosts. The last domain is treated as full even if hosts do not fill it; use ``group``
+    for the real number of devices.
+    """
     hosts = min(group.nodes_per_domain, group.nodes)
     if hosts == 1:
         return group
