@@ -247,7 +247,11 @@ def test_a_conversation_without_messages_is_no_document(folder: Path, tmp_path: 
             [{"role": "user", "content": 3}],
             r"refuses a conversation of \['user'\]: TypeError: can only concatenate str",
         ),
-        ([{"role": "user"}], r"refuses a conversation of \['user'\]: UndefinedError"),
+        ([{"role": "user", "tool_calls": []}], r"refuses a conversation of \['user'\]: UndefinedError"),
+        (
+            [{"role": "user", "contents": "a"}],
+            r"every message needs a role, and a content or tool_calls; this one is \{'role",
+        ),
     ],
 )
 def test_a_conversation_that_the_template_does_not_write_is_refused_with_its_place(

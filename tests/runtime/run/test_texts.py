@@ -20,6 +20,7 @@ from tests.runtime.run.test_trainer import MODEL
         ("a.pdf", "", " = .*files .pdf are not read"),
         ("a.txt", " ", " = .*it holds no text"),
         ("a.jsonl", "[1]", ": .*line 1: an object with "),
+        ("a.jsonl", '{"text": 5, "x": null}', r": .*line 1: a key text, .*was expected \(its keys: text \(a number\), x \(null\)\)"),
         ("a.jsonl", '{"messages": [3]}', ": .*line 1: every message needs a role"),
         ("a.jsonl", json.dumps({"messages": [{"role": "user", "content": "x"}]}), ": it holds conversations"),
         ("a.parquet", "text", ": .*not a parquet file"),

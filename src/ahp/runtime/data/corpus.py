@@ -23,6 +23,7 @@ from ahp.runtime.data.chat import fingerprint_beside, template_beside
 from ahp.runtime.data.documents import Document, Template
 from ahp.runtime.data.text import TextSource, find
 from ahp.runtime.files import crc32
+from ahp.words import number_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -148,7 +149,7 @@ class _Maker:
 
     @property
     def size(self) -> str:
-        return f"{self.source.num_bytes / 1e6:.1f} MB of text ({len(self.source.files)} files)"
+        return f"{self.source.num_bytes / 1e6:.1f} MB of text ({number_of(len(self.source.files), 'file')})"
 
     def tokenizer(self, vocab_size: int, masked: bool, file: Path | None) -> Tokenizer:
         if file is not None:

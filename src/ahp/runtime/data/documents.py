@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ahp.errors import BadInput
+from ahp.violations import shortened
 
 
 class Piece(NamedTuple):
@@ -80,13 +81,33 @@ def _shaped(
     if isinstance(value, str):
         return [([Piece(value, True)], False)]
     expected = SHAPES if field is None else f"a text or a list of messages in {field}"
-    raise BadInput(f"{key}: {where}: {expected} was expected (its keys: {', '.join(map(str, row)) or 'none'})")
+    keys = ", ".join(f"{name} ({_kind(value)})" for name, value in row.items()) or "none"
+    raise BadInput(f"{key}: {where}: {expected} was expected (its keys: {keys})")
+
+
+def _kind(value: Any) -> str:
+    """What a value is, in JSON's words."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case str():
+            return "text"
+        case _:
+            return "a list" if isinstance(value, list) else "an object"
 
 
 def _messages(value: list[Any], where: str, key: str) -> list[dict[str, Any]]:
     for message in value:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise BadInput(f"{key}: {where}: every message needs a role and a content, this one is {message!r}")
+        whole = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if (
+            not whole or not {"content", "tool_calls"} & message.keys()
+        ):  # a template writes an absent content as nothing
+            rule = "every message needs a role, and a content or tool_calls"
+            raise BadInput(f"{key}: {where}: {rule}; this one is {shortened(message)}")
     return [dict(message) for message in value]
 
 
