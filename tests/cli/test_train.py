@@ -459,6 +459,7 @@ EARLY: dict[str, tuple[dict[str, str], int, str]] = {
         "parallelism: its degrees make 9999 workers: this machine carries at most",
     ),
     "precision": ({"--job.precision": "fp16"}, 2, "job.precision = 'fp16': cpu has no units for it (valid: bf16, fp32)"),
+    "evaluation": ({"--run.evaluation": "nowhere:score"}, 2, "run.evaluation = 'nowhere:score': No module named"),
     "few-workers": (
         {"--run.elastic.min-workers": "9999"}, 2, "run.elastic.min_workers = 9999: this machine's devices make"
     ),

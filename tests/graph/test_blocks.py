@@ -57,6 +57,14 @@ def test_no_list_is_an_input_error() -> None:
     assert isinstance(caught.value, BadInput)
 
 
+def test_blocks_in_a_dict_are_named_with_what_to_change() -> None:
+    blocks = nn.ModuleDict({str(i): Block(i) for i in range(2)})
+    with pytest.raises(
+        NoBlocks, match=r"\(layers is an nn\.ModuleDict: make it nn\.ModuleList\(layers\.values\(\)\)\)$"
+    ):
+        find_blocks(nn.ModuleDict({"layers": blocks, "head": nn.Linear(4, 4)}))
+
+
 def test_a_counter_does_not_make_a_kind() -> None:
     assert block_kinds(nn.ModuleList([Block(i) for i in range(4)])) == (0, 0, 0, 0)
 

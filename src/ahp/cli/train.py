@@ -121,12 +121,15 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
     from ahp.cli import train_plan
     from ahp.runtime.ranks.preparation import Preparation
     from ahp.runtime.ranks.ranks import is_joined
+    from ahp.runtime.run import evaluation
     from ahp.runtime.run import trackers as track
     from ahp.runtime.run.folder import RunFolder
     from ahp.runtime.run.texts import Texts
     from ahp.runtime.run.trainer import Trainer
 
     track.check(request.run.track)
+    if request.run.evaluation is not None:
+        evaluation.find(request.run.evaluation)
     folder = RunFolder(request.run.folder)
 
     def start(prepared: Prepared) -> Outcome:

@@ -53,9 +53,17 @@ def find_blocks(module: nn.Module) -> BlockList:
     if best is None:
         raise NoBlocks(
             f"model = {type(module).__name__}: no list of repeated blocks with parameters was found; "
-            "keep the blocks in one nn.ModuleList or nn.Sequential"
+            f"keep the blocks in one nn.ModuleList or nn.Sequential{_in_a_dict(module)}"
         )
     return BlockList(best[1], best[2])
+
+
+def _in_a_dict(module: nn.Module) -> str:
+    """What to change if the blocks are in an ``nn.ModuleDict``; the names of the parameters stay if its keys are "0", "1" and so on."""
+    for path, one in module.named_modules():
+        if isinstance(one, nn.ModuleDict) and len({type(child) for child in one.values()}) == 1 < len(one):
+            return f" ({path} is an nn.ModuleDict: make it nn.ModuleList({path}.values()))"
+    return ""
 
 
 def _is_stack(candidate: Stack) -> bool:
