@@ -10,6 +10,9 @@ import torch
 
 from ahp.errors import BadInput
 
+UNALIGNED = "multiple of 16 bytes"
+"""Part of the error that torch's grouped product raises for matrices with other row sizes."""
+
 DEPENDS_ON_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException")
 """Names of errors, which torch does not export, for code that depends on data: a tensor in an ``if``, as many rows as a mask has ones."""
 
@@ -22,6 +25,10 @@ class NeedsValues(BadInput):
         super().__init__(f"model = {model}: {self.rule}")
 
 
+def _has_whole_rows(matrices: torch.Tensor) -> bool:
+    return max(matrices.stride()[-2:]) * matrices.itemsize % 16 == 0
+
+
 @contextmanager
 def as_on_data(*, document_mask: bool = False) -> Iterator[None]:
     """Makes two decisions of transformers, which depend on data or on kernels, come out as in real training; and turns off
@@ -30,7 +37,7 @@ def as_on_data(*, document_mask: bool = False) -> Iterator[None]:
     transformers finds out from the positions whether a row packs several documents; without data it cannot, and builds a
     mask: right for a job with a ``document_mask``, but training on plain batches has none. And the shape rule of torch's
     grouped product takes only bf16, though the kernel takes fp32; transformers' own operator replaces it (it saves the
-    same tensors, except for the offsets of the groups, 4 bytes per expert).
+    same tensors, except for the offsets of the groups, 4 bytes per expert), and the kernel's own rule is checked here.
     """
     from transformers import masking_utils
     from transformers.integrations import moe
@@ -38,7 +45,11 @@ def as_on_data(*, document_mask: bool = False) -> Iterator[None]:
     find_packed, can_use = masking_utils.find_packed_sequence_indices, moe._can_use_grouped_mm
 
     def can_use_grouped_mm(values: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
-        return weight.dtype == torch.bfloat16 and can_use(values, weight, offs)
+        if not can_use(values, weight, offs):
+            return False
+        if weight.dtype != torch.bfloat16 and not all(map(_has_whole_rows, (values, weight))):
+            raise RuntimeError(f"strides should be {UNALIGNED}")  # as the kernel will say
+        return weight.dtype == torch.bfloat16
 
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level

@@ -17,7 +17,7 @@ from torch import nn
 from ahp.errors import BadInput, bad_input
 from ahp.graph.blocks import NoBlocks, Stack, find_blocks
 from ahp.graph.document_mask import documents_apart
-from ahp.graph.fake_mode import DEPENDS_ON_VALUES
+from ahp.graph.fake_mode import DEPENDS_ON_VALUES, UNALIGNED
 from ahp.graph.fake_run import EMBEDDING, HEAD, FakeRun, Subject, fake_run
 from ahp.graph.growth import grows_alike
 from ahp.graph.lora import adapted_copy, with_adapters
@@ -28,9 +28,6 @@ from ahp.graph.positions import warn_of_longer
 from ahp.graph.record import Recorded
 from ahp.job import Job
 from ahp.plan import validated
-
-UNALIGNED = "multiple of 16 bytes"
-"""Part of the error that torch's grouped product raises for matrices with other row sizes."""
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """fp8 recipes keep activations in bf16 and cast the operands of matrix products inside the product."""
