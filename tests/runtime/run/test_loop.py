@@ -669,6 +669,20 @@ def test_full_disk_keeps_the_checkpoint_before(alone: Ranks, folder: RunFolder, 
     assert [record["step"] for record in folder.metrics()] == list(range(1, 11))
 
 
+def test_a_checkpoint_that_cannot_be_written_is_told_in_one_line(alone: Ranks, folder: RunFolder) -> None:
+    """It was the traces of all ranks, pages long, on stderr and in status.json."""
+    weight = Weight()
+
+    def fail(step: int) -> None:
+        raise CheckpointException("save", {0: (OSError(errno.EFBIG, "File too large"), StackSummary())})
+
+    weight.while_saving = fail
+    with pytest.raises(
+        CannotWrite, match=r"checkpoint of step 4 cannot be written, OSError: \[Errno \d+\] File too large$"
+    ):
+        loop(alone, folder, weight).run()
+
+
 def test_full_disk_behind_other_errors_is_seen() -> None:
     class FromAllRanks(Exception):
         failures = {1: (OSError(errno.ENOSPC, "no space"), "stack")}  # noqa: RUF012

@@ -141,9 +141,7 @@ class Checkpoints:
         return waited_s
 
     def cannot_write(self, what: str, error: BaseException, previous: int | None = None) -> str:
-        reason = f"{type(error).__name__}: {error}"
-        if has_no_space(error) or is_full(self.folder.path):
-            reason = "the disk is full"
+        reason = "the disk is full" if has_no_space(error) or is_full(self.folder.path) else _reason(error)
         kept = f"; the checkpoint of step {previous} is kept" if previous is not None else ""
         return f"run.folder = {str(self.folder.path)!r}: {what} cannot be written, {reason}{kept}"
 
