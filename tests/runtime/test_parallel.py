@@ -24,6 +24,16 @@ def refusal(rank: int, world: int, model: str, layout: dict[str, Any], job: dict
     return "", "", 0
 
 
+def test_a_path_is_no_plan_and_a_name_no_module() -> None:
+    from ahp.errors import BadInput
+    from ahp.runtime.parallel import parallelize
+
+    with pytest.raises(BadInput, match=r"plan = 'a\.yaml': must be a Plan .*\(valid: ahp\.Plan\.load\('a\.yaml'\)\)"):
+        parallelize(NoList(), "a.yaml")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=r"module = 'str': must be a torch\.nn\.Module"):
+        parallelize("gpt2", {})  # type: ignore[arg-type]
+
+
 IN_PARTS = {"tensor_parallel_degree": 2, "enable_sequence_parallel": True}
 
 
@@ -175,7 +185,8 @@ def bad_parts(rank: int, world: int) -> list[str]:
     parallel = parallelize(MODELS["llama"](), {"job": JOB, "parallelism": {"micro_batch_size": 2}})
     data = batch(0)
     messages = []
-    for part in ({"input_ids": data["input_ids"]}, {key: value[:3] for key, value in data.items()}):
+    parts: list[Any] = [{"input_ids": data["input_ids"]}, {k: value[:3] for k, value in data.items()}, data["labels"]]
+    for part in parts:
         try:
             parallel.step(part)
         except BadInput as error:
@@ -184,7 +195,8 @@ def bad_parts(rank: int, world: int) -> list[str]:
 
 
 def test_bad_parts_are_named(pool: Pool) -> None:
-    missing, uneven = pool.run(bad_parts, 1)[0]
+    missing, uneven, bare = pool.run(bad_parts, 1)[0]
+    assert "part = 'Tensor': must be a dict of input_ids and labels" in bare
     assert "labels is missing" in missing
     assert "multiple of micro_batch_size 2" in uneven
 

@@ -8,11 +8,18 @@ import shutil
 import zlib
 from pathlib import Path
 
+from ahp.errors import bad_input
 from ahp.whole_files import write_aside as write_aside
 
 FULL_DISK_BYTES = 1 << 20
 """[Empirical] If a write fails with less than this free, the disk is full, whatever the error says
 (torch's archive writer reports a full disk as RuntimeError)."""
+
+
+def refuse_file(folder: Path) -> None:
+    """Raises BadInput for the path of a file where a folder is to be written."""
+    if folder.exists() and not folder.is_dir():
+        raise bad_input("folder", str(folder), "is a file; give a folder")
 
 
 def is_full(folder: Path) -> bool:

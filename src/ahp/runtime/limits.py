@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Any
 
 import torch
@@ -28,6 +29,14 @@ from ahp.schedule.orders import splits_backward
 from ahp.schedule.registry import PLAIN
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.slicing.model import ModelSlicing
+
+
+def refuse_arguments(module: Any, plan: Any) -> None:
+    """Raises BadInput for arguments of ``parallelize`` of other types than it takes."""
+    if not isinstance(module, nn.Module):
+        raise bad_input("module", type(module).__name__, "must be a torch.nn.Module")
+    if isinstance(plan, (str, PathLike)):
+        raise bad_input("plan", str(plan), "must be a Plan or a dict, not a path", [f"ahp.Plan.load({str(plan)!r})"])
 
 
 def refuse_plan(plan: Plan, device: torch.device) -> None:

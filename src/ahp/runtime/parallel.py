@@ -28,7 +28,7 @@ from ahp.runtime.device_limits import refuse_default_device
 from ahp.runtime.experts.balance_loss import Balance, balance_of
 from ahp.runtime.host_copy import HostCopy
 from ahp.runtime.inside import blocks_of, needs_outline, outline_of, slicing_of
-from ahp.runtime.limits import refuse_length, refuse_model, refuse_plan, refuse_what_stays_outside
+from ahp.runtime.limits import refuse_arguments, refuse_length, refuse_model, refuse_plan, refuse_what_stays_outside
 from ahp.runtime.optimizer.adamw import ShardedOptimizer, matrices_of
 from ahp.runtime.optimizer.eight_bit import names_in_blocks
 from ahp.runtime.optimizer.learning_rate import learning_rate
@@ -99,6 +99,7 @@ def parallelize(
             print(step, result.loss, result.grad_norm)
         parallel.save("checkpoint")
     """
+    refuse_arguments(module, plan)
     checked: Plan = plan if isinstance(plan, Plan) else validated(Plan, plan, "plan")
     if checked.job.deterministic:
         set_environment()

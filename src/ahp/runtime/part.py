@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ def keys_of_part(job: Job) -> list[str]:
 def check_part(part: dict[str, Any], job: Job, micro_batch_size: int) -> None:
     """Raises BadInput if the keys, types or shapes are not those that a step takes."""
     wanted = keys_of_part(job)
+    if not isinstance(part, Mapping):
+        words = f"must be a dict of {' and '.join(wanted)}"
+        raise bad_input("part", type(part).__name__, words, ["parallel.shard(batch)"])
     missing, unused = sorted(set(wanted) - set(part)), sorted(set(part) - set(wanted))
     if missing or unused:
         rule = f"with job.document_mask {job.document_mask} its keys must be {', '.join(wanted[:-1])} and {wanted[-1]}"

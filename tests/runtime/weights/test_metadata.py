@@ -6,7 +6,7 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from ahp.runtime.weights.checkpoint import load
+from ahp.errors import BadInput
+from ahp.runtime.training_state import TrainingState
+from ahp.runtime.weights.checkpoint import load, save
 from ahp.runtime.weights.metadata import BadMetadata, as_data
 
 TENSORS = {
@@ -91,6 +93,20 @@ def test_what_is_no_list_of_tensors_is_refused(tmp_path: Path, text: bytes) -> N
     (tmp_path / ".metadata").write_bytes(text)
     with pytest.raises(BadMetadata, match=r"\.metadata"):
         as_data(tmp_path)
+
+
+def test_a_folder_without_a_checkpoint_is_told_as_one(tmp_path: Path) -> None:
+    with pytest.raises(
+        BadMetadata, match=r"^folder = '.*nowhere': no checkpoint, it has no file \.metadata; give a folder"
+    ):
+        as_data(tmp_path / "nowhere")
+
+
+def test_a_file_is_no_folder_to_save_into(tmp_path: Path) -> None:
+    """It raised torch's CheckpointException, which is no Exception, with the traces of all ranks."""
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match=r"folder = '.*file': is a file; give a folder"):
+        save(cast("TrainingState", None), tmp_path / "file")
 
 
 def test_cut_and_changed_files_are_refused_or_read_but_nothing_else_happens(written: bytes, tmp_path: Path) -> None:

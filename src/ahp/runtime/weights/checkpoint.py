@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from ahp.runtime.files import refuse_file
 from ahp.runtime.shard.parameter_layout import ParameterLayout
 from ahp.runtime.torch_compat import like_distributed, local_tensor
 from ahp.runtime.training_state import TrainingState
@@ -21,7 +22,9 @@ from ahp.runtime.weights.same_tensors import refuse_other_tensors
 
 
 def save(state: TrainingState, folder: Path) -> None:
-    """Write a checkpoint. Collective. The folder may exist; making it appear whole or not at all is up to the caller."""
+    """Write a checkpoint. Collective. The folder may exist; making it appear whole or not at all is up to the caller. Raises BadInput for
+    the path of a file."""
+    refuse_file(folder)
     dcp.save(tensors_to_write(state), checkpoint_id=str(folder))
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ahp.graph.lora import Adapted, adapted_weights, base_name, is_adapter
+from ahp.runtime.files import refuse_file
 from ahp.runtime.training_state import TrainingState
 from ahp.runtime.weights.hub_names import InFiles, Piece, kept_buffers, piece_of
 
@@ -65,6 +66,7 @@ def export_hf(
     mesh = state.layout.mesh
     adapted = {one.weight: one for stage in state.stages.values() for one in adapted_weights(stage.model)}
     pp, column = mesh.rank("pp"), mesh.places[mesh.rank("pp")].flatten().tolist()
+    refuse_file(folder)
     folder.mkdir(parents=True, exist_ok=True)
     buffers = {name: buffer for stage in state.stages.values() for name, buffer in kept_buffers(stage.model)}
     stored = {

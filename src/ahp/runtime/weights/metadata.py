@@ -45,6 +45,10 @@ class _Unpickler(pickle.Unpickler):
 def as_data(folder: Path) -> Metadata:
     """The metadata of a checkpoint. Raises BadMetadata with the file's name for anything that AHP does not write."""
     file, found = folder / METADATA, None
+    if not file.is_file():
+        raise BadMetadata(
+            f"folder = {str(folder)!r}: no checkpoint, it has no file {METADATA}; give a folder that was saved"
+        )
     try:
         with file.open("rb") as stream:
             found = _Unpickler(stream).load()
