@@ -175,7 +175,10 @@ def test_short_form_counts(nodes: int, devices: int, name: str) -> None:
             "gloo over TCP; leave it out",
         ),
         ({"groups": []}, "groups"),
-        ({**MIXED, "links": [{"between": ["new", "newer"], "gbps": 50}]}, "links.between = 'newer'.*valid: new, old"),
+        (
+            {**MIXED, "links": [{"between": ["new", "newer"], "gbps": 50}]},
+            "cluster: links.between = 'newer'.*valid: new, old",
+        ),
         ({**MIXED, "links": [{"between": ["new", "new"], "gbps": 50}]}, "two different groups"),
         ({**MIXED, "links": [{"between": ["new", "old"], "gbps": 0}]}, "gbps = 0"),
         ({"groups": [MIXED["groups"][0], MIXED["groups"][0]]}, "its own name"),

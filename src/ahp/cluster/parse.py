@@ -340,10 +340,12 @@ def _mixed(description: MixedDescription, where: str) -> Cluster:
     for link in description.links:
         for name in link.between:
             if name not in names:
-                raise bad_input("links.between", name, "no group has this name", names)
+                raise bad_input(f"{where}: links.between", name, "no group has this name", names)
         pair = frozenset(link.between)
         if len(pair) < 2 or pair in given:
-            raise bad_input("links.between", list(link.between), "must be two different groups, each pair once", names)
+            raise bad_input(
+                f"{where}: links.between", list(link.between), "must be two different groups, each pair once", names
+            )
         given[pair] = GroupLink(between=link.between, link=_given_link(link, description.groups[0]))
     pairs = combinations(zip(groups, description.groups, strict=True), 2)
     links = tuple(
