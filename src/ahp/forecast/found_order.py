@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 import numpy as np
 
@@ -135,33 +136,40 @@ class ToOrder:
             limits = {"kept_bytes": kept, "memory_bytes": rooms} if before.forecast.fits else {}
             ways = [Problem(*stages, split=split, **limits) for split in (True, False)]
             least_s = max(least_s, min(lower_bound(way).seconds for way in ways))
-        return before.forecast.step_time_s - max(0.0, before.span.makespan_s - least_s) * self.pricer.stretch
+        return min(before.forecast.step_time_s, self._step_s(least_s))
 
-    def found(self, *, effort: float = 1.0) -> FoundOrder | None:
-        """The best schedule found; None where no schedule is faster and fits."""
+    def _step_s(self, makespan_s: float) -> float:
+        """Seconds of a step whose pipeline takes ``makespan_s``."""
+        return self.before.forecast.step_time_s - (self.before.span.makespan_s - makespan_s) * self.pricer.stretch
+
+    def found(self, *, effort: float = 1.0, limit_s: float = inf) -> FoundOrder | None:
+        """The best schedule found; None where no schedule is faster and fits, or where the first one found for a kind of backward does not
+        bring a step below ``limit_s``: one that keeps less takes longer."""
         best: FoundOrder | None = None
         for split in self.ways:
             least_s = max(lower_bound(one).seconds for one in self._problems(split, limited=False))
-            if best is not None and least_s >= best.found.makespan_s:
+            if self._step_s(least_s) >= limit_s or (best is not None and least_s >= best.found.makespan_s):
                 continue
-            one = self._fitting(split, effort)
+            one = self._fitting(split, effort, limit_s)
             if one is not None and (best is None or one.gain > best.gain):
                 best = one
         return best if best is not None and best.gain > ROUNDING else None
 
-    def _fitting(self, split: bool, effort: float) -> FoundOrder | None:
+    def _fitting(self, split: bool, effort: float, limit_s: float) -> FoundOrder | None:
         for part in LESS_MEMORY:
             try:
                 problems = self._problems(split, part)
             except BadInput:  # not one micro-batch fits
                 return None
             orders = {one: synthesize(one, effort=effort) for one in dict.fromkeys(problems)}
+            slowest = max(orders.values(), key=lambda one: one.makespan_s)
+            if self._step_s(slowest.makespan_s) >= limit_s:
+                return None
             try:
                 priced = self.pricer.price(self._with_orders([orders[one].schedule for one in problems]))
             except BadInput:  # replicas would wait for each other
                 return None
             if priced.forecast.fits or not self.before.forecast.fits:
-                slowest = max(orders.values(), key=lambda one: one.makespan_s)
                 return FoundOrder(priced, self.before, slowest, self.bound)
         return None
 

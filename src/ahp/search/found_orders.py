@@ -6,6 +6,7 @@ The search compares layouts under the fixed patterns. Afterwards the layouts who
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from ahp.errors import BadInput
@@ -72,7 +73,8 @@ def _where_it_pays(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
     for plan, to_order in _promising(able, limit_s):
         best_s = min([limit_s, *(order.priced.forecast.step_time_s for _, order in found)])
         if to_order.floor_s < best_s and (left := left - _actions(plan)) >= 0:
-            order = to_order.found(effort=_effort(to_order))
+            # What the best plan's own order gains is reported even if that is little.
+            order = to_order.found(effort=_effort(to_order), limit_s=inf if _stages(plan) == _stages(best) else best_s)
             found += [] if order is None else [(plan, order)]
     if not found:
         return ranking.told(reasons[0], last=True) if reasons and best in waiting else ranking
@@ -122,16 +124,21 @@ def _able(asked: Problem, plans: list[Plan]) -> tuple[list[tuple[Plan, ToOrder]]
     found: dict[object, tuple[Plan, ToOrder]] = {}
     reasons = []
     for plan in plans:
-        layout = plan.parallelism
-        any_pattern = {"pipeline_parallel_schedule": PLAIN, "pipeline_parallel_order": None}
-        key = ranks_of_stages(layout), layout.model_copy(update=any_pattern)
+        key = _stages(plan)
         if key in found or not _has_pipeline(plan):
             continue
         if (actions := _actions(plan)) > MOST_ACTIONS:
             reasons.append(f"no schedule made for its stages: {actions:,} actions, more than {MOST_ACTIONS:,}")
-        elif (to_order := ToOrder.of(asked.of_plan(plan).any_pricer, layout)) is not None:
+        elif (to_order := ToOrder.of(asked.of_plan(plan).any_pricer, plan.parallelism)) is not None:
             found[key] = plan, to_order
     return list(found.values()), reasons
+
+
+def _stages(plan: Plan) -> tuple[tuple[int, ...], Parallelism]:
+    """The rank of each stage and the layout without its pattern: plans in which both are equal get the same order."""
+    layout = plan.parallelism
+    any_pattern = {"pipeline_parallel_schedule": PLAIN, "pipeline_parallel_order": None}
+    return ranks_of_stages(layout), layout.model_copy(update=any_pattern)
 
 
 def _effort(to_order: ToOrder) -> float:
