@@ -66,6 +66,42 @@ def test_the_first_decides_for_all_however_long_it_takes() -> None:
     assert together(work) == [["the first's", "0"]] * 3
 
 
+class StoreOfNobody(dist.HashStore):
+    """A store whose process goes while a worker works."""
+
+    gone = False
+
+    def add(self, key: str, value: int) -> int:
+        if self.gone:
+            raise RuntimeError("Connection was likely closed")
+        return super().add(key, value)
+
+    def set(self, key: str, value: str) -> None:
+        if self.gone:
+            raise RuntimeError("Connection was likely closed")
+        super().set(key, value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_is_stopped_as_the_store_goes_says_that_it_was_stopped(rank: int) -> None:
+    store = StoreOfNobody()
+    workers = Preparation((store, rank, 2))
+
+    def stopped() -> None:
+        store.gone = True
+        raise Stopped(15)
+
+    with pytest.raises(Stopped):
+        (workers.decided_by_first if workers.is_first else workers.done_by_all)(stopped)
+
+
+def test_a_decision_that_finds_the_store_gone_says_so() -> None:
+    store = StoreOfNobody()
+    workers = Preparation((store, 0, 2))
+    with pytest.raises(NoAnswer, match="the store that workers find each other by is gone"):
+        workers.decided_by_first(lambda: setattr(store, "gone", True))
+
+
 def test_what_the_first_decides_goes_through_the_store_as_data(tmp_path: Path) -> None:
     """Whoever reaches a store can write into it."""
     decided = (

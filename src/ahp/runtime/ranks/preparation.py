@@ -47,11 +47,13 @@ class Preparation:
         launcher. ``what``: what workers do in the meantime, in words."""
         if place is None and dist.is_initialized():
             place = default_store(), dist.get_rank(), dist.get_world_size()
-        self.store, self.rank, self.size = place or launchers_store()
+        with _answering():
+            self.store, self.rank, self.size = place or launchers_store()
+            # A process can prepare more than once, all workers equally often.
+            turn = self.store.add(f"ahp/preparation/{self.rank}", 1)
         self.heartbeat_s, self.silent_s = heartbeat_s, silent_s
         self.what = what
-        # A process can prepare more than once, all workers equally often.
-        self.name = f"ahp/preparation/{self.store.add(f'ahp/preparation/{self.rank}', 1)}"
+        self.name = f"ahp/preparation/{turn}"
         self.num_settled = 0
 
     @property
@@ -77,7 +79,8 @@ class Preparation:
             self._leave(key, TypeAdapter(kind).dump_json(result).decode())
             return result
         result, exit_code = self._left(0, key)
-        self.store.add(f"{key}/read", 1)
+        with _answering():
+            self.store.add(f"{key}/read", 1)
         if exit_code:
             raise SystemExit(exit_code)
         return TypeAdapter(kind).validate_json(result)
@@ -103,7 +106,8 @@ class Preparation:
         try:
             result = self._alive(f"{key}/{self.rank}", work)
         except BaseException:
-            self.store.add(f"{self._next()}/read", 1)  # this worker does not wait for the first one's decision
+            with suppress(RuntimeError):
+                self.store.add(f"{self._next()}/read", 1)  # this worker does not wait for the first one's decision
             raise
         self._leave(f"{key}/{self.rank}")
         self.decided_by_first(lambda: None)
@@ -114,7 +118,8 @@ class Preparation:
         return f"{self.name}/{self.num_settled}"
 
     def _leave(self, key: str, result: str = "", exit_code: int = 0) -> None:
-        self.store.set(key, json.dumps([result, exit_code]))
+        with _answering():
+            self.store.set(key, json.dumps([result, exit_code]))
 
     def _left(self, rank: int, key: str) -> tuple[str, int]:
         result, exit_code = json.loads(self._await(rank, key))
@@ -123,8 +128,9 @@ class Preparation:
     def _until_read(self, key: str) -> None:
         """Wait for the others to read the cause, before this worker ends, and with it the store if no launcher keeps one."""
         began_s = time.monotonic()
-        while self.store.add(f"{key}/read", 0) < self.size - 1 and time.monotonic() - began_s < READ_S:
-            time.sleep(0.05)
+        with suppress(RuntimeError):  # the store is gone: nobody reads
+            while self.store.add(f"{key}/read", 0) < self.size - 1 and time.monotonic() - began_s < READ_S:
+                time.sleep(0.05)
 
     def _alive(self, key: str, work: Callable[[], Result]) -> Result:
         """Work while a thread shows that this worker lives. The exit code of an error is stored under the key."""
@@ -133,14 +139,16 @@ class Preparation:
                 return work()
             except BaseException as error:
                 code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
-                self._leave(key, exit_code=code if isinstance(code, int) and code else 1)
+                with suppress(NoAnswer):  # its own error says more
+                    self._leave(key, exit_code=code if isinstance(code, int) and code else 1)
                 raise
 
     @contextmanager
     def _heartbeats(self) -> Iterator[None]:
         ended = threading.Event()
-        self.store.set(f"{self.name}/host/{self.rank}", socket.gethostname())
-        self._count(self.rank, 1)
+        with _answering():
+            self.store.set(f"{self.name}/host/{self.rank}", socket.gethostname())
+            self._count(self.rank, 1)
 
         def count() -> None:
             with suppress(RuntimeError):  # the store is gone: nobody listens
@@ -178,9 +186,16 @@ class Preparation:
                 )
 
     def _heard(self, rank: int) -> int:
-        try:
+        with _answering():
             return self._count(rank, 0)
-        except RuntimeError as error:
-            raise NoAnswer(
-                f"the store that workers find each other by is gone, and so is the process that kept it: {first_line(error)}"
-            ) from None
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Raises NoAnswer if the store no longer answers inside the block."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise NoAnswer(
+            f"the store that workers find each other by is gone, and so is the process that kept it: {first_line(error)}"
+        ) from None
