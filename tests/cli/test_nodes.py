@@ -9,8 +9,10 @@ import pytest
 
 from ahp.cli.main import main
 from ahp.cli.nodes import asked, bounded, launch, reporting, say_why
+from ahp.cli.train import leaving_stopped
 from ahp.config import Elastic, Run
 from ahp.errors import BadInput
+from ahp.job import Job
 from ahp.plan import Parallelism, Plan
 from ahp.run_files import Status
 from ahp.runtime.ranks import changing_nodes
@@ -18,6 +20,7 @@ from ahp.runtime.ranks.changing_nodes import JobEnded, Node
 from ahp.runtime.ranks.environment import ROUND
 from ahp.runtime.run import failure
 from ahp.runtime.run.folder import RunFolder
+from ahp.runtime.run.stop_signal import Stopped
 
 HOST = "10.0.0.1:29500"
 
@@ -122,15 +125,42 @@ def test_a_node_that_a_run_did_not_need_ends_as_the_run_has(
 
     def closed(words: list[str], node: Node) -> int:
         assert node.watch.begins == folder.joined_file
-        raise JobEnded(1, "the launchers of the other nodes have ended the job")
+        raise JobEnded(1, "the launcher of another node has ended the job")
 
     monkeypatch.setattr(changing_nodes, "launch", closed)
-    given = (1, 2, HOST, 1), ["config.yaml"], Run(folder=str(folder.path))
+    given = (1, 2, HOST, 1), ["config.yaml"], Run(folder=str(folder.path)), Job()
     if done:
         assert launch(*given) == 0
     else:
-        with pytest.raises(JobEnded, match="have ended the job"):
+        with pytest.raises(JobEnded, match="has ended the job"):
             launch(*given)
+
+
+@pytest.mark.parametrize(("steps", "least"), [(8, 1), (9, 3)])
+def test_a_node_of_a_finished_run_waits_for_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, least: int
+) -> None:
+    folder, given = RunFolder(tmp_path / "run"), list[Node]()
+    folder.create()
+    folder.commit_checkpoint(folder.open_checkpoint(8) and 8, {"crc32": {}, "job": {}, "model": {}}, keep=1)
+    folder.write_status(Status("done", 8, None, 0))
+    monkeypatch.setattr(changing_nodes, "launch", lambda words, node: given.append(node) or 0)
+    assert launch((3, 4, HOST, 1), ["config.yaml"], Run(folder=str(folder.path)), Job(steps=steps)) == 0
+    assert [(node.least, node.most) for node in given] == [(least, 4)]
+
+
+def test_a_stop_before_the_first_step_is_in_the_status_of_a_held_folder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    with pytest.raises(Stopped), folder.held(), leaving_stopped(folder):
+        raise Stopped(15)
+    status = folder.status()
+    assert status is not None
+    assert (status.state, status.exit_code, status.cause) == (
+        "interrupted",
+        143,
+        "stopped by SIGTERM before training began",
+    )
 
 
 @pytest.mark.parametrize(

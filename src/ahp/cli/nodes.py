@@ -16,11 +16,14 @@ from ahp.runtime.ranks.environment import run_of_changing_nodes
 from ahp.words import number_of
 
 if TYPE_CHECKING:
+    from ahp.job import Job
     from ahp.runtime.ranks.changing_nodes import Node
     from ahp.runtime.ranks.slurm import Task
     from ahp.runtime.run.folder import RunFolder
 
 OPTIONS = ("--nodes", "--rendezvous", "--workers-per-node")
+QUIET_STORE = "TORCH_CPP_LOG_LEVEL", "ERROR"
+"""A launcher's and its workers' stderr is the user's: torch's store would print C++ frames there for each node that leaves. We report the cause."""
 Asked = tuple[int, int, str, int | None]
 """The least and the most nodes, where they meet, and this node's workers if they are given."""
 
@@ -77,8 +80,9 @@ def _refuse_against(slurm: Task, nodes: str | None, rendezvous: str | None, work
         raise bad_input("--nodes", nodes, "srun has started tasks on another number of nodes", [slurm.nodes])
 
 
-def launch(several: Asked, words: Sequence[str], run: Run) -> int:
+def launch(several: Asked, words: Sequence[str], run: Run, job: Job) -> int:
     """Start this node's workers, which run the same command. Returns the exit code."""
+    os.environ.setdefault(*QUIET_STORE)
     from ahp.runtime.ranks import changing_nodes
     from ahp.runtime.ranks.watch import OWN_CAUSE_S, Watch
     from ahp.runtime.run.folder import RunFolder
@@ -88,6 +92,8 @@ def launch(several: Asked, words: Sequence[str], run: Run) -> int:
     least, most, endpoint, given = several
     workers = given or _workers_here()
     least, most = bounded(least, most, workers, run.elastic)
+    if folder.finished(job) is not None:
+        least = 1  # its workers only say so; nobody else may come
     limit_s = run.collective_timeout_s
     watch = Watch(folder.metrics_file, limit_s + OWN_CAUSE_S, limit_s, begins=folder.joined_file)
     node: Node = changing_nodes.Node(

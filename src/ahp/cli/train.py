@@ -27,6 +27,7 @@ from ahp.cli.overrides import CONFIG_ROOTS, refuse_unknown, split_overrides
 from ahp.cli.plan_job import with_job
 from ahp.config import Config, Run, config_help, load_config, read_yaml, set_dotted
 from ahp.errors import AhpError, BadInput, bad_input
+from ahp.job import Job
 from ahp.optional import Flag, OptionalNumber, OptionalText
 from ahp.plan import Forecast, Plan, validated
 from ahp.report.tables import console
@@ -81,6 +82,12 @@ class Request:
     plan: Plan | None = None
     config: Config | None = None
 
+    @property
+    def job(self) -> Job:
+        source = self.plan or self.config
+        assert source is not None
+        return source.job
+
 
 def run(argv: list[str]) -> int:
     """``ahp train``. Returns the exit code; raises AhpError."""
@@ -91,7 +98,8 @@ def run(argv: list[str]) -> int:
     place = slurm.task()
     several = nodes.asked(arguments.nodes, arguments.rendezvous, arguments.workers_per_node, place)
     if several is not None:
-        return nodes.launch(several, argv, read_request(arguments.config, overrides).run)
+        request = read_request(arguments.config, overrides)
+        return nodes.launch(several, argv, request.run, request.job)
     store = slurm.become_worker(place) if place is not None and not place.is_launcher else None
     with _refusal_in_status(lambda: _folder(arguments.config, overrides)):
         request = read_request(arguments.config, overrides)
@@ -147,18 +155,16 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
             return make_plan(request, arguments, folder, workers)
 
         if not is_joined():
-            try:
+            with leaving_stopped(folder):
                 ready = prepared(None)
-            except Stopped as stop:
-                _leave_stopped(folder, stop)
-                raise
             outcome = start(ready)
             return report(outcome, arguments, command, sample=request.run.sample)
         with nodes.ending_for_all():
             workers = Preparation()
 
             def decide() -> tuple[Plan, Texts | None]:
-                found = prepared(workers.size)
+                with leaving_stopped(folder):
+                    found = prepared(workers.size)
                 return found.plan, found.texts
 
             outcome = start(Prepared(*workers.decided_by_first(decide, tuple[Plan, Texts | None])))
@@ -168,13 +174,18 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
             return report(outcome, arguments, command, sample=request.run.sample)
 
 
-def _leave_stopped(folder: RunFolder, stop: Stopped) -> None:
-    """Record in status.json that a signal ended this start before it trained; a finished run keeps its own status."""
-    status = folder.status()
-    if folder.is_held and (status is None or status.state != "done"):
-        saved = folder.checkpoints()
-        step = saved[-1].step if saved else 0
-        folder.write_status(Status("interrupted", step, f"stopped by {stop} before training began", stop.exit_code))
+@contextmanager
+def leaving_stopped(folder: RunFolder) -> Iterator[None]:
+    """Record in status.json that a signal ended this start inside the block, before it trained; a finished run keeps its own status."""
+    try:
+        yield
+    except Stopped as stop:
+        status = folder.status()
+        if folder.is_held and (status is None or status.state != "done"):
+            saved = folder.checkpoints()
+            step = saved[-1].step if saved else 0
+            folder.write_status(Status("interrupted", step, f"stopped by {stop} before training began", stop.exit_code))
+        raise
 
 
 @dataclass(frozen=True)
@@ -220,7 +231,7 @@ def make_plan(request: Request, arguments: Arguments, folder: RunFolder, workers
     wanted = with_kept_model(wanted, folder)
     check_same_job(folder, wanted, extend=request.run.extend)
     found = train_plan.earlier(config, folder, workers) if config is not None else None
-    if folder.finished(wanted.job) is not None and (found or request.plan or workers is None):
+    if folder.finished(wanted.job) is not None:
         return Prepared(request.plan or found or Plan.load(folder.plan_file), None)
     texts = train_plan.prepare(wanted, config, folder, workers)
     if request.plan is not None:

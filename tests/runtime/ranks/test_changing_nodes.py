@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousInfo,
@@ -27,7 +28,8 @@ from torch.distributed.elastic.utils.store import barrier
 
 from ahp.errors import BadInput
 from ahp.runtime.ranks import changing_nodes, store_place
-from ahp.runtime.ranks.changing_nodes import ENDED, ChangingNodes, CheckedState, JobEnded, StoreLost
+from ahp.runtime.ranks.changing_nodes import ENDED, ChangingNodes, JobEnded, StoreLost
+from ahp.runtime.ranks.shared_state import CheckedState
 from ahp.runtime.ranks.store_place import is_here
 from ahp.runtime.ranks.torch_compat import nodes_heard_of, rendezvous_names, stop_heartbeats
 from ahp.runtime.ranks.watch import Watch
@@ -51,7 +53,7 @@ class Touch:
 
 def test_a_state_that_would_run_code_is_refused(tmp_path: Path) -> None:
     store = dist.HashStore()
-    backend = CheckedState(store, "ahp")
+    backend = CheckedState(store, "ahp", 2)
     assert backend.get_state() is None
     store.set("torch.rendezvous.ahp", b64encode(pickle.dumps(Touch(tmp_path / "ran"))).decode())
     with pytest.raises(RendezvousStateError, match="which could run when it is read"):
@@ -64,11 +66,39 @@ def test_the_state_of_a_meeting_is_read() -> None:
     state, node = state_class(), node_class("host", 1, 0)
     state.participants, state.deadline = {node: 0}, datetime.now(UTC) + timedelta(seconds=3)
     state.wait_list.add(node)
-    backend = CheckedState(dist.HashStore(), "ahp")
+    backend = CheckedState(dist.HashStore(), "ahp", 2)
     assert backend.set_state(pickle.dumps(state)) is not None
     found = backend.get_state()
     assert found is not None
     assert pickle.loads(found[0]).participants == {node: 0}
+
+
+@pytest.mark.parametrize("list_of", ["wait_list", "redundancy_list"])
+def test_a_round_does_not_begin_without_a_node_that_waits_for_it(list_of: str) -> None:
+    """A busy machine may wake it only after the last call; the others would start once more for it."""
+    state_class, node_class = rendezvous_names()
+    here, late = node_class("here", 1, 0), node_class("late", 2, 0)
+    backend = CheckedState(dist.HashStore(), "ahp", 2)
+    state = state_class()
+    state.participants[here] = 0
+    getattr(state, list_of).add(late)
+    before = backend.set_state(pickle.dumps(state))
+    assert before is not None
+    state.complete = True
+    found = backend.set_state(pickle.dumps(state), before[1])
+    assert found is not None
+    open_yet = pickle.loads(found[0])
+    assert (found[2], open_yet.complete, open_yet.deadline > datetime.now(UTC)) == (True, False, True)
+    getattr(state, list_of).clear()
+    state.participants[late] = 1
+    begun = backend.set_state(pickle.dumps(state), found[1])
+    assert begun is not None
+    assert pickle.loads(begun[0]).complete
+    state.participants.popitem()
+    getattr(state, list_of).add(late)  # comes while the round runs
+    later = backend.set_state(pickle.dumps(state), begun[1])
+    assert later is not None
+    assert pickle.loads(later[0]).complete
 
 
 @pytest.mark.slow
@@ -267,7 +297,7 @@ def test_a_node_to_spare_takes_the_place_of_one_that_falls_silent_and_is_let_go_
         time.sleep(3.0)
         assert not waits.done()
         ends = [threads.submit(one.shutdown) for one in (host, spare)]
-        with pytest.raises(JobEnded, match="the launchers of the other nodes have ended the job"):
+        with pytest.raises(JobEnded, match="the launcher of another node has ended the job"):
             waits.result(30)
         assert not ends[0].done(), "it keeps the store until all have seen the end"
         late.shutdown()
@@ -366,6 +396,33 @@ def test_too_few_nodes_are_no_damaged_store(monkeypatch: pytest.MonkeyPatch, tmp
     with pytest.raises(JobEnded, match=r"fewer than 2 nodes \(--nodes\) came within 2 s; start the same") as ended:
         changing_nodes.launch(["never"], node)
     assert (ended.value.exit_code, "damaged" in str(ended.value)) == (1, False)
+
+
+@pytest.mark.slow
+def test_a_node_whose_starts_are_used_up_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    node = changing_nodes.Node(
+        1, 1, f"127.0.0.1:{free_port()}", 1, 0, tmp_path, Watch(tmp_path / "metrics.jsonl", 60.0)
+    )
+    assert changing_nodes.launch(["no-such-command"], node) == 2
+    error = capfd.readouterr().err
+    assert (
+        "error: workers of this node failed (they have said why), and are not started again: run.elastic.max_restarts = 0"
+        in error
+    )
+
+
+def test_a_node_that_is_stopped_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(config: Any, program: str) -> Any:
+        raise SignalException("stopped", sigval=signal.SIGTERM)
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", stopped)
+    node = changing_nodes.Node(
+        1, 1, f"127.0.0.1:{free_port()}", 1, 0, tmp_path, Watch(tmp_path / "metrics.jsonl", 60.0)
+    )
+    assert changing_nodes.launch(["train"], node) == 143
+    assert capsys.readouterr().err == "SIGTERM: this node has left the run\n"
 
 
 def _short_silence(monkeypatch: pytest.MonkeyPatch) -> float:

@@ -8,17 +8,15 @@ the workers that are there are counted again, and the first worker plans for tha
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
-from io import BytesIO
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -30,13 +28,11 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
-    RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout, Token
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from ahp.cluster.environment import COMPUTE
 from ahp.cluster.most_workers import refuse_workers
@@ -47,13 +43,13 @@ from ahp.runtime.ranks.environment import ROUND, gpu_variables
 from ahp.runtime.ranks.launch import quiet_launcher, workers_of
 from ahp.runtime.ranks.meeting import named
 from ahp.runtime.ranks.saving_first import lives, workers_saving_first
+from ahp.runtime.ranks.shared_state import CheckedState
 from ahp.runtime.ranks.stopped import ending_stopped
 from ahp.runtime.ranks.store_place import Address
 from ahp.runtime.ranks.torch_compat import (
     nodes_heard_of,
     nodes_of_round,
     nodes_there,
-    rendezvous_names,
     stop_heartbeats,
 )
 from ahp.runtime.ranks.watch import Watch, watching
@@ -141,9 +137,12 @@ class ChangingNodes(RendezvousHandler):
     def __init__(self, parameters: RendezvousParameters) -> None:
         gone, left = parameters.config.get("gone", ()), parameters.config.get("left")
         self.told: Callable[[str], None] = parameters.config.get("told", _nobody)
+        parameters.config.get("made", []).append(self)
         found = store_place.find(store_place.parse(parameters.endpoint), gone)
         self.store, self.address, self.is_host = found.store, found.address, found.is_host
         self.lost = False
+        self.ended: int | None = None
+        """At the end, the exit code that a worker has given all launchers; None if none has."""
         self.is_done = False
         """Whether the run is done: workers that are left only report on it, and nothing starts again."""
         self.round = self.number = self.nodes = 0
@@ -155,7 +154,7 @@ class ChangingNodes(RendezvousHandler):
         self.torchs = DynamicRendezvousHandler.from_backend(
             parameters.run_id,
             self.store,
-            CheckedState(self.store, parameters.run_id),
+            CheckedState(self.store, parameters.run_id, parameters.max_nodes),
             parameters.min_nodes,
             parameters.max_nodes,
             parameters.local_addr,
@@ -177,7 +176,7 @@ class ChangingNodes(RendezvousHandler):
             self.members, self.waits.all_known = nodes_of_round(self.torchs), True
         except (RendezvousClosedError, RendezvousGracefulExitError) as error:  # the latter on a spare node
             self._refuse_what_has_ended()
-            raise JobEnded(1, "the launchers of the other nodes have ended the job") from error
+            raise JobEnded(1, "the launcher of another node has ended the job, and says why there") from error
         except (RendezvousConnectionError, dist.DistError) as error:
             raise self._store_lost() from error
         workers = RendezvousStoreInfo(self.address.host, self.address.port)
@@ -300,6 +299,7 @@ class ChangingNodes(RendezvousHandler):
         if self.lost:
             stop_heartbeats(self.torchs)
             return True
+        self.ended = self._ended()
         well = self.torchs.shutdown()
         with suppress(RuntimeError):
             left, there = self.store.add("ahp/left", 1), max(self.nodes, nodes_there(self.torchs))
@@ -314,40 +314,6 @@ def _end_workers() -> None:
     for worker in workers_of("ahp"):
         with suppress(psutil.Error):
             worker.kill()
-
-
-Found = TypeVar("Found", bound=tuple | None)
-
-
-class CheckedState(C10dRendezvousBackend):
-    """The launchers' shared state lies in the store as a pickle, which may name only the classes of such a state."""
-
-    def get_state(self) -> tuple[bytes, Token] | None:
-        return _checked(super().get_state())
-
-    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        return _checked(super().set_state(state, token))
-
-
-def _checked(found: Found) -> Found:
-    if found is not None:
-        try:
-            _StateOnly(BytesIO(found[0])).load()
-        except pickle.UnpicklingError as error:
-            raise RendezvousStateError(str(error)) from error
-    return found
-
-
-class _StateOnly(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> object:
-        known = {
-            (cls.__module__, cls.__qualname__): cls for cls in (*rendezvous_names(), datetime, timedelta, timezone)
-        }
-        if (module, name) not in known:
-            raise pickle.UnpicklingError(
-                f"the state of the rendezvous names {module}.{name}, which could run when it is read"
-            )
-        return known[module, name]
 
 
 @contextmanager
@@ -434,6 +400,7 @@ def _launch(words: Sequence[str], node: Node, gone: Sequence[Address], left: int
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    made: list[ChangingNodes] = []
     config = LaunchConfig(
         min_nodes=node.least,
         max_nodes=node.most,
@@ -441,7 +408,7 @@ def _launch(words: Sequence[str], node: Node, gone: Sequence[Address], left: int
         run_id="ahp",
         rdzv_backend=BACKEND,
         rdzv_endpoint=node.endpoint,
-        rdzv_configs={"gone": tuple(gone[-1:]), "left": left, "told": node.told, "workers": node.workers},
+        rdzv_configs={"gone": tuple(gone[-1:]), "left": left, "told": node.told, "workers": node.workers, "made": made},
         max_restarts=node.max_restarts,
         monitor_interval=MONITOR_S,
         logs_specs=DefaultLogsSpecs(log_dir=str(node.log_folder)),
@@ -465,8 +432,24 @@ def _launch(words: Sequence[str], node: Node, gone: Sequence[Address], left: int
             raise
         return ended.exit_code  # a worker has reported the cause
     except SignalException as stopped:
+        print(f"{stopped.sigval.name}: this node has left the run", file=sys.stderr, flush=True)
         return 128 + signal.Signals(stopped.sigval).value
     except ChildFailedError as failed:
-        codes = [failure.exitcode for failure in failed.failures.values()]
-        return next((code for code in codes if code > 0), 1)
+        codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+        if all(
+            one.ended is None for one in made
+        ):  # else a worker has reported an error that a new start would meet again
+            print(f"error: {_not_again(node, codes)}", file=sys.stderr, flush=True)
+        return next((code for code in codes.values() if code > 0), 1)
     return 0
+
+
+def _not_again(node: Node, exit_codes: dict[int, int]) -> str:
+    """Why this node's workers are not started again after they ended with these codes, keyed by rank."""
+    killed = [
+        f"rank {rank} was ended by {signal.Signals(-code).name}"
+        for rank, code in sorted(exit_codes.items())
+        if code < 0
+    ]
+    who = f"workers of this node failed ({'; '.join(killed) or 'they have said why'})"
+    return f"{who}, and are not started again: run.elastic.max_restarts = {node.max_restarts}; the newest checkpoint is kept"

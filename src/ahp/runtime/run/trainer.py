@@ -300,7 +300,7 @@ class Trainer:
     def _join(self, kept: ExitStack) -> Outcome:
         world_size = int(os.environ["WORLD_SIZE"])
         device = device_for(self.plan, local_world_size())
-        if world_size != self.plan.parallelism.world_size:
+        if world_size != self.plan.parallelism.world_size and self.folder.finished(self.plan.job) is None:
             raise HardwareMismatch(
                 f"WORLD_SIZE = {world_size}: the plan {self.plan.parallelism.short()} is for "
                 f"{number_of(self.plan.parallelism.world_size, 'worker')}; start that many, or plan again"

@@ -1,0 +1,72 @@
+"""The state that the launchers of changing nodes share through their store: torch's rendezvous keeps it there as a pickle."""
+
+from __future__ import annotations
+
+import pickle
+from base64 import b64decode
+from datetime import UTC, datetime, timedelta, timezone
+from io import BytesIO
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import Token
+
+from ahp.runtime.ranks.torch_compat import rendezvous_names
+
+Found = TypeVar("Found", bound=tuple | None)
+JOIN_SOON_S = 1
+"""How long a round waits, again and again, for nodes that are on a list to join it: torch's handlers look once a second."""
+
+
+class CheckedState(C10dRendezvousBackend):
+    """A state whose pickle may name only the classes of such a state, and that begins no round without the nodes that wait for it."""
+
+    def __init__(self, store: dist.Store, run_id: str, most: int) -> None:
+        """``most``: how many nodes a round takes."""
+        super().__init__(store, run_id)
+        self.most = most
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        return _checked(super().get_state())
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        return _checked(super().set_state(self._with_those_that_wait(state, token), token))
+
+    def _with_those_that_wait(self, state: bytes, token: Token | None) -> bytes:
+        """``state``, which would replace the one in ``token``; if that would begin a round without nodes that wait for a place, while there
+        are places, the round stays open. On a busy machine they may look for it only after its last call. torch takes nodes that are not
+        heard of from its lists."""
+        after = _loaded(state)
+        if not after.complete or len(after.participants) >= self.most or not after.wait_list | after.redundancy_list:
+            return state
+        if token is not None and _loaded(b64decode(token)).complete:
+            return state  # it had begun before they came
+        after.complete, after.deadline = False, datetime.now(UTC) + timedelta(seconds=JOIN_SOON_S)
+        return pickle.dumps(after)
+
+
+def _checked(found: Found) -> Found:
+    if found is not None:
+        try:
+            _loaded(found[0])
+        except pickle.UnpicklingError as error:
+            raise RendezvousStateError(str(error)) from error
+    return found
+
+
+def _loaded(state: bytes) -> Any:
+    return _StateOnly(BytesIO(state)).load()
+
+
+class _StateOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        known = {
+            (cls.__module__, cls.__qualname__): cls for cls in (*rendezvous_names(), datetime, timedelta, timezone)
+        }
+        if (module, name) not in known:
+            raise pickle.UnpicklingError(
+                f"the state of the rendezvous names {module}.{name}, which could run when it is read"
+            )
+        return known[module, name]
