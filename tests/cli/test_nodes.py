@@ -9,7 +9,7 @@ import pytest
 
 from ahp.cli.main import main
 from ahp.cli.nodes import asked, bounded, launch, reporting, say_why
-from ahp.cli.train import leaving_stopped
+from ahp.cli.train import _refusal_in_status, leaving_stopped
 from ahp.config import Elastic, Run
 from ahp.errors import BadInput
 from ahp.job import Job
@@ -147,6 +147,17 @@ def test_a_node_of_a_finished_run_waits_for_no_other(
     monkeypatch.setattr(changing_nodes, "launch", lambda words, node: given.append(node) or 0)
     assert launch((3, 4, HOST, 1), ["config.yaml"], Run(folder=str(folder.path)), Job(steps=steps)) == 0
     assert [(node.least, node.most) for node in given] == [(least, 4)]
+
+
+def test_a_refusal_is_told_while_another_run_holds_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited to record the refusal in the other's folder, until the other nodes had left and the store with them."""
+    folder = RunFolder(tmp_path)
+    folder.create()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"ahp{ROUND}1")
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits"))
+    with folder.held(), pytest.raises(BadInput, match="another"), _refusal_in_status(lambda: str(tmp_path)):
+        raise BadInput("another run is writing there")
+    assert folder.status() is None
 
 
 def test_a_stop_before_the_first_step_is_in_the_status_of_a_held_folder(tmp_path: Path) -> None:

@@ -386,7 +386,7 @@ def _refusal_in_status(folder: Any) -> Iterator[None]:
             run = RunFolder(place)
             with suppress(BadInput):  # another run holds the folder, or it cannot be written
                 run.create()
-                with run.held():
+                with run.held(waits=False):
                     status = run.status()
                     if status is None or status.state != "done":
                         failure.report(run, str(error), error.exit_code)

@@ -136,6 +136,25 @@ def test_a_store_that_is_gone_is_told_apart_from_a_job_that_has_ended(monkeypatc
         other.num_nodes_waiting()
 
 
+@pytest.mark.parametrize(("code", "words"), [(2, ""), (0, "the run is done")])
+def test_a_store_that_goes_after_the_job_has_ended_is_not_looked_for(
+    monkeypatch: pytest.MonkeyPatch, code: int, words: str
+) -> None:
+    """Its node has read the end, and left; this one's worker may still be at work."""
+    node = meeting(free_port(), most=1)
+    node.next_rendezvous()
+    node.store.set(ENDED, str(code))
+    node.num_nodes_waiting()
+
+    def unreachable() -> int:
+        raise RendezvousConnectionError("the store is gone")
+
+    monkeypatch.setattr(node.torchs, "num_nodes_waiting", unreachable)
+    with pytest.raises(JobEnded, match=f"^{words}$") as ended:
+        node._waiting()
+    assert ended.value.exit_code == code
+
+
 @pytest.mark.slow
 def test_a_launcher_whose_network_was_away_does_not_end_the_job_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
@@ -162,7 +181,7 @@ def test_a_launcher_whose_network_was_away_does_not_end_the_job_of_the_others(mo
 
 @pytest.mark.slow
 def test_a_node_that_falls_silent_is_gone_and_the_workers_that_wait_for_it_are_ended(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(changing_nodes, "KEEP_ALIVE_S", 0.5)
     monkeypatch.setattr(changing_nodes, "MOST_MISSED", 6)
@@ -170,7 +189,7 @@ def test_a_node_that_falls_silent_is_gone_and_the_workers_that_wait_for_it_are_e
     monkeypatch.setattr(changing_nodes, "workers_of", lambda module: [psutil.Process(worker.pid)])
     said: list[str] = []
     port = free_port()
-    host, other = meeting(port, least=1, told=said.append), meeting(port, least=1, workers=2)
+    host, other = meeting(port, told=said.append), meeting(port, told=said.append, workers=2)
     with subprocess.Popen(["sleep", "60"]) as worker, ThreadPoolExecutor(2) as threads:
         try:
             list(threads.map(ChangingNodes.next_rendezvous, (host, other)))
@@ -187,6 +206,12 @@ def test_a_node_that_falls_silent_is_gone_and_the_workers_that_wait_for_it_are_e
             began_s = time.monotonic()
             assert host.next_rendezvous().world_size == 1
             assert time.monotonic() - began_s < changing_nodes.LAST_CALL_S, "nobody else is waited for"
+            monkeypatch.setattr(changing_nodes, "workers_of", lambda module: [])
+            assert other.num_nodes_waiting(), "it starts again, too"
+            assert len(said) == 1, "what the others record is theirs"
+            assert capsys.readouterr().err.startswith(
+                "this node has not been heard of for 3 s (stopped, or cut off), and"
+            )
         finally:
             worker.kill()
     assert host.shutdown()

@@ -467,15 +467,18 @@ def test_workers_that_outlive_their_start_keep_the_next_one_out(folder: RunFolde
 
 
 def test_a_start_of_several_nodes_waits_for_workers_that_a_cut_network_left(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """For as long as they may be stopped, if its launchers have started some before."""
+    monkeypatch.setattr(module, "LET_GO_S", 0.3)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"ahp{ROUND}2")
     with ExitStack() as kept:
         kept.enter_context(folder.held_by_workers())
-        threading.Timer(0.5, kept.close).start()
+        threading.Timer(0.8, kept.close).start()
         with RunFolder(folder.path).held():
             pass
-    monkeypatch.setattr(module, "LET_GO_S", 0.3)
+    assert "still writing there; waiting for it to let go" in capsys.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"ahp{ROUND}1")
     with folder.held_by_workers(), pytest.raises(BadInput, match="still writing"), RunFolder(folder.path).held():
         pass
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from ahp import run_history
 from ahp.graph import models
 from ahp.job import Job
 from ahp.plan import Plan
 from ahp.runtime.ranks import ranks
+from ahp.runtime.run import failure, worker
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.stop_signal import StopRequest
 from ahp.runtime.run.worker import WorkerSettings, run_rank
@@ -39,3 +44,32 @@ def test_a_rank_imports_what_its_model_needs_before_others_can_wait_for_it(
         with pytest.raises(KeyboardInterrupt):
             run_rank(Plan(model={}, job=Job()), folder, settings, StopRequest())
     assert did == ["built", "joined", "GPU 2", "built", "joined"]
+
+
+@pytest.mark.parametrize("others_went_on", [False, True])
+def test_a_rank_that_wakes_after_the_others_have_started_again_leaves_their_folder_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others_went_on: bool
+) -> None:
+    """Its node was stopped, or its network cut."""
+    folder = RunFolder(tmp_path)
+    folder.create()
+    began = run_history.Start("2026-01-01T00:00:00+00:00", "dp2", 2, 0)
+    run_history.began(folder.history_file, began)
+
+    @contextmanager
+    def joined(*_: Any, **__: Any) -> Iterator[Any]:
+        yield SimpleNamespace(is_first=False, from_first=lambda value: 1)
+
+    def train(*_: Any) -> None:
+        if others_went_on:
+            run_history.began(folder.history_file, began)
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(models, "build_model", lambda *_, **__: None)
+    monkeypatch.setattr(ranks, "joined", joined)
+    monkeypatch.setattr(worker, "_train", train)
+    monkeypatch.setenv("RANK", "1")
+    order = WorkerSettings(corpora=("",), device="cpu", checkpoint_every=5, keep=1)
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        run_rank(Plan(model={}, job=Job()), folder, order, StopRequest())
+    assert (failure.read(folder) is None, folder.status() is None) == (others_went_on, others_went_on)

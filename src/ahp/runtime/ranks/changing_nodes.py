@@ -50,6 +50,7 @@ from ahp.runtime.ranks.torch_compat import (
     nodes_heard_of,
     nodes_of_round,
     nodes_there,
+    own_node,
     stop_heartbeats,
 )
 from ahp.runtime.ranks.watch import Watch, watching
@@ -142,9 +143,8 @@ class ChangingNodes(RendezvousHandler):
         self.store, self.address, self.is_host = found.store, found.address, found.is_host
         self.lost = False
         self.ended: int | None = None
-        """At the end, the exit code that a worker has given all launchers; None if none has."""
-        self.is_done = False
-        """Whether the run is done: workers that are left only report on it, and nothing starts again."""
+        """The exit code that a worker has given all launchers, as last read; None if none has. With 0 the run is done: workers that are left only
+        report on it, and nothing starts again."""
         self.round = self.number = self.nodes = 0
         self.members: dict[Any, tuple[int, str]] = {}
         """The nodes of this round, with their numbers and addresses."""
@@ -184,15 +184,19 @@ class ChangingNodes(RendezvousHandler):
         return RendezvousInfo(store, found.rank, found.world_size, workers)
 
     def _refuse_what_has_ended(self) -> None:
-        if (code := self._ended()) is not None:
-            raise JobEnded(code, "" if code else "the run is done")
+        if self._ended() is not None:
+            raise self._end()
+
+    def _end(self) -> JobEnded:
+        assert self.ended is not None
+        return JobEnded(self.ended, "" if self.ended else "the run is done")
 
     def _ended(self) -> int | None:
         """The exit code with which all launchers are to end; None while the job goes on."""
         with suppress(RuntimeError):  # the store is gone
             if self.store.check([ENDED]):
-                return int(self.store.get(ENDED))
-        return None
+                self.ended = int(self.store.get(ENDED))
+        return self.ended
 
     def _until_all_are_over(self) -> None:
         """Wait until every launcher of the round is here too, or has left the round: it is lost, or its worker failed as it reported on the run."""
@@ -223,8 +227,7 @@ class ChangingNodes(RendezvousHandler):
         """How many nodes want to join, at least 1 if a node of this round is gone: then all start again, and this node's workers, which wait for
         it in vain, are killed at once. For a node that only leaves to wait for the next round, workers end by themselves; they may have to save.
         0 once the run is done, whatever becomes of the nodes and the store."""
-        self.is_done = self.is_done or self._ended() == 0
-        if self.is_done:
+        if self._ended() == 0:
             return 0
         waiting = self._waiting()
         if waiting and self._is_whole():
@@ -233,16 +236,24 @@ class ChangingNodes(RendezvousHandler):
             return waiting
         time.sleep(LOOK_AGAIN_S)
         waiting, gone = self._waiting(), self._gone()
-        if gone:
+        if not gone:
+            return waiting
+        silent = f"been heard of for {KEEP_ALIVE_S * MOST_MISSED:g} s"
+        if self._went_on_without_us():  # their status and log are not ours to write any more
+            told = f"this node has not {silent} (stopped, or cut off), and the others went on; its workers are ended, and it joins again"
+            print(told, file=sys.stderr, flush=True)
+        else:
             who = "; ".join(f"{address}, {self._ranks(number)}" for number, address in gone)
-            several = len(gone) > 1
             self.told(
-                f"{'nodes' if several else 'a node'} of the run ({who}) {'have' if several else 'has'} not been heard of for "
-                f"{KEEP_ALIVE_S * MOST_MISSED:g} s"
+                f"{'nodes' if len(gone) > 1 else 'a node'} of the run ({who}) {'have' if len(gone) > 1 else 'has'} not {silent}"
             )
-            _end_workers()
-            return max(1, waiting)
-        return waiting
+        _end_workers()
+        return max(1, waiting)
+
+    def _went_on_without_us(self) -> bool:
+        """Whether other nodes are there and this one is not."""
+        there = nodes_heard_of(self.torchs)
+        return bool(there) and own_node(self.torchs) not in there
 
     def _is_whole(self) -> bool:
         """Whether no node has left this round."""
@@ -278,8 +289,10 @@ class ChangingNodes(RendezvousHandler):
             return "ranks unknown, it went as it came"
         return named(range(sum(counts[:-1]), sum(counts)))
 
-    def _store_lost(self) -> StoreLost:
+    def _store_lost(self) -> StoreLost | JobEnded:
         self.lost = True
+        if self.ended is not None:  # the others have read it too, and left
+            return self._end()
         # If only the store's process is gone, all workers finish their step and save. If its host is lost, they wait for it in vain.
         if workers_of("ahp") and not self.address.refuses():
             _end_workers()
@@ -299,7 +312,7 @@ class ChangingNodes(RendezvousHandler):
         if self.lost:
             stop_heartbeats(self.torchs)
             return True
-        self.ended = self._ended()
+        self._ended()
         well = self.torchs.shutdown()
         with suppress(RuntimeError):
             left, there = self.store.add("ahp/left", 1), max(self.nodes, nodes_there(self.torchs))

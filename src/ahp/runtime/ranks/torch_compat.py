@@ -77,6 +77,11 @@ def nodes_there(rendezvous: Any) -> int:
     return len(state.participants) + len(state.wait_list) + len(state.redundancy_list)
 
 
+def own_node(rendezvous: Any) -> Any:
+    """This launcher's node, as torch's dynamic rendezvous names it."""
+    return rendezvous._this_node
+
+
 def stop_heartbeats(rendezvous: Any) -> None:
     """Stop the heartbeats of this launcher, without closing the job for the others as ``shutdown`` of torch's dynamic rendezvous does."""
     rendezvous._stop_heartbeats()

@@ -31,10 +31,13 @@ from ahp.run_files import (
     written,
 )
 from ahp.runtime.files import crc32, flush, write_aside, write_over
-from ahp.runtime.ranks.environment import run_of_changing_nodes
+from ahp.runtime.ranks.environment import run_of_changing_nodes, starts_since_launch
 
 LET_GO_S = 15.0
 """How long a start of several nodes waits for the last start's workers on a node that is cut off: their launcher ends them within seconds."""
+WAKE_S = 900.0
+"""The same where the launchers have started workers in the folder before: the other node may be stopped with its launcher, and its first worker
+writes until it wakes and finds the others gone. Storage lets go for a node that is dead."""
 EXPORT_MARK = "ahp.json"
 """File next to the exported weights; holds the step that they come from."""
 
@@ -109,16 +112,18 @@ class RunFolder:
             raise BadInput(f"run.folder = {str(self.path)!r}: cannot be made ({error.strerror})") from None
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, *, waits: bool = True) -> Iterator[None]:
         """Lock the folder against every other start, before anything is written. The lock ends with the process, however that ends.
 
-        Inside the block the same object can take the lock again. Raises BadInput if another start holds it, if workers of a start that
-        has ended still write, or if nothing can be written.
+        Inside the block the same object can take the lock again. ``waits``: whether a start of several nodes waits for another to let it go.
+        Raises BadInput if another start holds it, if workers of a start that has ended still write, or if nothing can be written.
         """
         if self.is_held:
             yield
             return
-        wait_s = LET_GO_S if run_of_changing_nodes() is not None else 0.0
+        wait_s = 0.0
+        if waits and run_of_changing_nodes() is not None:
+            wait_s = LET_GO_S if starts_since_launch() == 1 else WAKE_S
         with self._locked("lock", "another run is writing there", wait_s):
             with self._locked("lock.workers", WORKERS_WRITE, wait_s):
                 pass
@@ -148,7 +153,13 @@ class RunFolder:
             raise self._unwritable(error) from None
         with lock:
             try:
-                _lock(lock, time.monotonic() + wait_s)
+                try:
+                    _lock(lock, time.monotonic() + min(wait_s, LET_GO_S))
+                except BlockingIOError:
+                    if wait_s <= LET_GO_S:
+                        raise
+                    print(f"{self.path}: {why_not}; waiting for it to let go", file=sys.stderr, flush=True)
+                    _lock(lock, time.monotonic() + wait_s - LET_GO_S)
             except BlockingIOError:
                 raise BadInput(
                     f"run.folder = {str(self.path)!r}: {why_not}; wait for it, stop it, or give another one with --run.folder"
@@ -194,6 +205,10 @@ class RunFolder:
         found = run_history.starts(self.history_file)
         reached = run_history.effect(found)
         return {"starts": [start.plain() for start in found]} | ({} if reached is None else {"effect": asdict(reached)})
+
+    def num_starts(self) -> int:
+        """How often workers have started in this folder."""
+        return len(run_history.starts(self.history_file))
 
     @contextmanager
     def beating(self) -> Iterator[None]:

@@ -67,6 +67,7 @@ def run_rank(
 
     Errors are recorded in the folder (``ahp.runtime.run.failure``) and raised again.
     """
+    start: int | None = None
     with GarbageCollection() as garbage:
         import torch
 
@@ -83,9 +84,12 @@ def run_rank(
                 folder.held_by_workers() if ranks.is_first else nullcontext(),
                 folder.beating() if ranks.is_first else nullcontext(),
             ):
+                start = ranks.from_first(folder.num_starts() if ranks.is_first else None)
                 return _train(plan, module, folder, order, stop, on_step, ranks, garbage)
         except BaseException as error:
-            failure.record(folder, int(os.environ["RANK"]), error)
+            # Its node may have been stopped or cut off for so long that the others have started again without it: the folder is theirs.
+            if start is None or folder.num_starts() <= start:
+                failure.record(folder, int(os.environ["RANK"]), error)
             raise
 
 
