@@ -81,6 +81,13 @@ def test_every_axis_on_which_a_rank_was_waited_for_is_named(monkeypatch: pytest.
     assert hangs._axes(mesh, [1]) == "axis dp_shard"
 
 
+def test_gloo_says_what_happened_and_nothing_of_itself() -> None:
+    said = "Read error [127.0.0.1]:1205: Connection reset by peer"
+    advice = "This is typically caused by a remote worker hanging or bugs in the application. Check the logs. GLHF!"
+    assert hangs._brief(RuntimeError(f"[/w/gloo/transport/tcp/pair.cc:537] {said}. {advice}")) == said
+    assert hangs._brief(RuntimeError("another\nerror")) == "another"
+
+
 def together(size: int, coming: range, within_s: float) -> dict[int, Any]:
     """What ``meet`` raised on each rank that comes."""
     store, found = dist.HashStore(), {}

@@ -24,6 +24,7 @@ GIVE_UP_S = 5.0
 step of it, and all wait equally long. [Empirical] Small steps on busy cores end within seconds of each other."""
 TIME_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 """Messages of gloo ("Timed out waiting 600000ms for recv operation") and NCCL ("Watchdog caught collective operation timeout")."""
+GLOOS_OWN = re.compile(r"^\[[^]]*\.cc:\d+\] |\. This is typically caused by .*")
 BROKEN = re.compile(r"connection (reset|closed)|broken pipe|remote process exited|socket closed", re.IGNORECASE)
 """Messages of gloo and NCCL if the process at the other end is gone."""
 LOST_S = 1.0
@@ -71,7 +72,7 @@ def explained(
         who = "a collective did not end, though every rank of the job came to one"
     return RankMissing(
         f"after step {step}: {who} within run.collective_timeout_s = {limit.total_seconds():g}; rank {rank} on {hosts.of([rank])} "
-        f"waited: {first_line(error)}",
+        f"waited: {_brief(error)}",
         missing,
     )
 
@@ -87,8 +88,13 @@ def _gone(error: Exception, hosts: Hosts, step: int) -> RankMissing:
     except RuntimeError:
         who = "the ranks' store went, with the process that kept it"
     return RankMissing(
-        f"after step {step}: {who}; rank {rank} on {socket.gethostname()} lost its connection: {first_line(error)}"
+        f"after step {step}: {who}; rank {rank} on {socket.gethostname()} lost its connection: {_brief(error)}"
     )
+
+
+def _brief(error: Exception) -> str:
+    """The first line of an error, without what gloo says of itself: the place in its code, and what causes such errors in general."""
+    return GLOOS_OWN.sub("", first_line(error))
 
 
 def _axes(mesh: Mesh, ranks: list[int]) -> str:
