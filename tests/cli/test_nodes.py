@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from ahp.cli.main import main
 from ahp.cli.nodes import asked, bounded, launch, reporting, say_why
-from ahp.cli.train import _refusal_in_status, leaving_stopped
+from ahp.cli.train import _refusal_in_status, leaving_stopped, read_request
 from ahp.config import Elastic, Run
 from ahp.errors import BadInput
 from ahp.job import Job
@@ -20,6 +21,7 @@ from ahp.runtime.ranks.changing_nodes import JobEnded, Node
 from ahp.runtime.ranks.environment import ROUND
 from ahp.runtime.run import failure
 from ahp.runtime.run.folder import RunFolder
+from ahp.runtime.run.nodes_alike import differences
 from ahp.runtime.run.stop_signal import Stopped
 
 HOST = "10.0.0.1:29500"
@@ -128,7 +130,7 @@ def test_a_node_that_a_run_did_not_need_ends_as_the_run_has(
         raise JobEnded(1, "the launcher of another node has ended the job")
 
     monkeypatch.setattr(changing_nodes, "launch", closed)
-    given = (1, 2, HOST, 1), ["config.yaml"], Run(folder=str(folder.path)), Job()
+    given = (1, 2, HOST, 1), ["config.yaml"], Run(folder=str(folder.path)), Job(), {}
     if done:
         assert launch(*given) == 0
     else:
@@ -145,8 +147,39 @@ def test_a_node_of_a_finished_run_waits_for_no_other(
     folder.commit_checkpoint(folder.open_checkpoint(8) and 8, {"crc32": {}, "job": {}, "model": {}}, keep=1)
     folder.write_status(Status("done", 8, None, 0))
     monkeypatch.setattr(changing_nodes, "launch", lambda words, node: given.append(node) or 0)
-    assert launch((3, 4, HOST, 1), ["config.yaml"], Run(folder=str(folder.path)), Job(steps=steps)) == 0
+    assert launch((3, 4, HOST, 1), ["config.yaml"], Run(folder=str(folder.path)), Job(steps=steps), {}) == 0
     assert [(node.least, node.most) for node in given] == [(least, 4)]
+
+
+def test_a_node_that_was_asked_for_something_else_does_not_join_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would have stopped for it, and ended with it."""
+    folder = RunFolder(tmp_path)
+    folder.create()
+    asked = {"job": {"seed": 0}, "run": {"checkpoint_every": 5}}
+    folder.asked_file.write_text(json.dumps(asked))
+    monkeypatch.setattr(changing_nodes, "launch", lambda words, node: 7)
+
+    def started(**job: int) -> int:
+        return launch((1, 2, HOST, 1), ["config.yaml"], Run(folder=str(tmp_path)), Job(), {**asked, "job": job})
+
+    assert started(seed=1) == 7, "no run goes on: the first worker decides"
+    with folder.held():
+        assert started(seed=0) == 7
+        with pytest.raises(
+            BadInput, match=r"the run that goes on there is another one: job\.seed = 1 \(the run has 0\)"
+        ):
+            started(seed=1)
+
+
+def test_what_all_nodes_must_be_asked_for(tmp_path: Path) -> None:
+    given = {"run.folder": str(tmp_path), "run.elastic": {"max_restarts": 3}, "run.sample": False}
+    usual, own = read_request(None, {}).alike(), read_request(None, given).alike()
+    assert usual == own
+    for key, value in {"job.seed": 3, "run.checkpoint_every": 7, "parallelism.tensor_parallel_degree": 2}.items():
+        assert differences(usual, read_request(None, {key: value}).alike()).startswith(f"{key} = {value} (the run has ")
+    assert {"ahp", "torch", "transformers"} <= usual["versions"].keys()
 
 
 def test_a_refusal_is_told_while_another_run_holds_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

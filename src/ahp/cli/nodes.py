@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ahp.config import Elastic, Run
 from ahp.errors import BadInput, bad_input
@@ -80,8 +81,9 @@ def _refuse_against(slurm: Task, nodes: str | None, rendezvous: str | None, work
         raise bad_input("--nodes", nodes, "srun has started tasks on another number of nodes", [slurm.nodes])
 
 
-def launch(several: Asked, words: Sequence[str], run: Run, job: Job) -> int:
-    """Start this node's workers, which run the same command. Returns the exit code."""
+def launch(several: Asked, words: Sequence[str], run: Run, job: Job, alike: dict[str, Any]) -> int:
+    """Start this node's workers, which run the same command. Returns the exit code. Raises BadInput if it would join a run that other nodes
+    were asked for otherwise; ``alike``: what all must be asked for."""
     os.environ.setdefault(*QUIET_STORE)
     from ahp.runtime.ranks import changing_nodes
     from ahp.runtime.ranks.watch import OWN_CAUSE_S, Watch
@@ -89,6 +91,7 @@ def launch(several: Asked, words: Sequence[str], run: Run, job: Job) -> int:
 
     folder = RunFolder(run.folder)
     folder.create()
+    refuse_to_join(folder, alike)
     least, most, endpoint, given = several
     workers = given or _workers_here()
     least, most = bounded(least, most, workers, run.elastic)
@@ -107,6 +110,22 @@ def launch(several: Asked, words: Sequence[str], run: Run, job: Job) -> int:
             raise
         print(f"the run in {folder.path} is done; nothing is left to do on this node", file=sys.stderr)
         return 0
+
+
+def refuse_to_join(folder: RunFolder, alike: dict[str, Any]) -> None:
+    """Raises BadInput if the run that goes on in the folder was asked for otherwise: its workers would find out only after they had stopped for
+    this node, and all nodes would end."""
+    from ahp.runtime.run.nodes_alike import differences
+
+    try:
+        first = json.loads(folder.asked_file.read_bytes())
+    except (OSError, ValueError):
+        return
+    if folder.is_in_use() and (found := differences(first, alike)):
+        raise BadInput(
+            f"run.folder = {str(folder.path)!r}: the run that goes on there is another one: {found}. Start this node as the others were started, "
+            "or give another --run.folder"
+        )
 
 
 def say_why(folder: RunFolder, why: str) -> None:

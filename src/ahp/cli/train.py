@@ -14,12 +14,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 import yaml
 
+from ahp.about import __version__
 from ahp.cli import nodes
 from ahp.cli.following import next_words
 from ahp.cli.options import options_of
@@ -33,7 +35,9 @@ from ahp.plan import Forecast, Plan, validated
 from ahp.report.tables import console
 from ahp.run_files import Status, read_metrics
 from ahp.runtime.ranks import slurm
+from ahp.runtime.run.same_model import LIBRARIES
 from ahp.runtime.run.stop_signal import Stopped
+from ahp.whole_files import write_aside
 from ahp.words import number_of, seconds, times
 
 if TYPE_CHECKING:
@@ -88,6 +92,18 @@ class Request:
         assert source is not None
         return source.job
 
+    def alike(self) -> dict[str, Any]:
+        """What every node of a run must be asked for alike, as plain data: all but its own path to the folder, how often its launcher starts
+        workers again, and what the first worker does at the end."""
+        source = self.plan or self.config
+        assert source is not None
+        keys = {"model", "init_from", "job", "parallelism", "engine", *(() if self.config is None else ("cluster",))}
+        return {
+            **source.model_dump(mode="json", include=keys),
+            "run": self.run.model_dump(mode="json", exclude={"folder", "elastic", "sample"}),
+            "versions": {"ahp": __version__, **{name: version(name) for name in LIBRARIES}},
+        }
+
 
 def run(argv: list[str]) -> int:
     """``ahp train``. Returns the exit code; raises AhpError."""
@@ -99,7 +115,7 @@ def run(argv: list[str]) -> int:
     several = nodes.asked(arguments.nodes, arguments.rendezvous, arguments.workers_per_node, place)
     if several is not None:
         request = read_request(arguments.config, overrides)
-        return nodes.launch(several, argv, request.run, request.job)
+        return nodes.launch(several, argv, request.run, request.job, request.alike())
     store = slurm.become_worker(place) if place is not None and not place.is_launcher else None
     with _refusal_in_status(lambda: _folder(arguments.config, overrides)):
         request = read_request(arguments.config, overrides)
@@ -132,6 +148,7 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
     from ahp.runtime.run import evaluation
     from ahp.runtime.run import trackers as track
     from ahp.runtime.run.folder import RunFolder
+    from ahp.runtime.run.nodes_alike import refuse_other_settings
     from ahp.runtime.run.texts import Texts
     from ahp.runtime.run.trainer import Trainer
 
@@ -161,10 +178,13 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
             return report(outcome, arguments, command, sample=request.run.sample)
         with nodes.ending_for_all():
             workers = Preparation()
+            alike = request.alike()
+            refuse_other_settings(workers, alike)
 
             def decide() -> tuple[Plan, Texts | None]:
                 with leaving_stopped(folder):
                     found = prepared(workers.size)
+                    write_aside(folder.asked_file, json.dumps(alike))
                 return found.plan, found.texts
 
             outcome = start(Prepared(*workers.decided_by_first(decide, tuple[Plan, Texts | None])))

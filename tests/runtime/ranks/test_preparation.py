@@ -174,7 +174,7 @@ def test_an_error_of_another_is_told_by_the_first() -> None:
 
     first, second, third = together(work)
     assert isinstance(first, NoAnswer)
-    assert "worker 2 ended while it prepared the run, with exit code 2" in str(first)
+    assert (str(first), first.exit_code) == ("worker 2 ended while it prepared the run: no such text here", 2)
     assert isinstance(second, SystemExit)
     assert isinstance(third, BadInput)
 

@@ -16,10 +16,12 @@ from ahp.plan import Plan, validated
 from ahp.runtime.data.corpus import Damaged
 from ahp.runtime.ranks.meeting import NoAnswer
 from ahp.runtime.ranks.preparation import Preparation
+from ahp.runtime.run import folder as folders
 from ahp.runtime.run.folder import RunFolder
-from ahp.runtime.run.nodes_alike import refuse_other_models, texts_on_all
+from ahp.runtime.run.nodes_alike import refuse_other_folders, refuse_other_models, refuse_other_settings, texts_on_all
 from ahp.runtime.run.same_model import described
 from ahp.runtime.run.texts import Texts, prepare_texts
+from ahp.runtime.run.trainer import Trainer
 from tests.runtime.run.test_trainer import MODEL
 
 SECOND = threading.local()
@@ -90,3 +92,38 @@ def test_a_node_with_another_model_is_refused(tmp_path: Path, monkeypatch: pytes
     assert isinstance(first, NoAnswer)
     assert isinstance(second, BadInput)
     assert "another model than on the node of worker 0: model.rms_norm_eps = 0.001 (the run has" in str(second)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, None),
+        ({"checkpoint_every": 7}, r"run\.checkpoint_every = 7 \(the run has 5\)"),
+        ({"keep": 2}, r"run\.keep = 2"),
+    ],
+)
+def test_a_node_with_other_settings_is_refused(tmp_path: Path, changed: dict[str, Any], words: str | None) -> None:
+    """Ranks that save at other steps waited for each other until a collective timed out."""
+    plan = plan_of(tmp_path)
+    each = [Trainer(plan, **{"folder": tmp_path, "checkpoint_every": 5, **own}) for own in ({}, changed)]
+    found = on_both(lambda workers: refuse_other_settings(workers, each[workers.rank]._asked()))
+    if words is None:
+        assert found == [None, None]
+    else:
+        with pytest.raises(BadInput, match=words):
+            raise found[1]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    """Each checkpoint would lack the other node's part, and count as complete."""
+    monkeypatch.setattr(folders, "MARK_S", 0.3)
+    each = [RunFolder(tmp_path / name) for name in ("run", "run" if shared else "other")]
+    for folder in each:
+        folder.create()
+    found = on_both(lambda workers: refuse_other_folders(workers, each[workers.rank]))
+    if shared:
+        assert found == [None, None]
+    else:
+        with pytest.raises(BadInput, match=r"run\.folder = .*other'.* another folder than on the node of worker 0"):
+            raise found[1]

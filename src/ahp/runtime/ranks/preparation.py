@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from ahp.config import COLLECTIVE_TIMEOUT_S
-from ahp.errors import first_line
+from ahp.errors import AhpError, first_line
 from ahp.runtime.ranks.meeting import NoAnswer
 from ahp.runtime.ranks.torch_compat import default_store, launchers_store
 
@@ -94,11 +94,11 @@ class Preparation:
         def until_all_are_done() -> None:
             results.append(work())
             for rank in range(1, self.size):
-                _, exit_code = self._left(rank, f"{key}/{rank}")
+                said, exit_code = self._left(rank, f"{key}/{rank}")
                 if exit_code:
-                    raise NoAnswer(
-                        f"worker {rank} ended while it {self.what}, with exit code {exit_code}; its log says why"
-                    )
+                    why = NoAnswer(f"worker {rank} ended while it {self.what}: {said or 'its log says why'}")
+                    why.exit_code = exit_code
+                    raise why
 
         if self.is_first:
             self.decided_by_first(until_all_are_done)
@@ -140,7 +140,8 @@ class Preparation:
             except BaseException as error:
                 code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
                 with suppress(NoAnswer):  # its own error says more
-                    self._leave(key, exit_code=code if isinstance(code, int) and code else 1)
+                    said = str(error) if isinstance(error, AhpError) else ""
+                    self._leave(key, said, exit_code=code if isinstance(code, int) and code else 1)
                 raise
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import secrets
 import shutil
 import sys
 import tempfile
@@ -45,7 +46,9 @@ EXPORT_MARK = "ahp.json"
 LEAST_ROOM = 1 << 14
 """[Empirical] Bytes that must be free at a start: twice the plan and the status of a small run. A full disk is named before anything is read."""
 LOOK_S = 0.1
-"""Time between two attempts to take a lock."""
+"""Time between two attempts to take a lock, or to see a mark."""
+MARK_S = 30.0
+"""How long another node may take to see what was just written: NFS keeps what it has read of a folder for 30 s (nfs(5), ``acdirmin``)."""
 WORKERS_WRITE = "the workers of a start that has ended are still writing there"
 
 
@@ -100,6 +103,9 @@ class RunFolder:
         self.profile_folder = self.path / "profile"
         self.log_folder = self.path / "log"
         self.notes_file = self.log_folder / "notes.txt"
+        self.mark_file = self.log_folder / "mark"
+        self.asked_file = self.log_folder / "asked.json"
+        """What the first worker of a start on several nodes was asked for, for nodes that want to join it."""
         self.joined_file = self.log_folder / "joined"
         """Touched when workers have joined: before that, they can wait for hours for the one that prepares."""
         self.cut_metrics_file = self.log_folder / "metrics.cut.jsonl"
@@ -205,6 +211,30 @@ class RunFolder:
         found = run_history.starts(self.history_file)
         reached = run_history.effect(found)
         return {"starts": [start.plain() for start in found]} | ({} if reached is None else {"effect": asdict(reached)})
+
+    def leave_mark(self) -> str:
+        """Write a mark that only this folder has, and return it."""
+        mark = secrets.token_hex(8)
+        self.mark_file.write_text(mark)
+        return mark
+
+    def has_mark(self, mark: str) -> bool:
+        """Whether this folder is the one where another node has left the mark."""
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < MARK_S:
+            with suppress(OSError):
+                if self.mark_file.read_text() == mark:
+                    return True
+            time.sleep(LOOK_S)
+        return False
+
+    def is_in_use(self) -> bool:
+        """Whether a start holds the folder now."""
+        try:
+            with self._locked("lock", ""):
+                return False
+        except BadInput:
+            return True
 
     def num_starts(self) -> int:
         """How often workers have started in this folder."""

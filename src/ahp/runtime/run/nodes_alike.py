@@ -1,4 +1,4 @@
-"""What every node of a run must have alike: the text and the model. A path can lead to other files on another node."""
+"""What every node of a run must have alike: the settings, the folder, the text and the model. A path can lead to other files on another node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ahp.errors import BadInput
 from ahp.plan import Plan
 from ahp.runtime.ranks.preparation import Preparation
 from ahp.runtime.run.folder import RunFolder
-from ahp.runtime.run.same_model import described, model_differences
+from ahp.runtime.run.same_model import described, key_differences, model_differences
 from ahp.runtime.run.texts import Texts, prepare_texts
 from ahp.violations import shortened
 
@@ -35,6 +35,42 @@ def texts_on_all(workers: Preparation, plan: Plan, folder: RunFolder, prepare: C
         return found
 
     return workers.done_by_all(seen)
+
+
+def refuse_other_settings(workers: Preparation, asked: dict[str, Any]) -> None:
+    """Raises BadInput on a node that was asked for something else than the first worker's; ``asked``: plain data. All workers call this.
+
+    The first one's job would count without a word, and ranks that save or validate at other steps would wait for each other.
+    """
+    first = workers.decided_by_first(lambda: asked, dict[str, Any])
+
+    def compare() -> None:
+        if _speaks_for_another_node(workers) and (found := differences(first, asked)):
+            raise BadInput(
+                f"on {socket.gethostname()}: {found} (valid: the same command, files and versions on every node)"
+            )
+
+    workers.done_by_all(compare)
+
+
+def differences(first: dict[str, Any], asked: dict[str, Any]) -> str:
+    """The keys that differ from the first worker's, with both values; empty if none does."""
+    return "; ".join(found.removeprefix(".") for found in key_differences(first, asked, ""))
+
+
+def refuse_other_folders(workers: Preparation, folder: RunFolder) -> None:
+    """Raises BadInput on a node where the run's folder is not the first worker's: its part of every checkpoint would be missing there. All
+    workers call this."""
+    mark = workers.decided_by_first(folder.leave_mark, str)
+
+    def compare() -> None:
+        if _speaks_for_another_node(workers) and not folder.has_mark(mark):
+            raise BadInput(
+                f"run.folder = {str(folder.path)!r}: on {socket.gethostname()} it is another folder than on the node of worker 0 (valid: a "
+                "folder on storage that all nodes share)"
+            )
+
+    workers.done_by_all(compare)
 
 
 def refuse_other_models(workers: Preparation, plan: Plan) -> None:

@@ -31,7 +31,7 @@ from ahp.runtime.run.evaluation import find as find_evaluation
 from ahp.runtime.run.failure import TrainingFailed
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.given import keep, with_kept_model
-from ahp.runtime.run.nodes_alike import refuse_other_models, texts_on_all
+from ahp.runtime.run.nodes_alike import refuse_other_folders, refuse_other_models, refuse_other_settings, texts_on_all
 from ahp.runtime.run.progress import Display, following, say
 from ahp.runtime.run.restarts import SAME_FAILURES, Restarts, gpus_left
 from ahp.runtime.run.same_job import check_same_job
@@ -307,6 +307,7 @@ class Trainer:
             )
         with stops_at_once():
             workers = Preparation()
+            refuse_other_settings(workers, self._asked())
             finished = workers.decided_by_first(lambda: self._begin(kept), Outcome | None)
             if finished is not None:
                 return finished
@@ -447,6 +448,12 @@ class Trainer:
             track=self.track, **self.often, **self.settings,
         )  # fmt: skip
 
+    def _asked(self) -> dict[str, Any]:
+        """What every rank must be given alike."""
+        plan = self.plan.model_dump(mode="json", include={"model", "init_from", "job", "parallelism", "engine"})
+        run = {**self.settings, **self.often, "collective_timeout_s": self.collective_timeout_s}
+        return json.loads(json.dumps({**plan, "run": run}))
+
     def _texts_of(self, workers: Preparation) -> Texts:
         """The texts. Raises BadInput on a node that has others, or another model."""
 
@@ -454,6 +461,7 @@ class Trainer:
             with self._reported():
                 return self._texts()
 
+        refuse_other_folders(workers, self.folder)
         texts = texts_on_all(workers, self.plan, self.folder, prepared)
         refuse_other_models(workers, self.plan)
         return texts
