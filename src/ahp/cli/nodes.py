@@ -121,7 +121,7 @@ def refuse_to_join(folder: RunFolder, alike: dict[str, Any]) -> None:
         first = json.loads(folder.asked_file.read_bytes())
     except (OSError, ValueError):
         return
-    if folder.is_in_use() and (found := differences(first, alike)):
+    if (found := differences(first, alike)) and folder.is_in_use():
         raise BadInput(
             f"run.folder = {str(folder.path)!r}: the run that goes on there is another one: {found}. Start this node as the others were started, "
             "or give another --run.folder"
