@@ -147,6 +147,13 @@ class ComputedWeight(Numbered):
         return super().forward(x) + self.down(inner)
 
 
+class EveryOther(Numbered):
+    """A step along columns, in a block where nothing can be split unless it is made whole again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm_1(F.relu(self.up(x))[..., ::2])
+
+
 class Beside(Numbered):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         y = super().forward(x)
@@ -311,7 +318,7 @@ def built(kind: type[Own], block: type[Numbered]) -> Callable[[], nn.Module]:
 
 EQUAL: list[tuple[type[Own], type[Numbered], str]] = [
     *((Own, kind, "tp") for kind in (Counted, Configured, Closed, HookedWithin, Table, Buffered, TiedWithin, Vector)),
-    *((Own, kind, "tp") for kind in (GateUnseen, WholeNumbers)),
+    *((Own, kind, "tp") for kind in (GateUnseen, WholeNumbers, EveryOther)),
     (Own, Counted, "sequence"),
     (Own, ComputedWeight, "zero-bubble"),
     (ReadsBeside, Beside, "sequence"),

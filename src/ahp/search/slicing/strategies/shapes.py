@@ -99,14 +99,14 @@ def expand(node: Node, context: Context) -> Iterator[Strategy]:
 
 
 def slicing(node: Node, context: Context) -> Iterator[Strategy]:
-    """slice(x, dim, start, end): along a packed dim it takes whole segments; splits of the other dims pass."""
-    shape = shape_of(args_of(node)[0])
-    along, start, end = slice_range(node)
+    """slice(x, dim, start, end, step): along a packed dim it takes whole segments; splits of the other dims pass."""
+    shape, out = shape_of(args_of(node)[0]), shape_of(node)
+    _, start, end = slice_range(node)
     for dim, size in enumerate(shape):
         for split in context.splits(dim, size):
-            if dim != along or end - start == size:
+            if out[dim] == size:
                 yield Strategy((split,), split)
-            elif (taken := _whole_segments(split.segments, start, end)) and shape_of(node)[dim] == end - start:
+            elif (taken := _whole_segments(split.segments, start, end)) and out[dim] == end - start:
                 yield Strategy((split,), split.at(dim, taken))
     yield Strategy((P,), P)
 
