@@ -334,11 +334,15 @@ def why_graph_broke(error: Exception) -> str | None:
         FailOnRecompileLimitHit,
         UncapturedHigherOrderOpError,
         Unsupported,
+        UserError,
     )
 
     if isinstance(error, FailOnRecompileLimitHit):  # its own message is "Hard failure due to fullgraph=True"
         return f"torch.compile has made {MOST_GRAPHS} graphs of it, for sequences of other lengths or other trained weights, and makes no more"
-    broke = isinstance(error, (Unsupported, UncapturedHigherOrderOpError))
+    if isinstance(error, UserError) and "data-dependent" in str(error):
+        return f"its Python code reads a number that is known only when it runs ({first_line(error)})"
+    # torch itself goes on with another graph at each of these, if it may
+    broke = isinstance(error, (Unsupported, UncapturedHigherOrderOpError, UserError))
     return first_line(error) if broke else None
 
 
