@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ahp.plan import Plan
 from ahp.runtime.check import rehearsal
 from ahp.runtime.ranks import launch
 from ahp.runtime.ranks.meeting import NoAnswer
+from ahp.runtime.run.stop_signal import Stopped
 
 
 def test_a_worker_that_fails_before_it_has_joined_leaves_its_message(
@@ -56,3 +58,9 @@ def test_without_an_error_the_logs_have_the_last_word(monkeypatch: pytest.Monkey
     told = ends(monkeypatch, {"log/start-1_x/attempt_0/0/stderr.log": lines})
     assert told == "workers ended with {0: 1, 1: 1}: line 3\nline 4\nline 5\nline 6\nImportError: no such module"
     assert ends(monkeypatch, {}) == "workers ended with {0: 1, 1: 1}: they left no message"
+
+
+def test_workers_that_a_signal_ended_have_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "launch", lambda *_, **__: signal.SIGTERM)
+    with pytest.raises(Stopped, match="SIGTERM"):
+        rehearsal.on_workers("a_worker", Plan(), "cpu")

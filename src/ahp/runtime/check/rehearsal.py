@@ -18,6 +18,7 @@ from ahp.plan import Plan
 from ahp.runtime.ranks import launch
 from ahp.runtime.ranks.device import DeviceType
 from ahp.runtime.ranks.ranks import Ranks, joined
+from ahp.runtime.run.stop_signal import Stopped
 from ahp.runtime.weights.allocate import materialize
 
 if TYPE_CHECKING:
@@ -34,13 +35,13 @@ def on_workers(module: str, plan: Plan, device: DeviceType, *arguments: str) -> 
 
     The weights come from the job's seed; given weights (``init_from``) are not read.
 
-    Raises AhpError with the cause if a worker fails.
+    Raises AhpError with the cause if a worker fails, and Stopped if a signal ended the workers.
     """
     with tempfile.TemporaryDirectory(prefix="ahp-rehearsal-") as name:
         folder = Path(name)
         plan.model_copy(update={"init_from": None}).save(folder / "plan.yaml")
         try:
-            launch.launch(
+            stopped = launch.launch(
                 module,
                 [name, device, *arguments],
                 num_workers=plan.parallelism.world_size,
@@ -52,6 +53,8 @@ def on_workers(module: str, plan: Plan, device: DeviceType, *arguments: str) -> 
             errors = [file for file in left if file.stat().st_size]
             last = f"workers ended with {ended.exit_codes}: {launch.last_words(folder / 'log')}"
             raise AhpError(errors[0].read_text() if errors else last) from None
+        if stopped:
+            raise Stopped(stopped)
         return (folder / "answer").read_text()
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -38,15 +40,30 @@ class Stopped(BaseException):
         self.number, self.exit_code = number, 128 + number
 
 
+AGAIN_S = 0.05
+"""Time until a signal is sent again that came where Python drops exceptions."""
+
+
 @contextmanager
 def stops_at_once() -> Iterator[None]:
-    """Inside the block, a signal to stop raises Stopped."""
+    """Inside the block, a signal to stop raises Stopped. Python prints and drops what is raised in a ``__del__`` (the library regex has one for
+    each part of a pattern, and transformers compiles many), so a signal that comes there is sent again a moment later."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stopped(number)
 
-    with on_stop_signals(stop):
-        yield
+    def dropped(one: sys.UnraisableHookArgs) -> None:
+        if isinstance(one.exc_value, Stopped):
+            threading.Timer(AGAIN_S, os.kill, (os.getpid(), one.exc_value.number)).start()
+        else:
+            before(one)
+
+    before, sys.unraisablehook = sys.unraisablehook, dropped
+    try:
+        with on_stop_signals(stop):
+            yield
+    finally:
+        sys.unraisablehook = before
 
 
 @dataclass
