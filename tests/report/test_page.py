@@ -312,3 +312,9 @@ def test_what_is_predicted_of_the_peak_is_what_is_measured_there(cluster: Any, o
     priced = price(graph, Cluster.resolve(cluster), plan.job, plan.parallelism).forecast
     found = run_sections.predicted_peak_bytes(plan.model_copy(update={"forecast": priced}))
     assert found == (sum(priced.memory.values()) if on_cores else priced.memory_reserved_bytes)
+
+
+def test_the_cluster_of_a_plan_may_be_written_by_hand(tmp_path: Path) -> None:
+    by_hand = PLAN.model_copy(update={"cluster": {"nodes": 2, "devices_per_node": 4, "device": "H100"}})
+    by_hand.save(tmp_path / "plan.yaml")
+    assert "8 x H100-SXM-80GB" in page.write(tmp_path / "plan.yaml").read_text()

@@ -19,6 +19,7 @@ from ahp.cli.following import after, show_next
 from ahp.cli.options import options_of
 from ahp.cli.overrides import refuse_unknown, split_overrides
 from ahp.cli.writable import require_writable
+from ahp.cluster.plain_groups import plain_groups
 from ahp.config import set_dotted
 from ahp.errors import BadInput, NotExpressible, bad_input
 from ahp.optional import Flag, OptionalText
@@ -199,7 +200,7 @@ def _heading(plan: Plan) -> list[tuple[str, str]]:
     from ahp.words import number_of, percent
 
     assert plan.cluster is not None, "_subject refuses a plan without one"
-    groups, forecast, job = plan.cluster["groups"], plan.priced, plan.job
+    groups, forecast, job = plain_groups(plan.cluster), plan.priced, plan.job
     devices = " + ".join(f"{g['nodes'] * g['devices_per_node']} x {g['device']['name']}" for g in groups)
     idle = sum(g["nodes"] * g["devices_per_node"] for g in groups) - plan.parallelism.world_size
     left = f", {idle} left idle by this layout" if idle else ""

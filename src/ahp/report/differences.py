@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ahp.cluster.plain_groups import plain_groups
 from ahp.plan import Plan
 from ahp.report.plan_sections import devices
 
@@ -34,7 +35,7 @@ def _settings(plan: Plan) -> dict[str, object]:
 
 def _cluster(plan: Plan) -> dict[str, object]:
     """Devices and links, as far as the plan has them."""
-    groups = (plan.cluster or {}).get("groups", [])
+    groups = plain_groups(plan.cluster)
     nodes = [f"{group['nodes']} x {group['devices_per_node']}" for group in groups]
     links = " + ".join(_rates(group.get("intra_node"), group.get("inter_node")) for group in groups)
     measured = any(group.get("measured") for group in groups)

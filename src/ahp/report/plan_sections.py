@@ -7,6 +7,7 @@ from contextlib import suppress
 from html import escape
 from typing import Any
 
+from ahp.cluster.plain_groups import plain_groups
 from ahp.errors import AhpError, BadInput
 from ahp.plan import Plan
 from ahp.report import candidates, lanes, rank_memory, upgrades
@@ -170,7 +171,7 @@ def device_limits(plan: Plan) -> dict[str, int]:
 
 def _groups(plan: Plan) -> list[tuple[int, int, str, int]]:
     """(nodes, devices per node, device name, device memory) of each group of the cluster. Raises BadInput if the plan has another form."""
-    given = (plan.cluster or {}).get("groups", [])
+    given = plain_groups(plan.cluster)
     found: list[tuple[int, int, str, int]] | None = None
     with suppress(TypeError, KeyError, IndexError):
         found = [(g["nodes"], g["devices_per_node"], g["device"]["name"], g["device"]["memory_bytes"]) for g in given]

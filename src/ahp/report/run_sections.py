@@ -9,6 +9,7 @@ from statistics import median_high
 from typing import Any
 
 from ahp.cluster.catalogue import CPU
+from ahp.cluster.plain_groups import plain_groups
 from ahp.plan import Plan
 from ahp.report.curves import Measured
 from ahp.report.html_parts import note, section, table
@@ -95,7 +96,7 @@ def predicted_peak_bytes(plan: Plan) -> int:
     """Forecast of the peak that a run measures: what the allocator holds; for workers on cores, whose whole process is measured, all that
     they take."""
     assert plan.cluster is not None, "a plan with a forecast has one"
-    on_cores = all(group["device"]["name"].lower().startswith(CPU) for group in plan.cluster["groups"])
+    on_cores = all(group["device"]["name"].lower().startswith(CPU) for group in plain_groups(plan.cluster))
     return sum(plan.priced.memory.values()) if on_cores else plan.priced.memory_reserved_bytes
 
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from ahp.cluster.cells import place
 from ahp.cluster.model import Cluster
+from ahp.cluster.plain_groups import plain_groups
 from ahp.plan import Forecast, Parallelism, Plan
 from ahp.report import glossary
 from ahp.words import gib, of_gib, part_words, percent, seconds
@@ -242,7 +243,7 @@ def capacity_bytes(plan: Plan) -> int:
 def capacity_of(plan: Plan, layout: Parallelism, forecast: Forecast) -> int:
     """Memory of the device that would hold the fullest rank of another layout on the plan's cluster."""
     assert plan.cluster is not None, "a plan of the search has a cluster"
-    groups = plan.cluster["groups"]
+    groups = plain_groups(plan.cluster)
     if len(groups) == 1:
         return groups[0]["device"]["memory_bytes"]
     name = place(Cluster.resolve(plan.cluster), layout).group_of(forecast.fullest_rank)

@@ -201,3 +201,15 @@ def built_unlike(rank: int, world: int, folder: str) -> str:
 def test_weights_that_ranks_built_unlike_are_refused_until_others_are_loaded(pool: Pool, tmp_path: Path) -> None:
     for message in pool.run(built_unlike, 2, str(tmp_path / "checkpoint")):
         assert message.startswith("module: 0.weight has other values on other ranks")
+
+
+@pytest.mark.parametrize("one", [{"nodes": 1, "devices_per_node": 2, "device": "H100"}, {"device": {"base": "H100"}}])
+@pytest.mark.parametrize("as_groups", [False, True])
+def test_a_plan_for_other_devices_is_refused_however_its_cluster_is_written(
+    monkeypatch: pytest.MonkeyPatch, one: dict[str, Any], as_groups: bool
+) -> None:
+    gpus(monkeypatch, 0)
+    whole = {"nodes": 1, "devices_per_node": 2, **one}
+    cluster = {"groups": [{"name": "a", **whole}, {"name": "b", **whole}]} if as_groups else whole
+    with pytest.raises(HardwareMismatch, match="made for H100-SXM-80GB"):
+        devices.device_for(Plan(cluster=cluster), 2)

@@ -16,9 +16,13 @@ class SignalledWhileFreed:
         signal.raise_signal(signal.SIGTERM)
 
 
+def work() -> None:
+    SignalledWhileFreed()
+    time.sleep(5)
+
+
 def test_a_signal_that_comes_while_an_object_is_freed_still_stops() -> None:
     before = sys.unraisablehook
     with pytest.raises(Stopped, match="SIGTERM"), stops_at_once():
-        SignalledWhileFreed()
-        time.sleep(5)
+        work()
     assert sys.unraisablehook is before

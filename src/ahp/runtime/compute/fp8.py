@@ -16,6 +16,7 @@ from torch import nn
 from torch.fx import Node
 
 from ahp.about import install_extra
+from ahp.cluster.plain_groups import plain_groups
 from ahp.engines.ahp import FP8_MULTIPLE
 from ahp.errors import BadInput, HardwareMismatch, bad_input
 from ahp.graph.blocks import BlockList
@@ -49,7 +50,7 @@ def refuse_without_fp8(plan: Plan, device: str) -> None:
         return
     if device == "cpu":
         raise HardwareMismatch(f"job.precision = 'fp8': processor cores have no products in 8 bits ({OTHERS})")
-    for group in (plan.cluster or {}).get("groups", []):
+    for group in plain_groups(plan.cluster):
         if "fp8" not in group["device"]["peak_flops_per_s"]:
             raise HardwareMismatch(
                 f"job.precision = 'fp8': {group['device']['name']} has no products in 8 bits ({OTHERS})"

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from ahp.cluster.plain_groups import plain_groups
 from ahp.errors import HardwareMismatch, bad_input
 from ahp.plan import Plan
 from ahp.runtime.compute.fp8 import refuse_without_fp8
@@ -44,7 +45,7 @@ def idle_gpus(num_local_workers: int) -> str | None:
 
 def device_for(plan: Plan, num_local_workers: int) -> DeviceType:
     """The device type that a plan was made for. Raises HardwareMismatch if this node has too few such devices."""
-    names = [group["device"]["name"] for group in (plan.cluster or {}).get("groups", [])]
+    names = [group["device"]["name"] for group in plain_groups(plan.cluster)]
     if names and all(name.startswith("cpu") for name in names):
         device: DeviceType = "cpu"
     else:

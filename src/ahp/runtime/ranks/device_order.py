@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ahp.cluster import catalogue, sense
 from ahp.cluster.cells import Placement, place
 from ahp.cluster.model import Cluster
+from ahp.cluster.plain_groups import plain_groups
 from ahp.errors import BadInput, HardwareMismatch, bad_input
 from ahp.forecast.mixed_rules import illegal_placement
 from ahp.plan import Plan
@@ -58,7 +59,7 @@ def own_group(plan: Plan, device: torch.device) -> str | None:
 
     Raises BadInput if the host's ``AHP_GROUP`` names no group of the cluster.
     """
-    names = [group["name"] for group in (plan.cluster or {}).get("groups", [])]
+    names = [group["name"] for group in plain_groups(plan.cluster)]
     given = os.environ.get(GROUP)
     if given is not None:
         if given not in names:
@@ -68,7 +69,7 @@ def own_group(plan: Plan, device: torch.device) -> str | None:
         return None
     found = torch.cuda.get_device_properties(device)
     known = catalogue.match(found.name, found.total_memory)
-    groups = (plan.cluster or {}).get("groups", [])
+    groups = plain_groups(plan.cluster)
     alike = [group["name"] for group in groups if known is not None and group["device"]["name"] == known.device.name]
     return alike[0] if len(alike) == 1 else None
 
@@ -76,7 +77,7 @@ def own_group(plan: Plan, device: torch.device) -> str | None:
 def probed_group(plan: Plan, device: torch.device) -> str | None:
     """The group that this host was in when it was probed with the others (``ahp probe --nodes``): by its name, or, for processor cores, by
     its hardware; None if no group matches, or several do."""
-    groups = (plan.cluster or {}).get("groups", [])
+    groups = plain_groups(plan.cluster)
     named = [group["name"] for group in groups if socket.gethostname() in group.get("hosts", ())]
     if len(named) == 1 or device.type != "cpu":
         return named[0] if len(named) == 1 else None
@@ -109,7 +110,7 @@ def groups_of(plan: Plan, said: Sequence[Said]) -> list[str | None]:
     if len({one.host for one in said}) == 1:
         return [one.group for one in said]
     found = [one.group or one.probed for one in said]
-    groups = (plan.cluster or {}).get("groups", [])
+    groups = plain_groups(plan.cluster)
     strangers = sorted({one.host for one, group in zip(said, found, strict=True) if group is None})
     if strangers and any(group.get("hosts") for group in groups):
         known = "; ".join(f"{group['name']}: {', '.join(group.get('hosts', ()))}" for group in groups)
@@ -162,7 +163,7 @@ def check_device(plan: Plan, rank: int, device: torch.device) -> None:
         return
     assert plan.cluster is not None, "else there is no placement"
     group = placement.group_of(rank)
-    wanted = next(one["device"]["name"] for one in plan.cluster["groups"] if one["name"] == group)
+    wanted = next(one["device"]["name"] for one in plain_groups(plan.cluster) if one["name"] == group)
     found = torch.cuda.get_device_properties(device)
     known = catalogue.match(found.name, found.total_memory)
     if known is not None and catalogue.lookup(wanted) is not None and known.device.name != wanted:
