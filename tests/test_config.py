@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 from pydantic import BaseModel
 
 from ahp.cli.overrides import split_overrides
+from ahp.cluster.model import Cluster
 from ahp.config import HELP, Config, Constraints, Profile, checkpoint_interval, config_help, load_config
 from ahp.errors import BadInput
 from ahp.job import Job
-from ahp.plan import EngineChoice, Parallelism, validated
+from ahp.plan import EngineChoice, Parallelism, Plan, validated
 from ahp.yaml_text import parse_yaml
 
 
@@ -139,6 +141,11 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
         ("job: {seed: 1}\njob: {seed: 2}", ["the key 'job' is given twice"]),
         ("- 1", ["a mapping of keys was expected, not a list"]),
         ("job: [", ["not YAML"]),
+        ("job:\n\tsteps: 2", ["not YAML: a tab; YAML is indented by spaces (line 2, column 1)"]),
+        (
+            "model: tiny\n---\nmodel: gpt2",
+            ["not YAML: a second document begins here; a file has one (line 2, column 1)"],
+        ),
     ],
 )
 def test_refusals_name_the_users_key(tmp_path: Path, text: str, told: list[str]) -> None:
@@ -214,7 +221,19 @@ def test_an_override_does_not_change_the_defaults() -> None:
     assert load_config().job.steps == Job().steps
 
 
+def test_text_that_is_not_utf8_and_a_pipe_are_refused_as_such(tmp_path: Path) -> None:
+    file, pipe = tmp_path / "config.yaml", tmp_path / "pipe"
+    file.write_bytes("model: café".encode("latin-1"))
+    with pytest.raises(BadInput, match=r"not YAML: byte 10 \(0xe9\) is not UTF-8"):
+        load_config(file)
+    os.mkfifo(pipe)
+    for load in (load_config, Plan.load, Cluster.load):
+        with pytest.raises(BadInput, match="a pipe or a device; give a file"):
+            load(pipe)
+
+
 def test_override_refusals() -> None:
+    assert split_overrides(["--job", "-"]) == ({"job": "-"}, [])
     with pytest.raises(BadInput, match=r"--jobs\.steps.*unknown key.*job"):
         split_overrides(["--jobs.steps", "3"])
     with pytest.raises(BadInput, match="not YAML"):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ahp.cli.writable import require_writable
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
 from ahp.plan import Plan
@@ -45,6 +46,12 @@ def test_what_is_no_file_takes_what_is_written(tmp_path: Path) -> None:
         assert (os.read(reader, 10), pipe.is_fifo()) == (b"text", True)
     finally:
         os.close(reader)
+
+
+def test_a_file_in_a_folder_that_takes_none_is_refused_before_the_work() -> None:
+    with pytest.raises(BadInput, match=r"--out = '/proc/self/comm': cannot be written: /proc/"):
+        require_writable("/proc/self/comm", "--out")
+    require_writable("/dev/null")
 
 
 def test_a_link_stays_one(tmp_path: Path) -> None:

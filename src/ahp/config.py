@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ahp.errors import BadInput, bad_input
@@ -24,7 +23,7 @@ from ahp.plan import (
     validated,
 )
 from ahp.words import number_of
-from ahp.yaml_text import parse_yaml
+from ahp.yaml_text import NotYaml, no_file_words, read_yaml_text
 
 Tracker = Literal["tensorboard", "wandb"]
 OnNan = Literal["stop", "skip", "rollback"]
@@ -373,10 +372,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """A YAML mapping from a file. Raises BadInput when it is missing, not YAML, or not a mapping."""
     path = Path(path)
     if not path.is_file():
-        raise BadInput(f"config = {str(path)!r}: {'a folder, not a file' if path.is_dir() else 'no such file'}")
+        raise BadInput(f"config = {str(path)!r}: {no_file_words(path)}")
     try:
-        data = parse_yaml(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        data = read_yaml_text(path)
+    except NotYaml as error:
         raise BadInput(f"config = {str(path)!r}: not YAML: {error}") from None
     if data is None:
         return {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from ahp.errors import BadInput
@@ -23,7 +22,7 @@ from ahp.step_forecast import Forecast as Forecast
 from ahp.violations import broken_rules, first_few, shortened, taken_for_numbers
 from ahp.whole_files import save
 from ahp.words import count, counted
-from ahp.yaml_text import parse_yaml, written_yaml
+from ahp.yaml_text import NotYaml, no_file_words, read_yaml_text, written_yaml
 
 Pattern = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 ScheduleName = Literal[Pattern, "Synthesized"]
@@ -462,11 +461,11 @@ class Plan(Record):
         path = Path(path)
         file = path / "plan.yaml" if path.is_dir() else path
         if not file.is_file():
-            what = "a folder without a plan.yaml" if path.is_dir() else "no such file"
+            what = "a folder without a plan.yaml" if path.is_dir() else no_file_words(path)
             raise BadInput(f"plan = {str(path)!r}: {what}; write one with: ahp plan MODEL CLUSTER")
         try:
-            data = parse_yaml(file.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            data = read_yaml_text(file)
+        except NotYaml as error:
             raise BadInput(f"plan = {str(path)!r}: not YAML: {error}") from None
         if not isinstance(data, dict):
             raise BadInput(f"plan = {str(path)!r}: not a plan (a YAML mapping was expected)")

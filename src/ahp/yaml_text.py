@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -45,11 +46,27 @@ def parse_yaml(text: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = "" if mark is None else f" (line {mark.line + 1}, column {mark.column + 1})"
-        raise NotYaml(_one_line(error.problem or error.context or "") + place) from None
+        problem = _one_line(error.problem or error.context or "")
+        raise NotYaml(PLAINER.get(problem, problem) + place) from None
     except yaml.YAMLError as error:
         raise NotYaml(_one_line(str(error))) from None
     except ValueError as error:  # from Python's own numbers, such as !!int abc
         raise NotYaml(_one_line(str(error))) from None
+
+
+def read_yaml_text(path: Path) -> Any:
+    """What a file of YAML has. Raises NotYaml also for what is not UTF-8, and OSError."""
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise NotYaml(f"byte {error.start} ({error.object[error.start]:#04x}) is not UTF-8") from None
+
+
+def no_file_words(path: Path) -> str:
+    """Why a path from which a file should be read is none. Pipes are refused, since some files are read twice."""
+    if path.is_dir():
+        return "a folder, not a file"
+    return "a pipe or a device; give a file" if path.exists() else "no such file"
 
 
 def written_yaml(data: Any) -> str:
@@ -101,6 +118,11 @@ class _Loader(yaml.SafeLoader):
         return self.construct_yaml_bool(node)
 
 
+PLAINER = {
+    "found character '\\t' that cannot start any token": "a tab; YAML is indented by spaces",
+    "but found another document": "a second document begins here; a file has one",
+}
+"""What PyYAML says of mistakes that people make, in plainer words."""
 PLAIN = ("null", "str", "seq", "map")
 """The types besides numbers and booleans that a file can hold; no key takes dates, sets or bytes."""
 _Loader.yaml_constructors = {

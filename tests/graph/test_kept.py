@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ahp.cache import cache_folder
 from ahp.cli.planning_job import with_sequence
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
@@ -232,3 +233,10 @@ def test_planning_on_what_is_known_imports_neither_torch_nor_transformers(tmp_pa
             break
     assert told == wanted, run.stderr
     assert int(run.stdout.split("modules ")[-1]) <= MOST_MODULES
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AHP_CACHE", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # what it does where there is no home
+    with pytest.raises(BadInput, match="AHP_CACHE is not set, and this user has no home folder"):
+        cache_folder()

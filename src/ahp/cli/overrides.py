@@ -114,6 +114,8 @@ def _option(key: str) -> str:
 
 
 def _value(option: str, text: str) -> Any:
+    if text == "-":  # what other programs take for stdin; in YAML, a list of nothing
+        return text
     try:
         return parse_yaml(text)
     except yaml.YAMLError as error:

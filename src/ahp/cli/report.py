@@ -47,11 +47,10 @@ def run(argv: list[str]) -> int:
     if len(sources) > 1:
         return _beside(sources, arguments)
     [source] = sources
-    from ahp.report.page import write
+    from ahp.report.page import place_of, write
 
-    out = None if arguments.out is None else Path(arguments.out)
-    if out is not None:
-        require_writable(out, "--out")
+    out = place_of(source) if arguments.out is None else Path(arguments.out)
+    require_writable(out, "--out")
     if arguments.follow:
         if not source.is_dir():
             raise bad_input("follow", True, "a plan does not change; give a run's folder", [False])
@@ -97,7 +96,7 @@ def _beside(sources: list[Path], arguments: Arguments) -> int:
     return 0
 
 
-def _follow(folder: Path, out: Path | None) -> None:
+def _follow(folder: Path, out: Path) -> None:
     """Draw the page while the run goes on, or until Ctrl-C."""
     from ahp.report.page import write
 

@@ -10,14 +10,14 @@ from ahp.errors import bad_input
 
 
 def require_writable(path: str | Path, option: str = "-o") -> None:
-    """Raises BadInput if the path is a folder, or cannot be written. An existing file must be writable itself (/dev/null is, in a folder that is
-    not); for a new one, a file without a name is made in its folder."""
+    """Raises BadInput if the path is a folder, or cannot be written. A file is written aside and renamed (``ahp.whole_files``), so its folder
+    must be writable: a file without a name is made there. What is no file, such as /dev/null, must be writable itself."""
     file = Path(path)
     if file.is_dir():
         raise bad_input(option, str(path), "is a folder; give a file in it")
-    if os.access(file, os.W_OK):
+    if file.exists() and not file.is_file() and os.access(file, os.W_OK):
         return
-    folder = next(parent for parent in file.absolute().parents if parent.exists())  # "/" is always there
+    folder = next(parent for parent in file.resolve().parents if parent.exists())  # "/" is always there
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=".ahp-"):
             pass

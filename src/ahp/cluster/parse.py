@@ -16,7 +16,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field
 
 from ahp.cluster import catalogue
@@ -26,7 +25,7 @@ from ahp.errors import BadInput, bad_input
 from ahp.job import Record
 from ahp.plan import validated
 from ahp.whole_files import save
-from ahp.yaml_text import parse_yaml, written_yaml
+from ahp.yaml_text import NotYaml, no_file_words, read_yaml_text, written_yaml
 
 _SHORT = re.compile(
     r"(?:(?P<nodes>[-+.\d]+)x)??(?:(?P<devices>[-+.\d]+)x)?(?P<device>[a-z].*?)(?:@(?P<gbps>[^@]*))?", re.I
@@ -226,10 +225,10 @@ def _refuse_misspelled_groups(data: dict[str, Any], where: str) -> None:
 def from_file(path: Path) -> Cluster:
     """Read cluster.yaml (or the same as JSON)."""
     if not path.is_file():
-        raise BadInput(f"cluster = {str(path)!r}: no such file; write one with: ahp probe -o {path}")
+        raise BadInput(f"cluster = {str(path)!r}: {no_file_words(path)}; write one with: ahp probe -o {path}")
     try:
-        data = parse_yaml(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        data = read_yaml_text(path)
+    except NotYaml as error:
         raise BadInput(f"cluster = {str(path)!r}: not YAML: {error}") from None
     if not isinstance(data, dict):
         raise BadInput(f"cluster = {str(path)!r}: not a cluster (a YAML mapping was expected)")

@@ -31,11 +31,17 @@ def write(source: str | Path, *, out: Path | None = None, every_s: int = 0) -> P
     Raises BadInput if there is no plan.
     """
     source = Path(source).expanduser()
+    out = out or place_of(source)
     if source.is_dir():
-        return _save(out or source / "report.html", f"Run {source.name}", _of_run(RunFiles.read(source)), every_s)
+        return _save(out, f"Run {source.name}", _of_run(RunFiles.read(source)), every_s)
     if not source.exists():
         raise BadInput(f"report = {str(source)!r}: neither a run's folder nor a plan")
-    return _save(out or source.with_suffix(".html"), f"Plan {source.name}", _of_plan(source), 0)
+    return _save(out, f"Plan {source.name}", _of_plan(source), 0)
+
+
+def place_of(source: Path) -> Path:
+    """The page of a run's folder, or of a plan, if no other place is named."""
+    return source / "report.html" if source.is_dir() else source.with_suffix(".html")
 
 
 def write_compared(folders: Sequence[Path], out: Path) -> Path:

@@ -104,7 +104,9 @@ def prepare(
         entry.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=entry.name + ".tmp-", dir=entry.parent))
     except OSError as error:
-        raise BadInput(f"AHP_CACHE = {str(cache_folder())!r}: cannot be written ({error.strerror})") from None
+        raise BadInput(
+            f"AHP_CACHE = {str(cache_folder())!r}: cannot be written ({error.strerror}); set AHP_CACHE to a folder that can be written"
+        ) from None
     maker = _Maker(source, template_beside(tokenizer_file, key), say, progress or _no_progress)
     try:
         maker.write(aside, maker.tokenizer(vocab_size, masked, tokenizer_file))
