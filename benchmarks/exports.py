@@ -140,6 +140,7 @@ def theirs(case: Case, task: Task, folder: Path) -> dict[str, Any]:
             str(folder / "plan.yaml"),
             "-o",
             str(file),
+            "--force",
             *case.options,
         ],
         {},

@@ -67,7 +67,7 @@ def started(plan: Any, folder: Path) -> dict[str, Any]:
     from ahp.cli.export import run
 
     plan.save(folder / "plan.yaml")
-    run(["megatron", str(folder / "plan.yaml"), "-o", str(folder / "run.sh")])
+    run(["megatron", str(folder / "plan.yaml"), "-o", str(folder / "run.sh"), "--force"])
     script = re.sub(r"^#!.*", lambda _: STOP, (folder / "run.sh").read_text(encoding="utf-8"), count=1)
     env = {"NODE_RANK": "0", "MASTER_ADDR": "localhost", "PATH": os.environ["PATH"]}
     told = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env=env).stdout.split(

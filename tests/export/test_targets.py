@@ -72,7 +72,7 @@ def test_a_config_is_for_as_many_nodes_as_there_are(tmp_path: Path) -> None:
     run(["slurm", path, "--nodes", "2:4", "--workers-per-node", "8", "-o", str(out)])
     found = directives(out.read_text())
     assert (found["nodes"], found["gpus-per-node"]) == ("2-4", "8")
-    run(["slurm", path, "--nodes", "2", "--workers-per-node", "4", "--cpu", "-o", str(out)])
+    run(["slurm", path, "--nodes", "2", "--workers-per-node", "4", "--cpu", "--force", "-o", str(out)])
     found = directives(out.read_text())
     assert (found["nodes"], found["cpus-per-task"], "gpus-per-node" in found) == ("2", "4", False)
     with pytest.raises(BadInput, match=r"cluster = 'slurm': .*another manager"):
@@ -143,9 +143,22 @@ def test_help_names_every_target(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"ahp export {name} PLAN" in shown and target.what in shown for name, target in TARGETS.items())
 
 
+def test_a_file_that_was_changed_is_replaced_only_by_force(tmp_path: Path) -> None:
+    path, script = a_plan(tmp_path), tmp_path / "plan.sbatch"
+    for _ in range(2):
+        assert run(["slurm", path]) == 0, "the same content again is no change"
+    written = script.read_text()
+    script.write_text(written + "# mine\n")
+    with pytest.raises(BadInput, match=r"--out = '.*plan\.sbatch': is there with other content, yours perhaps; .*--force"):
+        run(["slurm", path])
+    assert script.read_text() == written + "# mine\n"
+    assert run(["slurm", path, "--force"]) == 0
+    assert script.read_text() == written
+
+
 def documents(path: str, *words: str) -> list[dict[str, Any]]:
     out = Path(path).with_name("job.yaml")
-    run(["kubernetes", path, *NEEDED, "-o", str(out), *words])
+    run(["kubernetes", path, *NEEDED, "-o", str(out), "--force", *words])
     return list(yaml.safe_load_all(out.read_text()))
 
 

@@ -15,7 +15,8 @@
 
 slurm and kubernetes run a plan as it is, on as many nodes as it was made for. A config is planned when it starts, for the nodes that are there:
 after a node was drained, for those that are left. The others are engines: a layout that their file cannot express is refused (exit code 5), parts
-of the job that it cannot express are listed. --target-version names the release. ahp export TARGET --help lists the options of one target.
+of the job that it cannot express are listed. --target-version names the release. A file that has other content is replaced only with --force.
+ahp export TARGET --help lists the options of one target.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import tyro
 from ahp.cli.following import next_words
 from ahp.cli.options import in_columns, options_of
 from ahp.cli.writable import require_writable
-from ahp.errors import BadInput
+from ahp.errors import BadInput, bad_input
 from ahp.optional import Flag, OptionalText
 from ahp.report.tables import console
 from ahp.whole_files import save
@@ -48,6 +49,8 @@ class Arguments:
     """A plan.yaml, a run's folder, or a config.yaml."""
     out: Annotated[OptionalText, tyro.conf.arg(name="out", aliases=["-o"])] = None
     """The file; without it the plan's name with another suffix; - for stdout."""
+    force: Flag = False
+    """Replace a file that has other content, such as one that you have changed."""
     json: Flag = False
     """Print what was written as one JSON object."""
 
@@ -83,6 +86,8 @@ def run(argv: list[str]) -> int:
         else Path(arguments.out)
     )
     require_writable(path, "--out")
+    if path.is_file() and not arguments.force and path.read_bytes() != exported.text.encode():
+        raise bad_input("--out", str(path), "is there with other content, yours perhaps; give another -o, or --force to replace it")
     save(path, exported.text)
     following = [command.replace("{file}", shlex.quote(str(path))) for command in exported.next]
     if arguments.json:
