@@ -233,7 +233,9 @@ def test_text_that_is_not_utf8_and_a_pipe_are_refused_as_such(tmp_path: Path) ->
 
 
 def test_override_refusals() -> None:
-    assert split_overrides(["--job", "-"]) == ({"job": "-"}, [])
+    assert split_overrides(["--job", "-", "--run.folder", ""]) == ({"job": "-", "run.folder": ""}, [])
+    with pytest.raises(BadInput, match=r"run\.folder = '': must name a folder"):
+        load_config(None, {"run.folder": ""})
     with pytest.raises(BadInput, match=r"--jobs\.steps.*unknown key.*job"):
         split_overrides(["--jobs.steps", "3"])
     with pytest.raises(BadInput, match="not YAML"):

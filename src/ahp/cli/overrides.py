@@ -114,7 +114,7 @@ def _option(key: str) -> str:
 
 
 def _value(option: str, text: str) -> Any:
-    if text == "-":  # what other programs take for stdin; in YAML, a list of nothing
+    if text in ("", "-"):  # in YAML, null and a list of null; people mean no text, and stdin
         return text
     try:
         return parse_yaml(text)
