@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -43,6 +44,25 @@ def test_held_out_text_is_refused_by_its_own_key(
     plan = validated(Plan, {"model": MODEL, "job": job, "parallelism": {}}, "plan")
     with pytest.raises(BadInput, match=r"^job\.validation" + told):
         prepare_texts(plan)
+
+
+def test_a_full_cache_is_named_and_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers started workers ten times over "a file: No space left on device"."""
+    monkeypatch.setenv("AHP_CACHE", str(tmp_path / "cache"))
+
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("ahp.runtime.data.corpus._Maker.write", full)
+    (tmp_path / "a.txt").write_text("plain words, some of them " * 400)
+    job = {"sequence_length": 8, "global_batch_size": 1, "steps": 1, "data": str(tmp_path / "a.txt")}
+    plan = validated(Plan, {"model": MODEL, "job": job, "parallelism": {}}, "plan")
+    with pytest.raises(
+        BadInput, match=r"AHP_CACHE = .*cache': cannot be written \(No space left on device\); make room"
+    ) as refused:
+        prepare_texts(plan)
+    assert not refused.value.may_pass
+    assert not list((tmp_path / "cache" / "corpora").iterdir())
 
 
 def test_adapters_on_weights_that_nobody_trained_are_told(

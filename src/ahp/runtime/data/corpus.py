@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
@@ -111,6 +112,11 @@ def prepare(
     try:
         maker.write(aside, maker.tokenizer(vocab_size, masked, tokenizer_file))
         return _publish(aside, entry)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        rule = "make room there, or name another folder in AHP_CACHE"
+        raise BadInput(f"AHP_CACHE = {str(cache_folder())!r}: cannot be written ({error.strerror}); {rule}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
