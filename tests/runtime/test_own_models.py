@@ -154,6 +154,26 @@ class EveryOther(Numbered):
         return x + self.norm_1(F.relu(self.up(x))[..., ::2])
 
 
+class Composed(Numbered):
+    """Operators that torch composes of others, and those that move or compare features of one token."""
+
+    order: torch.Tensor
+
+    def prepare(self, number: int) -> None:
+        self.group_norm = nn.GroupNorm(4, 2 * WIDTH)
+        self.register_buffer("order", torch.randperm(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.einsum("btc,fc->btf", self.norm_2(x), self.up.weight).unflatten(2, (4, -1))
+        first, second = inner.movedim(2, -1).tensor_split(2, dim=2)
+        inner = torch.hstack((first.narrow(2, 1, 7).transpose(1, 2), second.flip(2).roll(1, 2).transpose(1, 2)))
+        inner = inner.transpose(1, 2).index_select(2, self.order[:15] % 15).tile(1, 1, 2).flatten(2)[..., : 2 * WIDTH]
+        inner = self.group_norm(inner.reshape(-1, 2 * WIDTH)).view(inner.shape) / inner.norm(dim=-1, keepdim=True)
+        inner = inner - inner.detach().std(-1, keepdim=True) + inner.gather(2, inner.argsort(-1))
+        scores = torch.inner(inner.log_softmax(-1), self.down.weight)
+        return super().forward(x) + torch.tensordot(scores, self.out.weight, dims=1)
+
+
 class Beside(Numbered):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         y = super().forward(x)
@@ -284,6 +304,17 @@ class OverRows(Numbered):
         return super().forward((rows - rows.mean(0)).view(x.shape))
 
 
+class RollsRows(Numbered):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.reshape(-1, WIDTH).roll(1, 0).view(x.shape))
+
+
+class AddsUpRows(Numbered):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, WIDTH)
+        return super().forward((rows @ (rows.t() @ rows)).view(x.shape))
+
+
 class Renormed(Own):
     """Its embedding changes the rows that a rank looks up, in place."""
 
@@ -320,6 +351,7 @@ EQUAL: list[tuple[type[Own], type[Numbered], str]] = [
     *((Own, kind, "tp") for kind in (Counted, Configured, Closed, HookedWithin, Table, Buffered, TiedWithin, Vector)),
     *((Own, kind, "tp") for kind in (GateUnseen, WholeNumbers, EveryOther)),
     (Own, Counted, "sequence"),
+    *((Own, Composed, layout) for layout in ("tp", "context")),
     (Own, ComputedWeight, "zero-bubble"),
     (ReadsBeside, Beside, "sequence"),
     *((kind, WithFirst, layout) for kind in (GivesFirst, GivesFirstDetached) for layout in ("1f1b", "tp")),
@@ -338,6 +370,8 @@ REFUSED: list[tuple[type[Own], type[Numbered], str, str]] = [
     (GivesNotes, Noting, "tp", "reads a tensor that was computed before it and is not among its arguments"),
     (Own, ByLength, "context", "gets a number computed from the sequence's length"),
     (Own, OverRows, "context", "aten.mean.dim reads other tokens than its own"),
+    (Own, RollsRows, "context", "aten.roll.default reads other tokens than its own"),
+    (Own, AddsUpRows, "context", "aten.matmul.default reads other tokens than its own"),
     *((Renormed, Numbered, layout, "tokens has a max_norm") for layout in ("zero0", "zero3")),
     (TakesFirst, InList, "tp", "its blocks return list"),
 ]

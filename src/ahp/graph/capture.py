@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ahp.graph.effects import AsInGraph
 from ahp.graph.fake_mode import as_on_data
-from ahp.graph.functional import simplify
+from ahp.graph.functional import COMPOSED, simplify
 from ahp.graph.torch_compat import FakeTensor, FakeTensorMode, pytree
 
 
@@ -115,7 +115,7 @@ def capture(
     with as_on_data(), mode, unseen, AsInGraph():
         weights = [_fake(like) for like in wanted.values()]
         activations = [_fake(TensorLike.of(leaves[i])) for i in where]
-        graph = make_fx(forward, tracing_mode="real", pre_dispatch=True)(weights, activations)
+        graph = make_fx(forward, COMPOSED, tracing_mode="real", pre_dispatch=True)(weights, activations)
     simplify(graph.graph)
     graph.recompile()
     return Capture(graph, tuple(wanted), output_spec[0], tuple(leaves[i].requires_grad for i in where), tuple(where))

@@ -22,6 +22,16 @@ _SYNONYMS: dict[Any, Any] = {
     aten.broadcast_to.default: aten.expand.default,
 }
 """Other names of operators, with the same arguments. Slicing and the cutting of sequences know one name of each."""
+COMPOSED = {
+    operator: operator.decompose
+    for operator in (
+        aten.einsum.default, aten.tensordot.default, aten.inner.default, aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int,
+        aten.moveaxis.intlist, aten.narrow.default, aten.tensor_split.sections, aten.tensor_split.indices, aten.hstack.default,
+        aten.vstack.default, aten.dstack.default, aten.column_stack.default, aten.atleast_1d.Sequence, aten.atleast_2d.Sequence,
+        aten.atleast_3d.Sequence, aten.tile.default, aten.std.dim, aten.var.dim,
+    )
+}  # fmt: skip
+"""Operators that torch composes of others: traced as those, of which slicing and the cutting of sequences know each."""
 _OF_MATRICES = {aten.numpy_T.default, aten.mT.default}
 """x.T and x.mT, which take no dims; for two dims both are one transposition (Falcon's layers multiply by weight.T)."""
 _EMPTY = {aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default}

@@ -240,10 +240,16 @@ def _reaches(node: Node, have: Placement, wanted: set[Placement], task: Problem)
     """Whether a tensor that lies at ``have`` can be brought to one of the placements."""
     if have in wanted:
         return True
-    ways = (steps(have, one, needs_sum=False) for one in wanted)
+    ways = (_way(node, have, one, needs_sum=False) for one in wanted)
     return any(
         way is not None and all(allowed(step, node, task.permission, task.context) for step in way) for way in ways
     )
+
+
+def _way(node: Node, have: Placement, wanted: Placement, *, needs_sum: bool) -> tuple[Step, ...] | None:
+    """``steps``; None also where a call returns several tensors, because a collective takes one: each is taken out first."""
+    way = steps(have, wanted, needs_sum=needs_sum)
+    return None if way and isinstance(node.meta["val"], (tuple, list)) else way
 
 
 def _step(state: _State, node: Node, option: Strategy, task: Problem) -> _State | None:
@@ -258,7 +264,8 @@ def _step(state: _State, node: Node, option: Strategy, task: Problem) -> _State 
             if len(shape_of(source)) > 1:  # biases and norms weigh nothing next to what their place makes others move
                 elements += numel_of(source) // (degree if isinstance(wanted, Split) else 1)
         has_gradient = source in task.with_gradient
-        way = steps(live[source], wanted, needs_sum=wanted == R and has_gradient and option.reads_whole_in_parts)
+        needs_sum = wanted == R and has_gradient and option.reads_whole_in_parts
+        way = _way(source, live[source], wanted, needs_sum=needs_sum)
         if way is None or (source in task.weights and live[source] != wanted):
             return None
         for step in way:

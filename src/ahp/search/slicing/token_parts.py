@@ -17,6 +17,7 @@ from ahp.errors import BadInput
 from ahp.graph.capture import Capture
 from ahp.search.slicing.placement import (
     Context,
+    P,
     Placement,
     R,
     Split,
@@ -28,7 +29,7 @@ from ahp.search.slicing.placement import (
     shape_of,
     tensor_inputs,
 )
-from ahp.search.slicing.strategies import strategies
+from ahp.search.slicing.strategies import is_known, strategies
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -45,9 +46,10 @@ UNIFORM = {
 
 MIXING = {
     "mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm", "amax", "amin", "max", "min", "logsumexp",
-    "softmax", "log_softmax", "cumsum", "cumprod",
+    "softmax", "log_softmax", "cumsum", "cumprod", "flip", "roll", "sort", "argsort",
 }  # fmt: skip
-"""Operators that reduce or normalize along the dims in their second argument."""
+"""Operators that reduce, normalize or move along the dims in their second argument, or in their third: ``DIMS_THIRD``."""
+DIMS_THIRD = {"norm", "linalg_vector_norm", "roll"}
 
 
 class Special(Enum):
@@ -126,6 +128,10 @@ def check_tokens_apart(capture: Capture, dims: tuple[int | None, ...], length: i
     for node in capture.nodes:
         if node.op == "call_function":
             place = _placed(node, [placed[i] for i in tensor_inputs(node)], context)
+            if place is None and not is_known(node):
+                raise BadInput(
+                    f"{node.target} has no rule that says whether it reads other tokens than its own, so it does not run on a part of the sequence"
+                )
             if place is None:
                 raise BadInput(
                     f"{node.target} reads other tokens than its own, or uses their positions, so it cannot run on "
@@ -149,8 +155,19 @@ def _placed(node: Node, inputs: list[Place], context: Context) -> Place | None:
     for strategy in strategies(node, context):
         if strategy.inputs == tuple(inputs) and isinstance(strategy.output, Split):
             return strategy.output
+        if strategy.inputs == tuple(inputs) and strategy.output == P and node.meta["val"].is_floating_point():
+            return None  # adds up over tokens
     rows = [place for place in inputs if isinstance(place, Split) and len(place.segments) > 1]
-    return ROW if rows and not _mixes(node, rows[0].dim) else None
+    return ROW if rows and not _mixes(node, rows[0].dim) and not _adds_up(node, inputs) else None
+
+
+def _adds_up(node: Node, inputs: list[Place]) -> bool:
+    """Whether a matrix product adds up over tokens."""
+    if node.target not in (aten.matmul.default, aten.mm.default, aten.bmm.default):
+        return False
+    a, b = inputs
+    ranks = [len(shape_of(i)) for i in tensor_inputs(node)]
+    return (isinstance(a, Split) and a.dim == ranks[0] - 1) or (isinstance(b, Split) and b.dim == max(ranks[1] - 2, 0))
 
 
 def _mixes(node: Node, row: int) -> bool:
@@ -161,7 +178,8 @@ def _mixes(node: Node, row: int) -> bool:
         return True
     if name not in MIXING or not source.is_floating_point():
         return False
-    dims = argument(node, 1, "dim")
+    default = -1 if "sort" in name else None
+    dims = argument(node, 2 if name in DIMS_THIRD else 1, "dim", default)
     return dims is None or row in {
         dim % source.dim() for dim in ([dims] if isinstance(dims, int) else dims or range(source.dim()))
     }
@@ -175,7 +193,8 @@ def _made(node: Node, length: int) -> Place:
     if length not in shape or any(length in shape_of(i) for i in tensor_inputs(node)):  # the latter: made of a mask
         return R
     dim = _token_dim(shape, length)
-    return Split(dim, (length,), tokens=True) if dim is not None and node.target in UNIFORM else MADE
+    alike = node.target in UNIFORM or node.target is aten.expand.default  # a dim that grew from 1
+    return Split(dim, (length,), tokens=True) if dim is not None and alike else MADE
 
 
 def _attended(inputs: list[Place], length: int) -> Place | None:

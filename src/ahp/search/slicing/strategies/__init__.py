@@ -27,14 +27,24 @@ def strategies(node: Node, context: Context) -> list[Strategy]:
     found = [Strategy((R,) * len(inputs), R)]
     if not inputs or not is_tensor(node):
         return found
-    rule = _RULES.get(_name(node.target) or node.target)
+    rule = _rule(node)
     if rule is products.experts:
         return list(products.experts(node, context))  # only as the weights lie
-    if rule is None and isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
-        rule = elements.pointwise
     if rule is not None:
         found += [s for s in dict.fromkeys(rule(node, context)) if len(s.inputs) == len(inputs) and s not in found]
     return found
+
+
+def is_known(node: Node) -> bool:
+    """Whether a call has a rule; without one its inputs have to be whole."""
+    return _rule(node) is not None
+
+
+def _rule(node: Node) -> Callable[[Node, Context], Iterator[Strategy]] | None:
+    rule = _RULES.get(_name(node.target) or node.target)
+    if rule is None and isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
+        return elements.pointwise
+    return rule
 
 
 def is_grouped(node: Node) -> bool:
@@ -69,13 +79,8 @@ _RULES: dict[Any, Callable[[Node, Context], Iterator[Strategy]]] = {
     aten.rms_norm.default: elements.normalisation,
     aten.mean.dim: elements.reduction,
     aten.sum.dim_IntList: elements.reduction,
-    aten.amax.default: elements.reduction,
-    aten.max.dim: elements.reduction,
-    aten.logsumexp.default: elements.reduction,
     aten.dropout.default: elements.every_dim,
-    aten.softmax.int: elements.along_one_dim,
-    aten.cumsum.default: elements.along_one_dim,
-    aten.topk.default: elements.along_one_dim,
+    aten.group_norm.default: elements.of_each_row,
     aten.transpose.int: shapes.permutation(shapes.transposed),
     aten.t.default: shapes.permutation(_reversed),
     aten.permute.default: shapes.permutation(_permuted),
@@ -92,11 +97,19 @@ _RULES: dict[Any, Callable[[Node, Context], Iterator[Strategy]]] = {
     aten.view_as_complex.default: shapes.complex_view,
     aten.view_as_real.default: shapes.complex_view,
     aten.index.Tensor: shapes.index,
+    aten.index_select.default: shapes.index_select,
+    aten.gather.default: shapes.gather,
+    aten.flip.default: shapes.moved_within,
+    aten.roll.default: shapes.moved_within,
     operator.getitem: shapes.getitem,
     **dict.fromkeys(CUTS, shapes.cut),
     **dict.fromkeys(VIEWS, shapes.view),
+    **dict.fromkeys(elements.REDUCTIONS, elements.reduction),
+    **dict.fromkeys(elements.ALONG_ONE_DIM, elements.along_one_dim),
     **dict.fromkeys(
-        [aten.to.dtype, aten.to.dtype_layout, aten.contiguous.default, aten.clone.default, aten.alias.default],
+        [
+            aten.to.dtype, aten.to.dtype_layout, aten.contiguous.default, aten.clone.default, aten.alias.default, aten.detach.default,
+        ],
         elements.same,
     ),
 }  # fmt: skip

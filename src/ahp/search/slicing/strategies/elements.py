@@ -26,6 +26,17 @@ aten = torch.ops.aten
 _SUMS = {aten.add.Tensor, aten.sub.Tensor}
 _SCALES = {aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.mul.Scalar, aten.div.Scalar}
 
+_NORMS = {aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype}
+REDUCTIONS = {
+    aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.argmax.default,
+    aten.argmin.default, aten.prod.dim_int, aten.std.correction, aten.var.correction, aten.logsumexp.default, aten.any.dim, aten.all.dim,
+    *_NORMS,
+}  # fmt: skip
+ALONG_ONE_DIM = {
+    aten.softmax.int, aten.log_softmax.int, aten.cumsum.default, aten.cumprod.default, aten.topk.default, aten.sort.default,
+    aten.sort.stable, aten.argsort.default, aten.glu.default,
+}  # fmt: skip
+
 
 def pointwise(node: Node, context: Context) -> Iterator[Strategy]:
     """With broadcasting: an input of size 1 along the split dim stays whole. Sums and multiples of summands are summands."""
@@ -71,10 +82,18 @@ def normalisation(node: Node, context: Context) -> Iterator[Strategy]:
             yield Strategy((split,) + (R,) * (len(inputs) - 1), split)
 
 
+def of_each_row(node: Node, context: Context) -> Iterator[Strategy]:
+    """group_norm(x [rows, ...], groups, weight, bias): splits of the rows pass."""
+    inputs = tensor_inputs(node)
+    for split in context.splits(0, shape_of(node)[0]):
+        yield Strategy((split,) + (R,) * (len(inputs) - 1), split)
+
+
 def reduction(node: Node, context: Context) -> Iterator[Strategy]:
-    """mean, sum, amax, ... (x, dims, keepdim): a sum or mean over the split dim is partial, other reductions need it whole."""
+    """mean, sum, amax, ... (x, dims, keepdim), norms (x, order, dims, keepdim): a sum or mean over the split dim is partial, other
+    reductions need it whole."""
     shape = shape_of(args_of(node)[0])
-    dims = argument(node, 1, "dim")
+    dims = argument(node, 2 if node.target in _NORMS else 1, "dim")
     reduced = {d % len(shape) for d in ([dims] if isinstance(dims, int) else dims or range(len(shape)))}
     keep = len(shape_of(node)) == len(shape)
     is_sum = node.target in (aten.sum.dim_IntList, aten.mean.dim)
@@ -89,7 +108,7 @@ def reduction(node: Node, context: Context) -> Iterator[Strategy]:
 
 
 def along_one_dim(node: Node, context: Context) -> Iterator[Strategy]:
-    """softmax, cumsum, topk, sort, ... (x, ..., dim): splits of the other dims pass."""
+    """softmax, cumsum, topk, sort, glu, ... (x, ..., dim): splits of the other dims pass."""
     shape = shape_of(args_of(node)[0])
     position = 2 if node.target is aten.topk.default else 1
     along = argument(node, position, "dim", -1) % len(shape)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
 from torch.fx import Node
 
 from ahp.search.slicing.packing import CUTS, cut_dim, cut_sizes, dim_groups, slice_range
 from ahp.search.slicing.placement import Context, P, R, Split, Strategy, args_of, argument, shape_of, tensor_inputs
+
+aten = torch.ops.aten
 
 
 def view(node: Node, context: Context) -> Iterator[Strategy]:
@@ -202,6 +205,32 @@ def index(node: Node, context: Context) -> Iterator[Strategy]:
             if not split.tokens:
                 yield Strategy((split, R), split.at(dim + (more if dim > along else 0)))
     yield Strategy((P, R), P)
+
+
+def index_select(node: Node, context: Context) -> Iterator[Strategy]:
+    """index_select(x, dim, indices [n]): splits of the other dims pass, and summands stay summands."""
+    shape = shape_of(args_of(node)[0])
+    along = argument(node, 1, "dim") % len(shape)
+    for one in _moved(shape, context, ((dim, dim) for dim in range(len(shape)) if dim != along)):
+        yield Strategy((*one.inputs, R), one.output)
+
+
+def gather(node: Node, context: Context) -> Iterator[Strategy]:
+    """gather(x, dim, indices): splits of the other dims pass, of both alike; summands stay summands."""
+    shape, out = shape_of(args_of(node)[0]), shape_of(node)
+    along = argument(node, 1, "dim") % len(shape)
+    for dim, size in enumerate(shape):
+        for split in context.splits(dim, size) if dim != along and out[dim] == size else ():
+            yield Strategy((split, split), split)
+    yield Strategy((P, R), P)
+
+
+def moved_within(node: Node, context: Context) -> Iterator[Strategy]:
+    """flip(x, dims), roll(x, shifts, dims): splits of the other dims pass, of all elements in a row none."""
+    shape = shape_of(args_of(node)[0])
+    dims = args_of(node)[1] if node.target is aten.flip.default else argument(node, 2, "dims", [])
+    moved = {d % len(shape) for d in dims or (range(len(shape)) if node.target is aten.roll.default else ())}
+    return _moved(shape, context, ((dim, dim) for dim in range(len(shape)) if dim not in moved))
 
 
 def repeat(node: Node, context: Context) -> Iterator[Strategy]:
