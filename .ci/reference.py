@@ -320,7 +320,9 @@ def commands_page() -> str:
         "# Commands",
         MADE,
         "Every command prints its result on stdout and progress on stderr, and ends by naming the next one. Exit codes: 0 done, 1 internal,",
-        "2 bad input, 3 nothing fits, 4 other hardware than planned for, 5 the engine cannot express it.",
+        "2 bad input, 3 nothing fits, 4 other hardware than planned for, 5 the engine cannot express it; 128 + its number after a signal",
+        "(130 for Ctrl-C). `ahp verify` ends with 1 if a step differs. With `--json` an error is data too: `error` with `kind`, `message` and",
+        "`exit_code`.",
     ]
     for name, words in COMMANDS.items():
         module = import_module(f"ahp.cli.{name}")

@@ -218,6 +218,18 @@ def test_usage_error_of_a_command_passes(command) -> None:
     assert stopped.value.code == 2
 
 
+def test_wrong_options_are_data_too_where_data_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["devices", "--nonsense", "--json"])
+    told = capsys.readouterr()
+    assert json.loads(told.out)["error"] == {
+        "kind": "BadInput",
+        "message": "the options are wrong; stderr says which",
+        "exit_code": 2,
+    }
+    assert "--nonsense" in told.err
+
+
 @pytest.mark.parametrize(
     "code",
     [

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import NoReturn
 
-from ahp.errors import AhpError, bad_input
+from ahp.errors import AhpError, BadInput, bad_input
 from ahp.runtime.run.stop_signal import Stopped, stops_at_once
 
 COMMANDS: dict[str, str] = {
@@ -71,6 +71,10 @@ def main(argv: list[str] | None = None) -> int:
         if trace:
             traceback.print_exc()
         return _fail(str(error), type(error).__name__, error.exit_code, as_json="--json" in words)
+    except SystemExit as end:
+        if end.code == BadInput.exit_code and "--json" in words:  # a command's own parser has told a person what is wrong
+            _print_error("BadInput", "the options are wrong; stderr says which", BadInput.exit_code)
+        raise
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -201,8 +205,13 @@ def _help() -> str:
 def _fail(message: str, kind: str, code: int, *, as_json: bool) -> int:
     print(f"error: {message}", file=sys.stderr)
     if as_json:
-        print(json.dumps({"error": {"kind": kind, "message": message, "exit_code": code}}))
+        _print_error(kind, message, code)
     return code
+
+
+def _print_error(kind: str, message: str, code: int) -> None:
+    """An error as data, for ``--json``."""
+    print(json.dumps({"error": {"kind": kind, "message": message, "exit_code": code}}))
 
 
 def _place(error: BaseException) -> str:
