@@ -149,7 +149,9 @@ def test_a_file_that_was_changed_is_replaced_only_by_force(tmp_path: Path) -> No
         assert run(["slurm", path]) == 0, "the same content again is no change"
     written = script.read_text()
     script.write_text(written + "# mine\n")
-    with pytest.raises(BadInput, match=r"--out = '.*plan\.sbatch': is there with other content, yours perhaps; .*--force"):
+    with pytest.raises(
+        BadInput, match=r"--out = '.*plan\.sbatch': is there with other content, yours perhaps; .*--force"
+    ):
         run(["slurm", path])
     assert script.read_text() == written + "# mine\n"
     assert run(["slurm", path, "--force"]) == 0

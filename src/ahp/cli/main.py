@@ -72,7 +72,9 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         return _fail(str(error), type(error).__name__, error.exit_code, as_json="--json" in words)
     except SystemExit as end:
-        if end.code == BadInput.exit_code and "--json" in words:  # a command's own parser has told a person what is wrong
+        if (
+            end.code == BadInput.exit_code and "--json" in words
+        ):  # a command's own parser has told a person what is wrong
             _print_error("BadInput", "the options are wrong; stderr says which", BadInput.exit_code)
         raise
     except KeyboardInterrupt:
