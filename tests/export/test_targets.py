@@ -150,7 +150,7 @@ def test_a_file_that_was_changed_is_replaced_only_by_force(tmp_path: Path) -> No
     written = script.read_text()
     script.write_text(written + "# mine\n")
     with pytest.raises(
-        BadInput, match=r"--out = '.*plan\.sbatch': is there with other content, yours perhaps; .*--force"
+        BadInput, match=r"--out = '.*plan\.sbatch': exists with other content, perhaps your own changes; .*--force"
     ):
         run(["slurm", path])
     assert script.read_text() == written + "# mine\n"
