@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from ahp.errors import BadInput
+from ahp.graph import document_mask
 from ahp.graph.call import BIDIRECTIONAL, CAUSAL, Documents, Sight, call_model, logits_of
-from ahp.graph.document_mask import documents_apart
+from ahp.graph.document_mask import Probe, documents_apart
 from ahp.graph.trace import analyze
 from tests.search.families import build, small_config
 
@@ -188,3 +190,11 @@ def test_attention_of_a_masked_graph_reads_the_mask(model_type: str) -> None:
         next(len(op.inputs) for op in graph.blocks[0].operators if "attention" in op.name) for graph in (plain, masked)
     ]
     assert inputs == [3, 4]
+
+
+def test_a_mask_that_all_blocks_share_is_looked_at_once() -> None:
+    """Each look takes seconds with thousands of tokens."""
+    probe = Probe(build("llama"))
+    with mock.patch.object(document_mask, "_sight", wraps=document_mask._sight) as looked:
+        assert len(probe.sights(16)) == len(probe.blocks) > 1
+    assert looked.call_count == 1

@@ -112,7 +112,10 @@ class Probe:
         padded[:, padding] = 0
         given = self.given({"attention_mask": padded})
         masks = [next((t for t in given.get(n, []) if _hides(t, padding)), None) for n in range(len(self.blocks))]
-        found = {id(mask): _sight(mask, padding) for mask in masks if mask is not None}
+        distinct = {
+            id(mask): mask for mask in masks if mask is not None
+        }  # all blocks, or all of a kind, are given the same mask
+        found = {one: _sight(mask, padding) for one, mask in distinct.items()}
         return () if any(mask is None for mask in masks) else tuple(found[id(mask)] for mask in masks)
 
     def named(self, sights: tuple[Sight, ...]) -> tuple[tuple[str | None, Sight], ...]:
