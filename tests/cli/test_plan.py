@@ -216,6 +216,7 @@ def test_explain_json(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> No
     told = json.loads(capsys.readouterr().out)
     step_s = told["forecast"]["step_time_s"]
     assert len(told["sensitivity"]) == 4
+    assert told["documents"] == []  # they see each other
     assert all(move["step_time_s"] <= step_s * (1 + 1e-9) for move in told["sensitivity"])
     assert told["binds"]["part"] in {"compute", *told["forecast"]["step"]}
     assert told["next"][-1] == f"ahp train {plan_file}"
@@ -223,6 +224,21 @@ def test_explain_json(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert sum(more.values()) == pytest.approx(told["why_not"]["forecast"]["step_time_s"] - step_s)
     assert told["why_not"]["parallelism"]["tensor_parallel_degree"] == 4
     assert told["why_not"]["forecast"]["step_time_s"] >= step_s
+
+
+@pytest.mark.slow
+def test_explain_says_how_attention_keeps_documents_apart(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By their lengths, or with a mask; nothing where they see each other."""
+    title = "How attention keeps documents apart"
+    told = {}
+    for devices in ("2xA100-SXM-80GB", "2xMI300X"):
+        assert main(["plan", "tiny", devices, *SHORT, "--job.document-mask=true", "-o", str(plan_file)]) == 0
+        capsys.readouterr()
+        assert main(["explain", str(plan_file)]) == 0
+        out = capsys.readouterr().out
+        told[devices] = " ".join(out.split(title)[1].split())
+    assert told["2xA100-SXM-80GB"].startswith("- by the lengths of documents (FlashAttention-2), without a mask")
+    assert told["2xMI300X"].startswith("- with a mask [sequence, sequence], and computes the scores of all pairs")
 
 
 @pytest.mark.slow

@@ -74,8 +74,10 @@ LORA = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
 
 @cache
-def graph(name: str, *, adapted: bool = False) -> ModelGraph:
-    return analyze(MODELS[name], {"sequence_length": SEQUENCE, "lora": LORA if adapted else None})
+def graph(name: str, *, adapted: bool = False, packed: bool = False) -> ModelGraph:
+    """``packed``: the documents of a sequence do not see each other."""
+    job = {"sequence_length": SEQUENCE, "lora": LORA if adapted else None, "document_mask": packed}
+    return analyze(MODELS[name], job)
 
 
 def small(
@@ -94,6 +96,7 @@ def small(
     pieces: bool | None = None,
     step_ratio: float | None = None,
     adapted: bool = False,
+    packed: bool = False,
 ) -> Problem:
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if memory_bytes is not None:
@@ -104,12 +107,12 @@ def small(
             update={"groups": tuple(g.model_copy(update={"calibration": known}) for g in where.groups)}
         )
     asked = {"sequence_length": SEQUENCE, "global_batch_size": batch, "optimizer": optimizer, "precision": precision}
-    job = Job.model_validate(asked | {"lora": LORA if adapted else None})
+    job = Job.model_validate(asked | {"lora": LORA if adapted else None, "document_mask": packed})
     choice = {
         "name": engine, "loss_chunk_tokens": loss_chunk_tokens, "offload_optimizer": offload, "compile": compiled,
         "enable_async_tensor_parallel": pieces,
     }  # fmt: skip
-    return problem(graph(model, adapted=adapted), where, job, constraints, choice)
+    return problem(graph(model, adapted=adapted, packed=packed), where, job, constraints, choice)
 
 
 def with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:

@@ -117,6 +117,18 @@ def test_bounds_are_under_the_forecast_where_experts_are_alone(data: st.DataObje
     holds(asked, (space := build(asked)), some_rows(space, data, 3))
 
 
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(["4xA100-SXM-40GB", "2x2xH100-SXM-80GB"]), st.data())
+def test_bounds_are_under_the_forecast_of_packed_documents(cluster: str, data: st.DataObject) -> None:
+    """Where ranks share sequences, one method goes by the lengths of documents and the other needs masks."""
+    asked = small("llama", cluster, packed=True)
+    assert asked.graph.by_lengths is not None
+    space = build(asked)
+    shared = np.flatnonzero(space.blocks.context > 1).tolist()
+    places = [(block, 0) for block in data.draw(st.permutations(shared))[:4]]
+    holds(asked, space, [*places, *some_rows(space, data, 3)])
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("peft") is None, reason="peft (the extra lora) is not installed")
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -53,6 +53,7 @@ class Alternative:
 
 def run(argv: list[str]) -> int:
     """``ahp explain PLAN``. Returns the exit code; raises AhpError."""
+    from ahp.forecast.documents import told as told_of_documents
     from ahp.report.schedules import compared_schedules
     from ahp.search.sensitivity import sensitivity
 
@@ -66,11 +67,14 @@ def run(argv: list[str]) -> int:
     print("searching again with 10 % more of each piece of hardware ...", file=sys.stderr)
     moves = sensitivity(subject, plan.parallelism)
     binds, schedules = _binds(subject, plan), compared_schedules(subject.any_pricer, plan.parallelism)
+    layout = subject.decided(plan.parallelism)
+    documents = told_of_documents(subject.graph, subject.cluster.groups, plan.job, layout, subject.engine)
     if arguments.json:
         told = _as_json(plan, arguments.plan, binds, moves, other)
-        print(json.dumps({**told, "schedules": None if schedules is None else schedules.plain()}))
+        plain = None if schedules is None else schedules.plain()
+        print(json.dumps({**told, "documents": documents, "schedules": plain}))
     else:
-        _show(plan, arguments.plan, binds, moves, other, schedules)
+        _show(plan, arguments.plan, binds, moves, other, schedules, documents)
     return 0
 
 
@@ -154,6 +158,7 @@ def _show(
     moves: list[Move],
     other: Alternative | str | None,
     schedules: ComparedSchedules | None,
+    documents: list[str],
 ) -> None:
     from ahp.report import tables
     from ahp.search.slicing.explain import told_of
@@ -182,6 +187,8 @@ def _show(
             console.print(f"  {name}", markup=False)
             for line in lines:
                 console.print(f"    {line}", markup=False, no_wrap=True, overflow="crop")
+    if documents:
+        told("How attention keeps documents apart", documents)
     if lines := told_of(plan):
         told("How tensor parallelism splits the weights", lines)
     if plan.why:

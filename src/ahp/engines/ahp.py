@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Literal
 
 from ahp.divisors import divisors
 from ahp.engines import fsdp2, releases
@@ -11,6 +12,7 @@ from ahp.engines.engine import Engine
 from ahp.engines.fp8 import EAGER_TORCHAO_FP8, EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_FP8, FUSED_TORCHAO_OPERATORS
 from ahp.engines.host import host
 from ahp.engines.traits import (
+    WHOLE_DOCUMENTS,
     ContextTraits,
     ContextWay,
     ExpertTraits,
@@ -169,7 +171,7 @@ def _traits(
             whole_biased=True,  # their result is no summand (search/slicing/solve.py)
         ),
         kernels=KernelTraits(
-            attention="masked" if job.document_mask else None,
+            attention=_attention(job, choice),
             fusion="fused" if fuses else "eager",
             fusion_at_the_ends="eager",  # runtime/stage_setup.py compiles only blocks
             loss_chunk_tokens=choice.loss_chunk_tokens,
@@ -196,6 +198,12 @@ def _host(job: Job, *, split: bool, wrapped: bool, fuses: bool) -> HostTraits:
     )
 
 
+def _attention(job: Job, choice: EngineChoice) -> Literal["masked", "lengths"] | None:
+    if not job.document_mask:
+        return None
+    return "masked" if needs_masks(job, Parallelism(), choice) else "lengths"
+
+
 def needs_masks(job: Job, p: Parallelism, choice: EngineChoice) -> str | None:
     """Why a plan keeps the documents of one sequence apart by masks, rather than by kernels that work with document lengths, whatever
     the model and the device; None = it need not."""
@@ -203,7 +211,7 @@ def needs_masks(job: Job, p: Parallelism, choice: EngineChoice) -> str | None:
         return "FlashAttention computes in 16 bits, and job.precision is fp32"
     if choice.attention != "flash":
         return f"engine.attention is {choice.attention}"
-    if p.context_parallel_degree > 1 and p.context_parallel_method != "all-to-all":
+    if p.context_parallel_degree > 1 and p.context_parallel_method not in WHOLE_DOCUMENTS:
         method = "null" if p.context_parallel_method is None else p.context_parallel_method
         return f"context_parallel_method is {method}: with all-to-all alone a rank has whole documents"
     return None

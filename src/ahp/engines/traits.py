@@ -19,6 +19,9 @@ SendsAgain = Literal["nothing", "gathers", "all"]
 Receives = Literal["one", "waiting", "all"]
 FewKeys = Literal["refused", "whole", "gathered"]
 
+WHOLE_DOCUMENTS: tuple[ContextWay, ...] = ("all-to-all",)
+"""Ways of sharing sequences in which a rank has all tokens in attention, and so whole documents."""
+
 ALL_ELEMENTS = 1_000_000_000
 """Size of a bucket that holds everything of a pipeline stage. If a stage has more, only the share of the latency changes, which is
 small with so many bytes."""
@@ -235,8 +238,10 @@ class KernelTraits(NamedTuple):
     """Which element-wise operators run as one kernel: none, those of one module (a norm, an activation), whole chains."""
     fusion_at_the_ends: Fusion | None = None
     """The same for the embedding, the last norm, the head and the loss; None = as in blocks."""
-    attention: Literal["flash1", "flash2", "cudnn", "masked"] | None = None
-    """Fused attention on a GPU: FlashAttention of the first or second generation, cuDNN's, or None = what torch's scaled_dot_product_attention takes."""
+    attention: Literal["flash1", "flash2", "cudnn", "masked", "lengths"] | None = None
+    """Fused attention on a GPU: FlashAttention of the first or second generation, cuDNN's, or None = what torch's scaled_dot_product_attention takes;
+    masked: what that takes to read a mask; lengths: a kernel that goes by the lengths of documents where the model, the device and the way of
+    sharing tokens allow it, else masked."""
     flash2_on: tuple[str, ...] = ()
     """Generations of GPUs (forecast/kernels.yaml) on which attention is torch's FlashAttention-2, whatever torch takes now."""
     recent_cudnn: bool = False

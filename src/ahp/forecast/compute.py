@@ -91,14 +91,12 @@ class SegmentTimes:
 
 
 def is_causal(graph: ModelGraph) -> bool:
-    """Whether attention's kernel skips later tokens: a model whose loss shifts the labels predicts the next token.
+    """Whether attention's kernel can skip later tokens: a model whose loss shifts the labels predicts the next token.
 
     torch counts the FLOPs of fused attention over all S x S scores; a causal kernel computes half of the scores, a kernel that reads
-    a mask does all.
+    a mask (``masked``) does all.
     """
-    return not graph.document_mask and any(
-        op.name == "aten.constant_pad_nd" and op.module == "loss" for op in graph.head.operators
-    )
+    return any(op.name == "aten.constant_pad_nd" and op.module == "loss" for op in graph.head.operators)
 
 
 class Launched:

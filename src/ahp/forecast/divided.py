@@ -38,7 +38,7 @@ class _Run:
     fp8: Fp8Recipe | None
     """How products with a weight are computed in 8 bits; None = they are not."""
     causal: bool
-    """See ``is_causal``."""
+    """Whether attention's kernel skips later tokens, see ``is_causal``."""
 
     @cached_property
     def launched(self) -> Launched:
@@ -145,7 +145,7 @@ class SegmentPricer:
             fusion, fp8 = (how.fusion, how.fp8) if role == "block" else (how.fusion_at_the_ends, None)
             grouped: GroupedKernel = "each" if how.experts.launched_one_by_one else "torch"
             run = kernels(segment, fusion, fused_loss=how.fused_loss, grouped=grouped)
-            self._runs[alike] = _Run(segment, parts, run, how, fp8, self._causal)
+            self._runs[alike] = _Run(segment, parts, run, how, fp8, self._causal and how.attention != "masked")
         return self._runs[alike]
 
     def divided(

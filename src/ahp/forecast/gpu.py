@@ -55,6 +55,15 @@ def takes_cudnn(generation: str | None) -> bool:
     return generation in constants()["attention"]["takes"]["cudnn"]["generations"]
 
 
+def kernel_of_lengths(generation: str | None) -> AttentionKernel | None:
+    """torch's kernel for attention by the lengths of sequences, FlashAttention-2, on a generation; None where there is none."""
+    attention = constants()["attention"]
+    if generation not in attention["takes"]["lengths"]:
+        return None
+    own = {**attention["product_share"]["torch_flash2"], **attention["like"]["torch_flash2"]}
+    return "torch_flash2" if generation in own else "flash2"
+
+
 @dataclass(frozen=True, slots=True)
 class Reach:
     """FLOP/s of products: for a moment, and for minutes."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ahp.engines.fp8 import Fp8Recipe
 from ahp.engines.traits import ContextWay, ExpertTraits, TensorTraits, Traits
-from ahp.forecast.gpu import AttentionKernel, takes_cudnn
+from ahp.forecast.gpu import AttentionKernel, kernel_of_lengths, takes_cudnn
 from ahp.forecast.kernels import Fusion
 
 
@@ -19,6 +19,8 @@ class KernelOptions(NamedTuple):
     fusion_at_the_ends: Fusion
     fused_loss: bool
     attention: AttentionKernel | None
+    by_lengths: bool
+    """Attention goes by the lengths of documents, so that the graph with their starts is the one that runs."""
     attention_again: bool
     """``every_second_product`` runs fused attention again."""
     accumulates: bool
@@ -42,10 +44,18 @@ class KernelOptions(NamedTuple):
 
     @classmethod
     def of(
-        cls, traits: Traits, way: ContextWay, generation: str | None, *, in_fp8: bool, has_experts: bool
+        cls,
+        traits: Traits,
+        way: ContextWay,
+        generation: str | None,
+        *,
+        in_fp8: bool,
+        has_experts: bool,
+        whole_documents: bool = False,
     ) -> KernelOptions:
         """The kernels of an engine. ``generation``: of the GPU (kernels.yaml), None on a CPU; ``in_fp8``: whether the job's
-        precision is fp8; ``has_experts``: whether the model has experts."""
+        precision is fp8; ``has_experts``: whether the model has experts; ``whole_documents``: whether the model allows attention by the
+        lengths of documents, and a rank has whole documents."""
         on_cpu = generation is None
         flash2 = generation in traits.kernels.flash2_on
         in_mxfp8 = in_fp8 and generation == "blackwell"
@@ -53,6 +63,11 @@ class KernelOptions(NamedTuple):
         fp8 = traits.fp8 if in_fp8 else None
         if fp8 is not None and one_graph:
             fp8 = replace(fp8, attention=True, fused_experts=True)
+
+        attention = traits.kernels.attention or ("recent" if traits.kernels.recent_cudnn else None)
+        of_lengths = kernel_of_lengths(generation) if attention == "lengths" and whole_documents else None
+        if attention == "lengths":
+            attention = of_lengths or "masked"
 
         def on_device(fusion: Fusion) -> Fusion:
             """On a CPU torch has no fused kernels except for those of its compiler."""
@@ -62,10 +77,10 @@ class KernelOptions(NamedTuple):
             fusion=on_device(traits.kernels.fusion),
             fusion_at_the_ends=on_device(traits.kernels.fusion_at_the_ends or traits.kernels.fusion),
             fused_loss=traits.kernels.fused_loss,
-            attention="torch_flash2"
-            if flash2
-            else traits.kernels.attention or ("recent" if traits.kernels.recent_cudnn else None),
-            attention_again=not (flash2 or traits.recompute.keeps_cudnn_attention) and takes_cudnn(generation),
+            attention="torch_flash2" if flash2 else attention,
+            by_lengths=of_lengths is not None,
+            attention_again=takes_cudnn(generation)
+            and not (flash2 or of_lengths or traits.recompute.keeps_cudnn_attention),
             accumulates=traits.gradients.fused_accumulation,
             # Nothing overlaps on a CPU.
             tensor=traits.tensor._replace(in_pieces=False) if on_cpu else traits.tensor,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
+from typing import Any
 
 from ahp.cluster.model import NodeGroup
 from ahp.engines.fp8 import Fp8Recipe
-from ahp.engines.traits import ContextWay, Traits
+from ahp.engines.traits import WHOLE_DOCUMENTS, ContextWay, Traits
+from ahp.forecast.activations import Policy, SegmentMemory
 from ahp.forecast.axes import Axes
 from ahp.forecast.chunked_head import chunked_head
 from ahp.forecast.communication import Network
+from ahp.forecast.compute import SegmentTimes, Work
 from ahp.forecast.context import SharedTokens, shared_tokens_s
 from ahp.forecast.dispatch import Routed, pass_waits_s
 from ahp.forecast.divided import Divided, SegmentPricer
@@ -18,7 +22,7 @@ from ahp.forecast.division import attention_heads, expert_parameters
 from ahp.forecast.group import Group
 from ahp.forecast.kernel_options import KernelOptions
 from ahp.forecast.split import Role
-from ahp.forecast.tensor_collectives import TensorCollectives
+from ahp.forecast.tensor_collectives import TensorCollectives, TensorCost
 from ahp.forecast.unit import Unit
 from ahp.graph.operators import ModelGraph, Segment
 from ahp.schedule.chunks import num_chunks
@@ -42,14 +46,43 @@ class Units:
 
 
 def least_of(ways: list[Units]) -> Units:
-    """The least of each figure over units that differ only in how context ranks see each other's tokens."""
+    """The least of each figure over units that differ only in how context ranks see each other's tokens, and so perhaps in whether
+    attention needs masks."""
     if len(ways) == 1:
         return ways[0]
-    blocks = []
-    for alike in zip(*(units.blocks for units in ways), strict=True):
-        each = zip(*(unit.context for unit in alike), strict=True)
-        blocks.append(replace(alike[0], context=SharedTokens(*map(min, each))))
-    return replace(ways[0], blocks=tuple(blocks))
+    return replace(
+        ways[0],
+        embedding=_least([units.embedding for units in ways]),
+        blocks=tuple(map(_least, zip(*(units.blocks for units in ways), strict=True))),
+        head=_least([units.head for units in ways]),
+    )
+
+
+def _least(alike: Sequence[Unit]) -> Unit:
+    """The least of each figure of a segment's units that hold the same weights."""
+    context = SharedTokens(*map(min, zip(*(unit.context for unit in alike), strict=True)))
+    one = replace(alike[0], context=context)
+    if all(unit.times is one.times and unit.memory is one.memory for unit in alike):
+        return one
+    return replace(
+        one,
+        times=SegmentTimes(**_least_fields([unit.times for unit in alike], _least_work)),
+        memory=SegmentMemory(**_least_fields([unit.memory for unit in alike], _least_bytes)),
+        tensor=TensorCost(*map(min, zip(*(unit.tensor for unit in alike), strict=True))),
+        expert_s=min(unit.expert_s for unit in alike),
+    )
+
+
+def _least_fields(alike: Sequence[Any], least: Callable[[Sequence[Any]], Any]) -> dict[str, Any]:
+    return {field.name: least([getattr(one, field.name) for one in alike]) for field in fields(alike[0])}
+
+
+def _least_work(alike: Sequence[Work]) -> Work:
+    return Work(min(one.device_s for one in alike), min(one.launches for one in alike))
+
+
+def _least_bytes(alike: Sequence[Any]) -> Any:
+    return min(alike) if isinstance(alike[0], int) else Policy(**_least_fields(alike, min))
 
 
 class UnitPricer:
@@ -58,6 +91,8 @@ class UnitPricer:
     def __init__(self, graph: ModelGraph, nodes: NodeGroup, network: Network, precision: str) -> None:
         self._graph, self._network = graph, network
         self.segments = SegmentPricer.of(graph, nodes)
+        self._by_lengths = None if graph.by_lengths is None else SegmentPricer.of(graph.by_lengths, nodes)
+        """Of the graph in which attention goes by the lengths of documents."""
         self.rates = self.segments.rates
         self._tensor = TensorCollectives(self.rates, network)
         self._generation = self.rates.gpu.generation if self.rates.gpu else None
@@ -92,15 +127,36 @@ class UnitPricer:
             )  # fmt: skip
         return self._tokens[key]
 
-    def how(self, traits: Traits, way: ContextWay) -> KernelOptions:
-        """The kernels of an engine on these devices."""
-        return KernelOptions.of(traits, way, self._generation, in_fp8=self._in_fp8, has_experts=self._has_experts)
+    def how(self, traits: Traits, way: ContextWay, context: int) -> KernelOptions:
+        """The kernels of an engine on these devices, where ``context`` ranks share each sequence."""
+        return KernelOptions.of(
+            traits,
+            way,
+            self._generation,
+            in_fp8=self._in_fp8,
+            has_experts=self._has_experts,
+            whole_documents=self._by_lengths is not None and (context == 1 or way in WHOLE_DOCUMENTS),
+        )
+
+    def _segments_of(self, how: KernelOptions) -> SegmentPricer:
+        """The pricer of the graph that runs with these kernels."""
+        return self._by_lengths if how.by_lengths and self._by_lengths is not None else self.segments
+
+    def beside_products_s(
+        self, traits: Traits, micro_batch_size: int, tensor: int, sequence_parallel: bool, context: int
+    ) -> tuple[float, ...]:
+        """Least device seconds of both passes without products, for each kind of block, over the ways in which context ranks can see each
+        other's tokens; quick to find."""
+        kinds = {self.how(traits, way, context)._replace(context="ring") for way in traits.context.ways}
+        divided = micro_batch_size, tensor, sequence_parallel, context
+        each = [self._segments_of(how).beside_products_s(*divided, how) for how in kinds]
+        return tuple(map(min, zip(*each, strict=True)))
 
     def _units_by(self, way: ContextWay, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
-        how = self.how(traits, way)
+        how = self.how(traits, way, axes.context.size)
         key = micro_batch_size, axes, how
         if key not in self._units:
-            self._units[key] = self._price(self.segments.at(micro_batch_size), axes, how)
+            self._units[key] = self._price(self._segments_of(how).at(micro_batch_size), axes, how)
         return self._units[key]
 
     def _price(self, graph: ModelGraph, axes: Axes, how: KernelOptions) -> Units:
@@ -115,7 +171,7 @@ class UnitPricer:
             head=self._head(graph, axes, how, hidden_bytes // axes.context.size),
             tied_parameters=_tied_parameters(graph) // axes.tensor.size,
             hidden_bytes=hidden_bytes // cut,
-            forward_flops=self.segments.forward_flops(graph.micro_batch_size),
+            forward_flops=self._segments_of(how).forward_flops(graph.micro_batch_size),
         )
 
     def _head(self, graph: ModelGraph, axes: Axes, how: KernelOptions, hidden_bytes: int) -> Unit:
@@ -137,7 +193,7 @@ class UnitPricer:
     def _unit(
         self, graph: ModelGraph, segment: Segment, role: Role, number: int, axes: Axes, how: KernelOptions,
     ) -> Unit:  # fmt: skip
-        of = self.segments.divided(graph, segment, role, number, axes, how)
+        of = self._segments_of(how).divided(graph, segment, role, number, axes, how)
         fp8 = how.fp8 if role == "block" else None  # engines leave the head in the compute type
         context = axes.context if of.attention or fp8 is not None else None
         expert = (axes.expert, axes.beside_opposite) if of.grouped else None

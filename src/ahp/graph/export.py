@@ -9,7 +9,7 @@ from typing import Any
 from ahp.errors import bad_input
 from ahp.graph.operators import ModelGraph, Operator, Parameter, Segment, TensorSpec
 
-GRAPH_SCHEMA_VERSION = 4
+GRAPH_SCHEMA_VERSION = 5
 
 PLAIN_FIELDS = ("name", "model", "micro_batch_size", "sequence_length", "dtype", "layers", "tied", "config",
                 "document_mask", "lora", "uncuttable")  # fmt: skip
@@ -63,6 +63,10 @@ def to_plain(graph: ModelGraph) -> dict[str, Any]:
     plain["blocks"] = [_segment_to_plain(block) for block in graph.blocks]
     plain["head"] = _segment_to_plain(graph.head)
     plain["larger"] = None if graph.larger is None else to_plain(graph.larger)
+    if graph.by_lengths is not None:
+        plain["by_lengths"] = to_plain(graph.by_lengths)
+    if graph.needs_masks is not None:
+        plain["needs_masks"] = graph.needs_masks
     return plain
 
 
@@ -77,6 +81,8 @@ def from_plain(data: dict[str, Any]) -> ModelGraph:
             "blocks": tuple(_segment_from_plain(block) for block in data["blocks"]),
             "head": _segment_from_plain(data["head"]),
             "larger": None if data["larger"] is None else from_plain(data["larger"]),
+            "by_lengths": from_plain(data["by_lengths"]) if "by_lengths" in data else None,
+            "needs_masks": data.get("needs_masks"),
         }
     )
 

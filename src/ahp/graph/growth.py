@@ -37,7 +37,9 @@ def at(graph: ModelGraph, micro_batch_size: int) -> ModelGraph:
     # A batch of one often takes a path of its own (a dim of one needs no copy); then the law comes from two and three.
     small, large = (graph.larger, graph.larger.larger) if graph.larger.larger is not None else (graph, graph.larger)
     # The same two traces serve every other size as well.
-    return replace(_extended(small, large, micro_batch_size), larger=replace(small, larger=large))
+    grown = _extended(small, large, micro_batch_size)
+    larger = replace(small, larger=large, by_lengths=None, needs_masks=None)
+    return replace(grown, larger=larger, by_lengths=graph.by_lengths, needs_masks=graph.needs_masks)
 
 
 def _parts(graph: ModelGraph) -> tuple[Segment, ...]:

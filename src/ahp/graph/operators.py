@@ -124,7 +124,12 @@ class ModelGraph:
     config: dict[str, Any] = field(default_factory=dict)
     """Facts that rules need: vocab_size, num_attention_heads, num_key_value_heads, hidden_size, num_experts; absent if unknown."""
     document_mask: bool = False
-    """Whether attention is masked between the documents of a sequence: then its kernel computes the whole square of scores."""
+    """Whether the documents of a sequence do not see each other; this graph keeps them apart by masks [sequence, sequence]."""
+    by_lengths: ModelGraph | None = field(default=None, repr=False)
+    """With ``document_mask``, the same model where attention gets the starts of documents instead of masks, and goes by their lengths; as
+    large a micro-batch as was traced. None if there is no such graph."""
+    needs_masks: str | None = None
+    """Why attention cannot go by the lengths of documents in this model, if ``analyze`` looked and found a reason."""
     lora: dict[str, Any] | None = None
     """The keys of ``job.lora`` whose adapters the graph has, None if all weights are trained."""
     uncuttable: str | None = None

@@ -16,7 +16,9 @@ from torch import nn
 
 from ahp.errors import BadInput, bad_input
 from ahp.graph.blocks import NoBlocks, Stack, find_blocks
+from ahp.graph.call import Documents
 from ahp.graph.document_mask import documents_apart
+from ahp.graph.document_starts import DocumentStarts, document_starts
 from ahp.graph.fake_mode import DEPENDS_ON_VALUES, UNALIGNED
 from ahp.graph.fake_run import EMBEDDING, HEAD, FakeRun, Subject, fake_run
 from ahp.graph.growth import grows_alike
@@ -65,11 +67,14 @@ def analyze(
     module = (adapted_copy if module is model else with_adapters)(module, contract.lora)
     warn_of_longer(module, contract.sequence_length)
     tracer = _Tracer(module, model, contract, attention)
-    first, second = tracer.graph(micro_batch_size), tracer.graph(micro_batch_size + 1)
-    if grows_alike(first, second):
-        return replace(first, larger=second)
-    third = tracer.graph(micro_batch_size + 2)
-    return replace(first, larger=replace(second, larger=third)) if grows_alike(second, third) else first
+    graph = tracer.grown(micro_batch_size, tracer.documents)
+    # The kernels that go by lengths compute in 16 bits.
+    if tracer.documents is None or attention != "flash" or contract.precision == "fp32":
+        return graph
+    found = document_starts(module, tracer.documents, contract.sequence_length)
+    if isinstance(found, DocumentStarts):
+        return replace(graph, by_lengths=tracer.grown(micro_batch_size, found.documents))
+    return replace(graph, needs_masks=found)
 
 
 class _Tracer:
@@ -87,12 +92,21 @@ class _Tracer:
         self._kept = frozenset(self._first)
         self._shared = _shared(self._blocks.blocks) if self._blocks is not None else frozenset()
         self._masked = is_masked(module)
-        self._documents = documents_apart(module, job.sequence_length) if job.document_mask else None
+        self.documents = documents_apart(module, job.sequence_length) if job.document_mask else None
+        """How the model is called with masks, if documents of one sequence do not see each other."""
         self._dtype = COMPUTE_DTYPE[job.precision]
         self._fused = ATTENTION[attention] == "sdpa"
 
-    def graph(self, micro_batch_size: int) -> ModelGraph:
-        run = self._run(micro_batch_size)
+    def grown(self, micro_batch_size: int, documents: Documents | None) -> ModelGraph:
+        """The graph with its law of growth. ``documents``: the input that keeps documents apart."""
+        first, second = self._graph(micro_batch_size, documents), self._graph(micro_batch_size + 1, documents)
+        if grows_alike(first, second):
+            return replace(first, larger=second)
+        third = self._graph(micro_batch_size + 2, documents)
+        return replace(first, larger=replace(second, larger=third)) if grows_alike(second, third) else first
+
+    def _graph(self, micro_batch_size: int, documents: Documents | None) -> ModelGraph:
+        run = self._run(micro_batch_size, documents)
         embedding, head = self._outer_parameters(run)
         labels = {("block", position): kind for kind, position in enumerate(self._first)}
         parts: dict[Any, list[int]] = {EMBEDDING: [], HEAD: []} | {place: [] for place in labels}
@@ -125,16 +139,16 @@ class _Tracer:
         if self._blocks is None:
             return None
         try:
-            return why_uncuttable(self._module, sequence_length=self._job.sequence_length, documents=self._documents)
+            return why_uncuttable(self._module, sequence_length=self._job.sequence_length, documents=self.documents)
         except BadInput:  # the runtime refuses such a model for more than its cuts
             return None
 
-    def _run(self, micro_batch_size: int) -> FakeRun:
+    def _run(self, micro_batch_size: int, documents: Documents | None) -> FakeRun:
         """Run with one block of each kind, or with all blocks if the model does not run that way."""
         everything = frozenset(range(len(self._kinds)))
         error: Exception | None = None
         for kept in dict.fromkeys([self._kept, everything]):
-            subject = Subject(self._module, self._blocks, kept, self._masked, self._dtype, self._fused, self._documents)
+            subject = Subject(self._module, self._blocks, kept, self._masked, self._dtype, self._fused, documents)
             try:
                 return fake_run(subject, micro_batch_size, self._job.sequence_length)
             except Exception as caught:

@@ -37,8 +37,9 @@ class LeastLayers:
     def __init__(self, pricer: Pricer) -> None:
         self._pricer, self._graph, self._job = pricer, pricer.graph, pricer.job
         self._rates, self._network = pricer.unit_pricer.rates, pricer.network
-        self._causal = is_causal(self._graph)
         self._of_engine = self._traits_of(1, 1, 1, 0, 0)
+        self._causal = is_causal(self._graph) and self._how_of(self._of_engine, 1).attention != "masked"
+        """Whether attention skips later tokens where it computes least: on ranks that have whole documents."""
         self._split = cache(self._split_of)
         forward = [list(block.phase("forward")) for block in self._graph.blocks]
         self._attention = [[op for op in of_block if "attention" in op.name] for of_block in forward]
@@ -46,8 +47,7 @@ class LeastLayers:
         share = np.bincount(self._graph.layers, minlength=len(self._graph.blocks)) / max(self._graph.num_layers, 1)
         self._share = share.tolist()
         """Each kind's share of all layers."""
-        self._traits, self._how = cache(self._traits_of), cache(self._how_of)
-        self._beside_products_s = pricer.unit_pricer.segments.beside_products_s
+        self._traits = cache(self._traits_of)
         self._group = cache(lambda size, local: Group(size, local, -(-size // local)))
         self._of_tensor, self._of_context, self._of_experts = map(
             cache, (self._tensor_s, self._contexts_s, self._experts_s)
@@ -115,8 +115,8 @@ class LeastLayers:
         self, tensor: int, context: int, expert: int, sequence: int, folded: int, micro_batch: int
     ) -> float:
         """Seconds of all that a layer of average kind computes besides products, for one micro-batch."""
-        how = self._how(tensor, context, expert, sequence, folded)
-        each = self._beside_products_s(micro_batch, tensor, bool(sequence) and tensor > 1, context, how)
+        traits, in_parts = self._traits(tensor, context, expert, sequence, folded), bool(sequence) and tensor > 1
+        each = self._pricer.unit_pricer.beside_products_s(traits, micro_batch, tensor, in_parts, context)
         return self._of_kinds(each.__getitem__)
 
     def collectives_s(
@@ -151,9 +151,8 @@ class LeastLayers:
         )
         return self._pricer.traits(layout)
 
-    def _how_of(self, *degrees: int) -> KernelOptions:
-        traits = self._traits(*degrees)
-        return self._pricer.unit_pricer.how(traits, traits.context.ways[0])
+    def _how_of(self, traits: Traits, context: int) -> KernelOptions:
+        return self._pricer.unit_pricer.how(traits, traits.context.ways[0], context)
 
     def _of_kinds(self, each_s: Callable[[int], float]) -> float:
         """Seconds of a layer of average kind, from those of a layer of each kind."""
@@ -224,7 +223,7 @@ class LeastLayers:
     def _experts_s(self, group: Group, size: float) -> float:
         """Seconds to send tokens to expert ranks and back, in both passes. ``size``: what a rank sends, over what was traced."""
         tokens, traits = self._graph.micro_batch_size * self._graph.sequence_length, self._of_engine
-        how = self._pricer.unit_pricer.how(traits, traits.context.ways[0])
+        how = self._how_of(traits, 1)
         once, overlap = how.experts.tokens_once_to_a_node, how.expert_overlap(group.nodes)
 
         def of_kind(kind: int) -> float:

@@ -29,7 +29,7 @@ def document_attention(
 ) -> tuple[DocumentAttention | None, str]:
     """The attention of a model whose documents do not see each other, None = masks; and the reason.
 
-    The one place where this is decided. A forecast always assumes masks, so a step without masks takes less time than forecast.
+    The one place where this is decided. A forecast follows the same reasons (``ahp.forecast.documents``).
     """
     reason = needs_masks(plan.job, plan.parallelism, plan.engine) or _needs_masks_on(device)
     if reason is None:
