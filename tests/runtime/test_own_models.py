@@ -170,6 +170,7 @@ class Composed(Numbered):
         inner = inner.transpose(1, 2).index_select(2, self.order[:15] % 15).tile(1, 1, 2).flatten(2)[..., : 2 * WIDTH]
         inner = self.group_norm(inner.reshape(-1, 2 * WIDTH)).view(inner.shape) / inner.norm(dim=-1, keepdim=True)
         inner = inner - inner.detach().std(-1, keepdim=True) + inner.gather(2, inner.argsort(-1))
+        inner = F.hardswish(inner) + F.logsigmoid(inner)
         scores = torch.inner(inner.log_softmax(-1), self.down.weight)
         return super().forward(x) + torch.tensordot(scores, self.out.weight, dims=1)
 

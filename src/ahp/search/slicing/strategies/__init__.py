@@ -80,6 +80,8 @@ _RULES: dict[Any, Callable[[Node, Context], Iterator[Strategy]]] = {
     aten.mean.dim: elements.reduction,
     aten.sum.dim_IntList: elements.reduction,
     aten.dropout.default: elements.every_dim,
+    aten.hardswish.default: elements.every_dim,
+    aten.log_sigmoid.default: elements.every_dim,
     aten.group_norm.default: elements.of_each_row,
     aten.transpose.int: shapes.permutation(shapes.transposed),
     aten.t.default: shapes.permutation(_reversed),
