@@ -218,6 +218,22 @@ def test_usage_error_of_a_command_passes(command) -> None:
     assert stopped.value.code == 2
 
 
+def test_names_are_told_on_a_stdout_that_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "plan-é.yaml").write_text("schema_version: 1\ncluster: {device: H100}\n")
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def told(*words: str) -> tuple[int, str, str]:
+        command = [sys.executable, "-m", "ahp", "export", "slurm", "plan-é.yaml", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    assert told()[:2] == (0, "Wrote plan-\\xe9.sbatch\nNext: sbatch 'plan-\\xe9.sbatch'\n")
+    assert (tmp_path / "plan-é.sbatch").is_file()
+    code, out, error = told("-o", "-")
+    assert (code, out) == (2, "")
+    assert "stdout is ascii, and the text has '\\xe9'; give a file" in error
+
+
 def test_wrong_options_are_data_too_where_data_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["devices", "--nonsense", "--json"])

@@ -76,6 +76,7 @@ def run(argv: list[str]) -> int:
                 )
             )
         else:
+            _refuse_other_characters(exported.text)
             print(exported.text, end="")
             _tell_left(exported)
             print(next_words(following, console(sys.stderr).width), file=sys.stderr)
@@ -100,6 +101,16 @@ def run(argv: list[str]) -> int:
         _tell_left(exported)
         print(f"Wrote {path}\n{next_words(following, console().width)}")
     return 0
+
+
+def _refuse_other_characters(text: str) -> None:
+    """Raises BadInput if stdout would not take the text as it is: a path in it would be another one."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError as error:
+        told = f"stdout is {encoding}, and the text has {text[error.start]!a}; give a file, or set PYTHONUTF8=1"
+        raise bad_input("--out", "-", told) from None
 
 
 def _tell_left(exported: Exported) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import json
 import logging
 import os
@@ -62,6 +63,10 @@ def main(argv: list[str] | None = None) -> int:
     if trace:
         words = words[1:]
     _quiet_libraries()
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # where it is not UTF-8: a name with other characters is shown as Python writes it
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _stoppable():
             code = _dispatch(words)
