@@ -234,6 +234,16 @@ def test_names_are_told_on_a_stdout_that_is_not_utf8(tmp_path: Path) -> None:
     assert "stdout is ascii, and the text has '\\xe9'; give a file" in error
 
 
+def test_a_folder_that_is_gone_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["models"]) == 2
+    assert "the folder in which the command was started is gone" in capsys.readouterr().err
+
+
 def test_wrong_options_are_data_too_where_data_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["devices", "--nonsense", "--json"])

@@ -168,3 +168,12 @@ def test_a_mixed_plan(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "on(old:1 new:3)" in out
     names = [e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "process_name"]
     assert sorted(name.split(" (")[0] for name in names) == ["rank 0 on old", "rank 2 on new"]
+
+
+@pytest.mark.parametrize("command", ["simulate", "explain"])
+def test_a_plan_without_a_cluster_is_refused_with_one_that_could_be_added(
+    command: str, plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Plan.load(plan_file).model_copy(update={"cluster": None}).save(plan_file)
+    assert main([command, str(plan_file)]) == 2
+    assert "add one, such as {device: H100, devices_per_node: 4}" in capsys.readouterr().err

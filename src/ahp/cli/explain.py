@@ -85,7 +85,10 @@ def _subject(plan: Plan) -> Problem:
     from ahp.search.problem import problem
 
     if plan.cluster is None:
-        raise BadInput("cluster = None: the plan names no cluster to explain it on; write it with: ahp plan")
+        raise BadInput(
+            f"cluster = None: the plan names no cluster to explain it on; add one, such as {{device: H100, devices_per_node: {plan.parallelism.world_size}}}, "
+            "or write a plan with: ahp plan MODEL CLUSTER"
+        )
     announce(plan)
     graph = analyze(plan.model, plan.job, attention=plan.engine.attention)
     fixed = validated(Constraints, plan.fixed, "fixed")

@@ -176,7 +176,10 @@ def _short_warnings() -> Iterator[None]:
 def _find_users_modules() -> None:
     """Search the folder that the command starts in for ``pkg.mod:factory``, as ``python -m`` does, and so do the workers, which are started
     that way. It comes last, so that a user's file with the name of a library replaces nothing."""
-    folder = os.getcwd()
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        raise BadInput("the folder in which the command was started is gone; go to another one (cd)") from None
     if not sys.flags.safe_path and not {"", folder} & set(sys.path):
         sys.path.append(folder)
 

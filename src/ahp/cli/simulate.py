@@ -120,7 +120,10 @@ def _subject(plan: Plan) -> tuple[ModelGraph, Cluster]:
     from ahp.graph.kept import analyze
 
     if plan.cluster is None:
-        raise BadInput("cluster = None: the plan names no cluster to simulate it on; write it with: ahp plan")
+        raise BadInput(
+            f"cluster = None: the plan names no cluster to simulate it on; add one, such as {{device: H100, devices_per_node: {plan.parallelism.world_size}}}, "
+            "or write a plan with: ahp plan MODEL CLUSTER"
+        )
     cluster = Cluster.resolve(plan.cluster)
     # Refuse what the engine cannot express before the model is traced.
     lightest = {"activation_checkpoint": "none"} if plan.parallelism.activation_checkpoint == "auto" else {}
