@@ -89,7 +89,9 @@ def run(argv: list[str]) -> int:
     require_writable(path, "--out")
     if path.is_file() and not arguments.force and path.read_bytes() != exported.text.encode():
         raise bad_input(
-            "--out", str(path), "exists with other content, perhaps your own changes; give another -o, or --force to replace it"
+            "--out",
+            str(path),
+            "exists with other content, perhaps your own changes; give another -o, or --force to replace it",
         )
     save(path, exported.text)
     following = [command.replace("{file}", shlex.quote(str(path))) for command in exported.next]
