@@ -17,7 +17,7 @@ import numpy as np
 
 from ahp.cluster.cells import Cell, Placement, place
 from ahp.cluster.model import Cluster
-from ahp.engines.traits import Traits
+from ahp.engines.traits import ContextWay, Traits
 from ahp.forecast import memory
 from ahp.forecast.assembly import (
     band_s,
@@ -39,7 +39,7 @@ from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.group import CollectiveKind, Group, strided_group
 from ahp.forecast.groups import replica_members
 from ahp.forecast.mixed_network import MixedNetwork
-from ahp.forecast.priced import LayoutPricer, Priced, Replica, faster
+from ahp.forecast.priced import LayoutPricer, Priced, Replica
 from ahp.forecast.pricer import LOSS_AND_NORM_BYTES, TIED_BYTES, Pricer
 from ahp.forecast.stage import StageCost
 from ahp.forecast.stage_memory import StageMemory
@@ -101,14 +101,10 @@ class MixedPricer(LayoutPricer):
         self.slowest_share = self._slowest_share(groups, cluster.num_devices)
         """A layout that leaves devices idle counts only those it uses."""
 
-    def _price_faster(self, parallelism: Parallelism) -> Priced:
-        if parallelism.context_parallel_degree > 1:  # choosing a method needs groups; an illegal layout has none
-            self.legal_traits(parallelism)
+    def methods(self, parallelism: Parallelism) -> list[ContextWay]:
         any_group = next(iter(self.groups.values()))
         first, *others = map(any_group.methods, parallelism.layouts_of_ranks)
-        ways = [way for way in first if all(way in of for of in others)]
-        layouts = [parallelism.model_copy(update={"context_parallel_method": way}) for way in ways]
-        return faster(map(self._price, layouts or [parallelism]))
+        return [way for way in first if all(way in of for of in others)]
 
     def units(self, parallelism: Parallelism, group: str) -> Units:
         """The model's blocks and ends, priced for one rank on a group's devices and one micro-batch."""

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from operator import ge
-from typing import NamedTuple
 
 from ahp.cluster.cells import Cell
 from ahp.cluster.model import Cluster
 from ahp.engines.ahp import held_in_8_bits
 from ahp.engines.registry import get
-from ahp.engines.traits import Traits
+from ahp.engines.traits import ContextWay, Traits
 from ahp.errors import AhpError, BadInput, NotExpressible
 from ahp.forecast.rules import illegal
 from ahp.forecast.stage import StageCost
 from ahp.forecast.stage_memory import StageMemory
-from ahp.forecast.units import Units
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism
 from ahp.schedule.actions import Schedule
 from ahp.schedule.makespan import Makespan
-from ahp.schedule.simulate import StageTimes, Timeline
-
-ROUNDING = 1e-6
-"""A share larger than any rounding error of sums of seconds."""
+from ahp.schedule.simulate import Timeline
 
 MOST_KEPT = 400
 """The most prices that a pricer keeps: 57 KB each for a model of 405 B parameters in 64 stages."""
@@ -112,9 +106,20 @@ class LayoutPricer(ABC):
         """Factor on the mean rank's seconds: the slowest rank lags behind, and runs took ``ratio`` times as long as forecast."""
         return (1.0 + self.slowest_share) * self.ratio
 
-    @abstractmethod
     def _price_faster(self, parallelism: Parallelism) -> Priced:
-        """Price a layout whose ``activation_checkpoint`` is not auto."""
+        """Price a layout whose ``activation_checkpoint`` is not auto, with the fastest method of context parallelism if it leaves this open."""
+        if parallelism.context_parallel_degree > 1:  # choosing a method needs groups; an illegal layout has none
+            self.legal_traits(parallelism)
+        ways = [parallelism.model_copy(update={"context_parallel_method": way}) for way in self.methods(parallelism)]
+        return faster(map(self._price, ways or [parallelism]))
+
+    @abstractmethod
+    def methods(self, parallelism: Parallelism) -> list[ContextWay]:
+        """Values of context_parallel_method to choose from; empty where there is no choice."""
+
+    @abstractmethod
+    def _price(self, parallelism: Parallelism) -> Priced:
+        """Price a layout that leaves nothing open."""
 
     def traits(self, parallelism: Parallelism) -> Traits:
         """How the engine behaves under a layout."""
@@ -151,28 +156,3 @@ def lightest_that_fits(price: Callable[[Parallelism], Priced], parallelism: Para
 def faster(priced: Iterable[Priced]) -> Priced:
     """The fastest layout that fits, else the fastest of all; the first of equal ones."""
     return min(priced, key=lambda one: (not one.forecast.fits, one.forecast.step_time_s))
-
-
-class Begun(NamedTuple):
-    """A layout before its schedule has run."""
-
-    parallelism: Parallelism
-    traits: Traits
-    units: Units
-    stages: tuple[StageCost, ...]
-    times: list[StageTimes]
-
-    def takes_longer(self, other: Begun) -> bool:
-        """Whether every stage takes longer than in ``other`` and no time of it is less: then the schedule takes longer too."""
-        return all(
-            own.passes_s > of.passes_s * (1 + ROUNDING) and all(map(ge, own, of))
-            for own, of in zip(self.times, other.times, strict=True)
-        )
-
-
-def fastest_of(begun: Sequence[Begun], price: Callable[[Begun], Priced]) -> Priced:
-    """``faster`` for layouts that differ only in the context-parallel method; skips those that are surely slower than one that fits."""
-    least = min(begun, key=lambda one: sum(stage.passes_s for stage in one.times))
-    first = price(least)
-    rivals = [one for one in begun if one is least or not (first.forecast.fits and one.takes_longer(least))]
-    return faster(first if one is least else price(one) for one in rivals)

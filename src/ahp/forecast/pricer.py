@@ -39,7 +39,7 @@ from ahp.forecast.group import strided_group
 from ahp.forecast.groups import data_groups, expert_groups
 from ahp.forecast.mesh import PipelineAxis, pipeline_axis
 from ahp.forecast.muon import Between, Muon, places_of
-from ahp.forecast.priced import Begun, LayoutPricer, Priced, fastest_of
+from ahp.forecast.priced import LayoutPricer, Priced
 from ahp.forecast.segment import Recompute, SegmentFigures
 from ahp.forecast.sharing import SharedWeights, StageUnits
 from ahp.forecast.stage import StageCost, StageCosts, stage_costs
@@ -99,26 +99,16 @@ class Pricer(LayoutPricer):
         self._sends: dict[tuple[object, ...], list[float]] = {}
         self._tables: dict[tuple[object, ...], StageTable] = {}
 
-    def _price_faster(self, parallelism: Parallelism) -> Priced:
-        if parallelism.context_parallel_degree > 1:  # choosing a method needs groups; an illegal layout has none
-            self.legal_traits(parallelism)
-        ways = [parallelism.model_copy(update={"context_parallel_method": way}) for way in self.methods(parallelism)]
-        return fastest_of([self._begun(layout) for layout in ways or [parallelism]], self._scheduled)
-
     def methods(self, parallelism: Parallelism) -> list[ContextWay]:
-        """Values of context_parallel_method to choose from; empty where there is no choice."""
         if parallelism.context_parallel_degree == 1 or parallelism.context_parallel_method is not None:
             return []
         traits = self.traits(parallelism)
         return self.unit_pricer.ways(self._axes(parallelism, traits), traits) if len(traits.context.ways) > 1 else []
 
-    def _begun(self, parallelism: Parallelism) -> Begun:
+    def _price(self, parallelism: Parallelism) -> Priced:
         traits = self.legal_traits(parallelism)
         shared = self._shared(parallelism, traits)
-        return Begun(parallelism, traits, shared.units, *self._timed(parallelism, shared))
-
-    def _scheduled(self, begun: Begun) -> Priced:
-        parallelism, traits, units, stages, times = begun
+        units, (stages, times) = shared.units, self._timed(parallelism, shared)
         stages, span = self._run(parallelism, stages, times)
         stage_memory = self.stage_memory(parallelism, traits)
         update_s, offload_s = self._optimizer_s(parallelism, traits, span, stage_memory)
