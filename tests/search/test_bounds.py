@@ -18,6 +18,7 @@ from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.plan import Forecast, Parallelism
 from ahp.schedule.stages import layers_of_stages
+from ahp.search.bounds import space_bounds
 from ahp.search.bounds.block_bounds import block_bounds_s
 from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.exact import Place
@@ -256,6 +257,24 @@ def test_blocks_are_bounded_together_as_alone() -> None:
             np.where(np.arange(len(space.blocks)) == block, bounds.first_s(), np.inf)
         )
         assert closest(block) == pytest.approx(alone(block), rel=1e-12)
+
+
+def test_the_order_of_blocks_does_not_depend_on_where_objects_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of floats depend on their neighbours in a product of matrices, so another order can count another row as too large."""
+    asked, orders = small("llama", "2x4xA100-SXM-80GB"), []
+    of_rows_s = space_bounds.CutBounds.of_rows_s
+
+    def spied(self: space_bounds.CutBounds, most_bytes: float) -> Floats:
+        orders.append([(block.p, block.m, block.rows.pipes) for block in self.blocks])
+        return of_rows_s(self, most_bytes)
+
+    monkeypatch.setattr(space_bounds.CutBounds, "of_rows_s", spied)
+    for order in (id, lambda one: -id(one)):
+        monkeypatch.setattr(space_bounds, "id", order, raising=False)
+        bounds = Bounds(asked, build(asked))
+        bounds.that_may_fit(list(range(len(bounds.space.blocks))))
+    assert len(orders) > 1
+    assert orders[: len(orders) // 2] == orders[len(orders) // 2 :]
 
 
 def test_only_blocks_that_are_searched_are_bounded() -> None:

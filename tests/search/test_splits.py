@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ahp.engines.registry import names
 from ahp.forecast.states import Shards, Weights, cast_bytes, gradient_copy_bytes, last_copy_bytes, state_bytes
-from ahp.search.bounds.space_shardings import SpaceShardings
+from ahp.search.bounds.block_parts import SpaceShardings
 from ahp.search.space import build
 
 from .small import small

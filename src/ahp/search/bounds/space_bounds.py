@@ -26,13 +26,12 @@ from ahp.search.bounds.block_bounds import (
     schedule_bounds_s,
     work_bounds_s,
 )
-from ahp.search.bounds.block_layers import BlockLayers
+from ahp.search.bounds.block_parts import BlockLayers, SpaceShardings
 from ahp.search.bounds.block_rows import BlockRows, RowBounds
 from ahp.search.bounds.cut_bounds import CutBounds
 from ahp.search.bounds.layer_bounds import PricedBlock, Ways
 from ahp.search.bounds.level import TOGETHER, Level
 from ahp.search.bounds.pipelines import Pipelines
-from ahp.search.bounds.space_shardings import SpaceShardings
 from ahp.search.problem import Problem
 from ahp.search.space import Space
 
@@ -106,7 +105,7 @@ class Bounds:
         found: dict[int, float] = {}
         for kinds in dict.fromkeys(one.rows.recompute for one in priced.values()):
             alike = [block for block, one in priced.items() if one.rows.recompute == kinds]
-            alike.sort(key=lambda block: (priced[block].p, id(priced[block].rows.pipes), block))
+            alike.sort(key=lambda block: (priced[block].p, priced[block].rows.pipes, block))
             layers = CutBounds(self.problem, self._pipelines, [priced[block] for block in alike])
             found |= dict(zip(alike, seconds_s(layers).tolist(), strict=True))
         return found

@@ -1,11 +1,14 @@
-"""The ways to share states among the replicas of a space's blocks; blocks whose differences do not matter have the same object."""
+"""The layers of a space's blocks and the ways to share states among their replicas; blocks whose differences do not matter have the same object."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ahp.engines.traits import Traits
+from ahp.forecast.assembly import recompute_of
+from ahp.forecast.axes import Axes
+from ahp.forecast.candidates.layer_columns import LayerColumns
 from ahp.forecast.candidates.shardings import Shardings
+from ahp.forecast.data_parallel import DataParallel
+from ahp.forecast.segment import Recompute
 from ahp.plan import Parallelism
 from ahp.search.choices import ShardingChoice
 from ahp.search.problem import Problem
@@ -20,8 +23,6 @@ class SpaceShardings:
         self._of_mesh: dict[int, Shardings] = {}
         self._of_states: dict[tuple[int, ...], Shardings] = {}
         """Keyed by the degrees of a replica."""
-        self._firsts: dict[int, Traits] = {}
-        """Keyed by mesh."""
         self._traits: dict[tuple[object, ...], Traits] = {}
         self._same_traits: dict[Traits, Traits] = {}
 
@@ -42,22 +43,35 @@ class SpaceShardings:
     def _made(self, block: int, ways: tuple[ShardingChoice, ...]) -> Shardings:
         asked, rows = self._problem, self._space.rows(block)
         layouts = self._space.layouts(block, ways, rows.pipes[0], rows.recompute[-1])
-        traits = [self._traits_of(block, way, lambda own=own: own) for way, own in zip(ways, layouts, strict=True)]
+        traits = [self._traits_of(block, way, own) for way, own in zip(ways, layouts, strict=True)]
         return Shardings(layouts, traits, asked.pricer.nodes, asked.pricer.network)
 
-    def _traits_of(self, block: int, way: ShardingChoice, layout: Callable[[], Parallelism]) -> Traits:
+    def _traits_of(self, block: int, way: ShardingChoice, layout: Parallelism) -> Traits:
         """The engine's traits for one way; neither the order of ranks nor the micro-batch changes them."""
-        asked, alike = self._problem, (*self._space.mesh(block).degrees[:5], *way[:3])
+        alike = (*self._space.mesh(block).degrees[:5], *way[:3])
         if alike not in self._traits:
-            found = asked.traits(layout())
+            found = self._problem.traits(layout)
             self._traits[alike] = self._same_traits.setdefault(found, found)
         return self._traits[alike]
 
-    def first_traits(self, block: int) -> Traits:
-        """The engine's traits for a block's first way: the block's layers depend on these, its groups and the micro-batch."""
-        mesh = int(self._space.blocks.mesh[block])
-        if mesh not in self._firsts:
-            space, rows = self._space, self._space.rows(block)
-            way, others = rows.splits[0], (rows.pipes[0], rows.recompute[-1])
-            self._firsts[mesh] = self._traits_of(block, way, lambda: space.layout_of(block, way, *others))
-        return self._firsts[mesh]
+
+class BlockLayers:
+    """Layers priced once for blocks whose layers cost the same."""
+
+    def __init__(self, problem: Problem, space: Space, shardings: SpaceShardings) -> None:
+        self._pricer, self._space, self._shardings = problem.pricer, space, shardings
+        self._some = problem.constraints.recomputed_layers_per_stage is not None
+        """Whether the user recomputes some layers of a stage and not others."""
+        self._layers: dict[tuple[Axes, Traits, int, tuple[str, ...]], LayerColumns] = {}
+
+    def of(self, block: int) -> LayerColumns:
+        """The layers of one block."""
+        # How replicas share states changes no layer, so any of the ways will do; so will any groups of data-parallel ranks.
+        axes, traits = self._space.axes(block), self._shardings.states(block).traits[0]
+        key = axes, traits, int(self._space.blocks.micro_batch[block]), self._space.recompute(block)
+        if key not in self._layers:
+            units = self._pricer.unit_pricer.units(key[2], axes, traits)
+            kinds: list[Recompute] = [recompute_of(kind, traits, units) for kind in key[3]]
+            data = DataParallel.on(self._pricer.nodes, traits)
+            self._layers[key] = LayerColumns(units, kinds, data, some_layers=self._some)
+        return self._layers[key]
