@@ -97,11 +97,13 @@ class Request:
         workers again, and what the first worker does at the end."""
         source = self.plan or self.config
         assert source is not None
+        # Without what follows a "+": builds of one version of torch for several CUDA releases can train together.
+        versions = {name: version(name).partition("+")[0] for name in LIBRARIES}
         keys = {"model", "init_from", "job", "parallelism", "engine", *(() if self.config is None else ("cluster",))}
         return {
             **source.model_dump(mode="json", include=keys),
             "run": self.run.model_dump(mode="json", exclude={"folder", "elastic", "sample"}),
-            "versions": {"ahp": __version__, **{name: version(name) for name in LIBRARIES}},
+            "versions": {"ahp": __version__, **versions},
         }
 
 
