@@ -63,9 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     if trace:
         words = words[1:]
     _quiet_libraries()
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # where it is not UTF-8: a name with other characters is shown as Python writes it
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Where it is not UTF-8, a name with other characters is printed as Python escapes it.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _stoppable():
@@ -77,9 +76,8 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         return _fail(str(error), type(error).__name__, error.exit_code, as_json="--json" in words)
     except SystemExit as end:
-        if (
-            end.code == BadInput.exit_code and "--json" in words
-        ):  # a command's own parser has told a person what is wrong
+        # A command's own parser has told a person what is wrong.
+        if end.code == BadInput.exit_code and "--json" in words:
             _print_error("BadInput", "the options are wrong; stderr says which", BadInput.exit_code)
         raise
     except KeyboardInterrupt:

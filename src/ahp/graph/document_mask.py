@@ -112,9 +112,8 @@ class Probe:
         padded[:, padding] = 0
         given = self.given({"attention_mask": padded})
         masks = [next((t for t in given.get(n, []) if _hides(t, padding)), None) for n in range(len(self.blocks))]
-        distinct = {
-            id(mask): mask for mask in masks if mask is not None
-        }  # all blocks, or all of a kind, are given the same mask
+        # All blocks, or all of a kind, are given the same mask.
+        distinct = {id(mask): mask for mask in masks if mask is not None}
         found = {one: _sight(mask, padding) for one, mask in distinct.items()}
         return () if any(mask is None for mask in masks) else tuple(found[id(mask)] for mask in masks)
 
