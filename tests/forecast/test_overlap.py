@@ -16,7 +16,7 @@ from ahp.forecast.overlap import (
     exposed_behind_s,
     in_buckets,
     left_beside_ahead_s,
-    shown_columns_s,
+    shown_s,
 )
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -56,7 +56,7 @@ def test_exposed_is_between_nothing_and_everything(collectives, work, overlap):
 @given(seconds, seconds, st.floats(0, 1))
 def test_no_gather_ahead_costs_less_than_the_bound_of_its_unit(collectives, work, overlap):
     work = (work * 6)[: len(collectives)]
-    least_s = shown_columns_s(np.array(collectives), max(work), overlap)
+    least_s = shown_s(np.array(collectives), max(work), overlap)
     assert exposed_ahead_s(collectives, work, overlap) >= least_s.sum() * (1 - 1e-9)
 
 

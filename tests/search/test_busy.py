@@ -6,8 +6,7 @@ import pytest
 
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
-from ahp.search.busy import MOST_DEVICES, busy_counts, refuse_too_many
-from ahp.search.feasible_space import legal_rows
+from ahp.search.feasible_space import MOST_DEVICES, busy_counts, legal_rows, refuse_too_many
 from ahp.search.problem import with_devices
 
 from .small import small

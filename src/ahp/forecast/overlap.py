@@ -21,29 +21,19 @@ CONTENTION = constants.value("contention")
 """Computation slows down by this share while a collective overlaps with it."""
 
 
-def hidden_s(collective_s: float, beside_s: float, overlap: float) -> float:
-    """Seconds of collectives that overlap with ``beside_s`` seconds of computation, if the share ``overlap`` of the collectives can overlap."""
-    return min(overlap * collective_s, beside_s)
-
-
-def shown_s(collective_s: float, beside_s: float, overlap: float) -> float:
-    """Seconds that collectives add to ``beside_s`` seconds of computation, if the share ``overlap`` of the collectives can overlap
-    with it: the exposed collectives, and the slowdown by the hidden ones."""
-    return _slowed_s(collective_s, hidden_s(collective_s, beside_s, overlap))
-
-
-def hidden_columns_s(collective_s: Figures, beside_s: Figures, overlap: Figures) -> Floats:
-    """``hidden_s`` of many at once."""
+def hidden_s(collective_s: Any, beside_s: Any, overlap: Any) -> Any:
+    """Seconds of collectives that overlap with ``beside_s`` seconds of computation, if the share ``overlap`` of the collectives can overlap.
+    Numbers or columns."""
     return np.minimum(overlap * collective_s, beside_s)
 
 
-def shown_columns_s(collective_s: Floats, beside_s: Figures, overlap: Figures) -> Floats:
-    """``shown_s`` of many at once. A unit adds at least this to ``exposed_ahead_s``, wherever it comes, if no unit computes for longer than
-    ``beside_s``."""
-    return _slowed_s(collective_s, hidden_columns_s(collective_s, beside_s, overlap))
+def shown_s(collective_s: Any, beside_s: Any, overlap: Any) -> Any:
+    """Seconds that collectives add to ``beside_s`` seconds of computation, if the share ``overlap`` of the collectives can overlap
+    with it: the exposed collectives, and the slowdown by the hidden ones. Numbers or columns.
 
-
-def _slowed_s(collective_s: Any, hidden: Any) -> Any:
+    A unit adds at least this to ``exposed_ahead_s``, wherever it comes, if no unit computes for longer than ``beside_s``.
+    """
+    hidden = hidden_s(collective_s, beside_s, overlap)
     return collective_s - hidden + CONTENTION * hidden
 
 
@@ -62,7 +52,7 @@ def exposed_ahead_s(collectives: ArrayLike, work: ArrayLike, overlap: float) -> 
     each, beside = np.asarray(collectives, dtype=float), np.asarray(work, dtype=float)
     if not each.shape[-1]:
         return np.zeros(np.broadcast_shapes(each.shape[:-1], beside.shape[:-1]))
-    shown = shown_columns_s(each[..., 1:], beside[..., : each.shape[-1] - 1], overlap)
+    shown = shown_s(each[..., 1:], beside[..., : each.shape[-1] - 1], overlap)
     first = np.broadcast_to(each[..., :1], (*shown.shape[:-1], 1))
     return np.concatenate([first, shown], axis=-1).cumsum(axis=-1)[..., -1]
 
@@ -73,7 +63,7 @@ def left_beside_ahead_s(collectives: Floats, work: Floats, overlap: float) -> Fl
     Both arguments are in the order of the pass.
     """
     following = np.concatenate([collectives[..., 1:], np.zeros_like(collectives[..., :1])], axis=-1)
-    return work - hidden_columns_s(following, work, overlap)
+    return work - hidden_s(following, work, overlap)
 
 
 def exposed_behind_s(

@@ -17,7 +17,6 @@ from ahp.search import explain
 from ahp.search.current import compared
 from ahp.search.mixed import explain as mixed_explain
 from ahp.search.problem import Problem
-from ahp.search.reasons import slower_because
 from ahp.search.result import OwnOrder, Ranking
 from ahp.search.ties import TIED
 from ahp.words import WORTH_TELLING, percent
@@ -171,10 +170,7 @@ def _ranked(asked: Problem, ranking: Ranking, entries: list[_Entry], keep: int) 
     first, old, today = entries[0], ranking.best, ranking.current
     used = asked.of_plan(first.plan)
     holding = mixed_explain.on_fullest(used, (first.layout, first.forecast))
-    lost = [
-        Rejected.of(entry.layout, entry.forecast, slower_because(entry.forecast, first.forecast))
-        for entry in entries[1:]
-    ]
+    lost = [explain.runner_up((entry.layout, entry.forecast), first.forecast) for entry in entries[1:]]
     large = tuple(one for one in ranking.too_large if (one.step_time_s or 0.0) < first.forecast.step_time_s)
     rest = tuple(
         loser.model_copy(update={"reason": f"under fixed patterns, {loser.reason}"})

@@ -16,11 +16,11 @@ from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism, Plan, Rejected
 from ahp.schedule.orders import SYNTHESIZED
 from ahp.search import explain
-from ahp.search.busy import refuse_too_many
 from ahp.search.by_speed import ranking_by_speed, ranking_with_any_kernels
 from ahp.search.compiled import why_compiled
 from ahp.search.counts import choose
 from ahp.search.current import Current, compared, today_of
+from ahp.search.feasible_space import refuse_too_many
 from ahp.search.found_orders import with_own_orders
 from ahp.search.gc_pause import among_new_objects
 from ahp.search.method import Method, MethodName

@@ -18,7 +18,7 @@ from ahp.arrays import Floats, Ints
 from ahp.forecast.candidates.layer_columns import LayerColumns
 from ahp.forecast.candidates.sharding_columns import ShardingColumns
 from ahp.forecast.candidates.shardings import CollectiveTimes
-from ahp.forecast.overlap import shown_behind_s, shown_columns_s
+from ahp.forecast.overlap import shown_behind_s, shown_s
 from ahp.forecast.states import TraitColumns, last_copy_bytes
 
 
@@ -75,12 +75,12 @@ def layer_costs(
     gather, reduce, replicas = (part[:, None] for part in (sent.gather, sent.reduce, sent.replicas))
 
     overlap = data.overlap * traits.gather.overlap[..., None]
-    shown = shown_columns_s(gather, window_forward_s.max(axis=-1, keepdims=True), overlap)
+    shown = shown_s(gather, window_forward_s.max(axis=-1, keepdims=True), overlap)
     gathered = traits.gather.is_waited_for[..., None] * shown
     in_each = traits.gather.in_each_forward[..., None]
     forward = forward_s + in_each * (casts + gathered)
     first = (1.0 - in_each) * casts, (1.0 - in_each) * gathered
-    shown = shown_columns_s(gather, windows_s.max(axis=-1, keepdims=True), overlap)
+    shown = shown_s(gather, windows_s.max(axis=-1, keepdims=True), overlap)
     again = traits.gather.in_each_backward[..., None] * (shown + casts)
 
     overlap = data.overlap * traits.reduce.overlap[..., None]

@@ -16,7 +16,7 @@ from typing import Any
 from ahp.cluster.cells import place
 from ahp.errors import BadInput, NotExpressible, NothingFits
 from ahp.forecast import mixed_rules
-from ahp.plan import Parallelism, Plan, Rejected
+from ahp.plan import Parallelism, Plan
 from ahp.search import explain, reasons
 from ahp.search.certificate import Certificate, merged
 from ahp.search.current import Current, compared, today_of, with_candidate
@@ -160,13 +160,10 @@ class _Found:
         others = [plan for plan, _ in (*self.plans[:at], *self.plans[at + 1 :])]
         notes = (*mixed_explain.idle(self.asked, best.parallelism, used.cluster), *self.not_spread)
         why = (explain.headline(ordered.title(), best.priced), *ordered.words(), *self._why(best, used), *notes)
-        slower = [reasons.slower_because(plan.priced, best.priced) for plan in others]
-        lost = tuple(
-            Rejected.of(plan.parallelism, plan.priced, reason) for plan, reason in zip(others, slower, strict=True)
-        )
+        lost = tuple(explain.runner_up((plan.parallelism, plan.priced), best.priced) for plan in others)
         reasoned = [
-            plan.model_copy(update={"why": (reason,), "rejected": ()})
-            for plan, reason in zip(others, slower, strict=True)
+            plan.model_copy(update={"why": (one.reason,), "rejected": ()})
+            for plan, one in zip(others, lost, strict=True)
         ]
         told = None
         if today is not None:

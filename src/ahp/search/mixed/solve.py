@@ -310,9 +310,9 @@ class Task:
         extra = self.total - least * self.shape.replicas
         if extra < 0 or not self.allowed.any():
             return
-        for share in _compositions(extra, self.shape.replicas):
-            if all(self.allowed[least + more] for more in share):
-                yield tuple(least + more for more in share)
+        for share in cuts(extra + self.shape.replicas, self.shape.replicas):
+            if all(self.allowed[least - 1 + more] for more in share):
+                yield tuple(least - 1 + more for more in share)
 
     def _orders(self, placement: Placement) -> list[Parallelism]:
         if self.fixed.rows is not None or self.fixed.micro_batches is not None:
@@ -355,13 +355,3 @@ def distinct_orders(rows: Sequence[Row]) -> Iterator[tuple[Row, ...]]:
         larger = next(at for at in range(len(order) - 1, rise, -1) if order[at] > order[rise])
         order[rise], order[larger] = order[larger], order[rise]
         order[rise + 1 :] = reversed(order[rise + 1 :])
-
-
-def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Ways to write ``total`` as a sum of ``parts`` numbers >= 0."""
-    if parts == 1:
-        yield (total,)
-        return
-    for first in range(total + 1):
-        for rest in _compositions(total - first, parts - 1):
-            yield (first, *rest)
