@@ -34,3 +34,24 @@ def test_paragraphs_stay_apart_and_lists_keep_their_lines() -> None:
           a name that goes on
     """
     assert in_columns(text, 18) == "One two three\n  four.\n\nKeys:\n  model = tiny\n      a name that\n      goes on"
+
+
+@pytest.mark.parametrize(
+    ("words", "usage"),
+    [
+        ("plan llama3-8b --cluster 8xH100", "ahp plan MODEL CLUSTER"),
+        ("plan --model=llama3-8b 8xH100", "ahp plan MODEL CLUSTER"),
+        ("explain --plan plan.yaml", "ahp explain PLAN"),
+        ("train --config config.yaml", "ahp train [CONFIG|PLAN]"),
+        ("train --plan plan.yaml", "ahp train [CONFIG|PLAN]"),
+        ("export slurm --plan plan.yaml", "ahp export slurm PLAN|CONFIG"),
+        ("generate --run runs/demo", "ahp generate RUN"),
+    ],
+)
+def test_the_name_of_a_positional_argument_is_refused_with_the_usage(
+    words: str, usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    name = next(word.partition("=")[0] for word in words.split() if word.startswith("--"))
+    told = f"{name}: is no option; its value stands alone, without the name: {usage}"
+    assert told in " ".join(capsys.readouterr().err.split())

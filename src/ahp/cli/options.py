@@ -7,9 +7,11 @@ import shutil
 from collections.abc import Sequence
 from inspect import cleandoc
 from textwrap import wrap
-from typing import TypeVar
+from typing import TypeVar, get_type_hints
 
 import tyro
+
+from ahp.errors import BadInput
 
 Options = TypeVar("Options")
 
@@ -17,8 +19,9 @@ Options = TypeVar("Options")
 def options_of(options: type[Options], words: Sequence[str], command: str, about: str | None = None) -> Options:
     """The options in ``words``. Ends the program after --help, and if the words are no options.
 
-    ``about``: what the command does, by default the docstring of the class.
+    ``about``: what the command does, by default the docstring of the class. Raises BadInput where the name of a positional argument is given.
     """
+    _refuse_names_of_positionals(options, words, command)
     told = in_columns(about or options.__doc__ or "", shutil.get_terminal_size().columns)
     return tyro.cli(options, args=words, prog=command, description=told)
 
@@ -34,3 +37,18 @@ def in_columns(text: str, width: int) -> str:
             lines += wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
         paragraphs.append("\n".join(lines))
     return "\n\n".join(paragraphs)
+
+
+def _refuse_names_of_positionals(options: type[object], words: Sequence[str], command: str) -> None:
+    """``ahp plan llama3-8b --cluster 8xH100`` gives a cluster, but the parser would only say that CLUSTER is missing."""
+    parts = {name: getattr(of, "__metadata__", ()) for name, of in get_type_hints(options, include_extras=True).items()}
+    metavars = {
+        name: [part.metavar for part in of if hasattr(part, "metavar")][-1]
+        for name, of in parts.items()
+        if tyro.conf.Positional in of
+    }
+    names = {*metavars, *re.findall("[a-z]+", " ".join(metavars.values()).lower())} - (parts.keys() - metavars.keys())
+    for word in words[: words.index("--")] if "--" in words else words:
+        if (name := word.partition("=")[0]).removeprefix("--") in names and name.startswith("--"):
+            usage = " ".join([command, *metavars.values()])
+            raise BadInput(f"{name}: is no option; its value stands alone, without the name: {usage}")
