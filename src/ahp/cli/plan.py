@@ -280,9 +280,11 @@ def twins_words(twins: int) -> str:
 
 def heading(found: Found) -> list[tuple[str, str]]:
     """Lines about the model, the cluster, the job and the search, each with its title."""
+    from ahp.forecast.step import graph_of_engine
     from ahp.graph.key_heads import has_fused_attention
 
     job, ranking = found.job, found.ranking
+    fused = has_fused_attention(graph_of_engine(found.graph, job, ranking.best.engine))
     tokens = f"{number_of(job.global_batch_size, 'sequence')} of {job.sequence_length} = {count(job.tokens_per_step)} tokens a step"
     chosen = f" (chosen, not given: {', '.join(found.chosen)})" if found.chosen else ""
     parameters = f"{count(found.graph.num_parameters)} parameters, {number_of(found.graph.num_layers, 'layer')}"
@@ -293,7 +295,7 @@ def heading(found: Found) -> list[tuple[str, str]]:
         ("Job", f"{tokens}, {job.precision}, {job.optimizer.name}{chosen}; {training_words(job)}"),
         *precision_note(found),
         *([("Note", found.batch)] if found.batch else []),
-        ("Engine", ranking.best.engine.words(fused=has_fused_attention(found.graph))),
+        ("Engine", ranking.best.engine.words(fused=fused)),
         *([("Aim", ranking.objective.words())] if ranking.choice else []),
         *((name.capitalize(), words) for name, _, words in (line.partition(": ") for line in ranking.proof)),
         *([("Devices", ranking.choice.words())] if ranking.choice else []),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from ahp.engines.traits import Traits
 from ahp.job import Job
@@ -13,6 +14,9 @@ class Engine(ABC):
     """One stack that runs plans. Final classes implement every method; none overrides another's."""
 
     name: str
+    own_attention: ClassVar[bool] = False
+    """Whether attention is a kernel of its own, which knows sliding windows and sinks (``ahp.graph.engine_attention``), and not what transformers
+    has for the model."""
 
     @abstractmethod
     def refuses(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:

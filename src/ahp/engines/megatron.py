@@ -72,6 +72,7 @@ class MegatronEngine(Engine):
     """
 
     name = "megatron"
+    own_attention = True
 
     def refuses(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
         """The reason why it cannot run the layout (key, value, rule), or None."""

@@ -41,6 +41,7 @@ class TorchtitanEngine(Engine):
     """What torchtitan can run, and how it behaves: FSDP2 with bf16 gathers and fp32 reductions."""
 
     name = "torchtitan"
+    own_attention = True
 
     def refuses(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
         """The reason why it cannot run the layout (key, value, rule), or None."""

@@ -18,11 +18,11 @@ from ahp.forecast.compute import Launched, SegmentTimes, is_causal
 from ahp.forecast.division import GROUPED, Division, expert_parameters
 from ahp.forecast.efficiency import Rates
 from ahp.forecast.gpu import GroupedKernel
-from ahp.forecast.identity import Same
 from ahp.forecast.kernel_options import KernelOptions
 from ahp.forecast.kernels import Kernels, kernels
 from ahp.forecast.selective import last_read
 from ahp.forecast.split import KeysWay, Role, TensorSplit, is_weight_product, split, way_of_keys
+from ahp.graph.identity import Same
 from ahp.graph.operators import ModelGraph, Operator, Segment
 
 

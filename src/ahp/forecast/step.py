@@ -9,10 +9,11 @@ from typing import Any
 from ahp.cluster.model import Cluster
 from ahp.engines.registry import get
 from ahp.errors import bad_input
-from ahp.forecast.identity import Same
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.priced import Priced
 from ahp.forecast.pricer import Pricer
+from ahp.graph.engine_attention import with_engine_attention
+from ahp.graph.identity import Same
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism, validated
@@ -99,8 +100,9 @@ def simulate(
 def _pricer(graph: Same, cluster: Same, job: str, engine: str, in_cells: bool = False) -> Pricer | MixedPricer:
     of, on = Job.model_validate_json(job), cluster.value
     choice: EngineChoice = EngineChoice.model_validate_json(engine)
+    run = graph_of_engine(graph.value, of, choice)
     if not on.is_mixed:
-        return Pricer(graph.value, on, of, choice, in_cells=in_cells)
+        return Pricer(run, on, of, choice, in_cells=in_cells)
     for group in on.groups:
         if group.calibration is not None:
             rule = f"the steps of a mixed cluster do not show which of its groups took longer; leave it out of {group.name!r}"
@@ -108,7 +110,13 @@ def _pricer(graph: Same, cluster: Same, job: str, engine: str, in_cells: bool = 
     alone = [Same(Cluster(groups=(group,), source=on.source)) for group in on.groups]
     found = [_pricer(graph, part, job, engine, True) for part in alone]
     groups = {part.nodes.name: part for part in found if isinstance(part, Pricer)}
-    return MixedPricer(graph.value, on, of, choice, groups)
+    return MixedPricer(run, on, of, choice, groups)
+
+
+def graph_of_engine(graph: ModelGraph, job: Job, choice: EngineChoice) -> ModelGraph:
+    """The graph that an engine runs: with its own attention, where it has one and the graph's is not in one operator or has windows."""
+    own = get(choice.name).own_attention and choice.attention == "flash"
+    return with_engine_attention(graph, job) if own else graph
 
 
 def _graph(model: Any, job: Job, choice: EngineChoice) -> ModelGraph:

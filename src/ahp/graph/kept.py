@@ -48,7 +48,8 @@ def analyze(
     """Trace one micro-batch of ``model`` under ``job`` (its sequence length, precision, document mask and adapters are used).
 
     ``model`` as in ``ahp.graph.models``; a live module is run in place and left as it was. ``attention``: ``flash``
-    (one fused operator) or ``math`` (scores are materialized). With a document mask the graph has a second one, ``by_lengths``, if the
+    (one fused operator), ``math`` (scores are materialized) or ``engine`` (one operator that knows windows and sinks, as the kernels of
+    Megatron and torchtitan). With a document mask the graph has a second one, ``by_lengths``, if the
     model's attention can go by the lengths of documents. A model that was traced like this before is read from the cache.
     Raises BadInput when the model cannot be built, or cannot run on tensors without data.
 

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-ATTENTION = {"flash": "sdpa", "math": "eager", "sdpa": "sdpa", "eager": "eager"}
+ENGINE = "engine"
+"""One operator that knows windows and sinks, as Megatron's and torchtitan's kernels (``ahp.graph.engine_attention``)."""
+
+ATTENTION = {"flash": "sdpa", "math": "eager", "sdpa": "sdpa", "eager": "eager", ENGINE: ENGINE}
 """An attention kernel by AHP's name or by transformers' name -> transformers' name."""
 
 EARLIER_KEYS = {
@@ -85,7 +88,7 @@ def build_model(
 
     ``dtype`` is that of the floating parameters, None = float32. On a real ``device`` the model initializes its own
     weights (seed torch first); on ``meta`` they take no memory. A live module is returned as it is.
-    ``attention`` is ``sdpa`` (alias ``flash``) or ``eager`` (alias ``math``); a model without sdpa gets eager, with a
+    ``attention`` is ``sdpa`` (alias ``flash``), ``eager`` (alias ``math``), or ``engine``; a model without sdpa gets eager, with a
     warning. Raises BadInput.
     """
     import torch
@@ -109,7 +112,8 @@ def build_model(
             if implementation != "sdpa" or "scaled_dot_product_attention" not in str(error):
                 told = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
                 raise BadInput(f"model = {describe(model)!r}: transformers cannot build it: {told}") from error
-            warnings.warn(f"{describe(model)}: no sdpa attention in transformers, eager is used instead", stacklevel=2)
+            told = "transformers has no sdpa attention for it; it is eager, except in engines with kernels of their own"
+            warnings.warn(f"{describe(model)}: {told} (megatron, torchtitan)", stacklevel=2)
             return family.from_config(config, dtype=dtype, attn_implementation="eager")
 
 

@@ -19,11 +19,12 @@ from ahp.graph.blocks import NoBlocks, Stack, find_blocks
 from ahp.graph.call import Documents
 from ahp.graph.document_mask import documents_apart
 from ahp.graph.document_starts import DocumentStarts, document_starts
+from ahp.graph.engine_attention import known_to_transformers
 from ahp.graph.fake_mode import DEPENDS_ON_VALUES, UNALIGNED
 from ahp.graph.fake_run import EMBEDDING, HEAD, FakeRun, Subject, fake_run
 from ahp.graph.growth import grows_alike
 from ahp.graph.lora import adapted_copy, with_adapters
-from ahp.graph.models import ATTENTION, build_model, describe, is_masked, names_of_parameters, plain
+from ahp.graph.models import ATTENTION, ENGINE, build_model, describe, is_masked, names_of_parameters, plain
 from ahp.graph.operators import ModelGraph, Operator, Parameter, Segment
 from ahp.graph.outline import why_uncuttable
 from ahp.graph.positions import warn_of_longer
@@ -55,7 +56,7 @@ def analyze(
     """Trace one micro-batch of ``model`` under ``job`` (its sequence length, precision, document mask and adapters are used).
 
     ``model`` as in ``ahp.graph.models``; a live module is run in place and left as it was. ``attention``: ``flash``
-    (one fused operator) or ``math`` (scores are materialized). Raises BadInput when the model cannot be built, or
+    (one fused operator), ``math`` (scores are materialized), or ``engine`` (``ahp.graph.engine_attention``). Raises BadInput when the model cannot be built, or
     cannot run on tensors without data.
     """
     contract: Job = job if isinstance(job, Job) else validated(Job, job or {}, "job")
@@ -63,6 +64,13 @@ def analyze(
         raise bad_input("micro_batch_size", micro_batch_size, "a whole number of sequences, at least 1")
     if attention not in ATTENTION:
         raise bad_input("attention", attention, "unknown kernel", ATTENTION)
+    if attention == ENGINE:
+        with known_to_transformers():
+            return _analyzed(model, contract, micro_batch_size, attention)
+    return _analyzed(model, contract, micro_batch_size, attention)
+
+
+def _analyzed(model: Any, contract: Job, micro_batch_size: int, attention: str) -> ModelGraph:
     module = build_model(model, dtype=COMPUTE_DTYPE[contract.precision], attention=attention)
     module = (adapted_copy if module is model else with_adapters)(module, contract.lora)
     warn_of_longer(module, contract.sequence_length)
@@ -95,7 +103,7 @@ class _Tracer:
         self.documents = documents_apart(module, job.sequence_length) if job.document_mask else None
         """How the model is called with masks, if documents of one sequence do not see each other."""
         self._dtype = COMPUTE_DTYPE[job.precision]
-        self._fused = ATTENTION[attention] == "sdpa"
+        self._fused = ATTENTION[attention] != "eager"
 
     def grown(self, micro_batch_size: int, documents: Documents | None) -> ModelGraph:
         """The graph with its law of growth. ``documents``: the input that keeps documents apart."""

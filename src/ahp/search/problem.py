@@ -18,7 +18,7 @@ from ahp.forecast import rules
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.priced import Priced, on_graph
 from ahp.forecast.pricer import Pricer
-from ahp.forecast.step import pricer
+from ahp.forecast.step import graph_of_engine, pricer
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job, Precision
 from ahp.plan import AXES, DEGREE, Axis, ContextMethod, EngineChoice, Forecast, Parallelism, Plan, validated
@@ -333,7 +333,8 @@ def problem(
     if own_order:
         fixed = fixed.model_copy(update={"pipeline_parallel_schedule": None})
     usable, left_out = _that_compute_in(contract.precision, where)
-    found = Problem(graph, usable, on_graph(contract, graph), fixed, choice, own_order, left_out)
+    run = graph_of_engine(graph, contract, choice)
+    found = Problem(run, usable, on_graph(contract, run), fixed, choice, own_order, left_out)
     found.check()
     return found
 

@@ -1,0 +1,99 @@
+"""Attention as engines with kernels of their own compute it: one operator, whatever transformers has for the model.
+
+transformers computes attention to a learned sink (gpt-oss) in parts, and gives sliding windows to torch's kernel as masks, so that every pair of
+tokens is computed. Megatron (Transformer Engine, cuDNN) and torchtitan (flex attention) have kernels that know both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ahp.errors import BadInput
+from ahp.graph import kept
+from ahp.graph.catalogue import CATALOGUE
+from ahp.graph.identity import Same
+from ahp.graph.key_heads import has_fused_attention
+from ahp.graph.models import ENGINE, read_keys
+from ahp.graph.operators import ModelGraph
+from ahp.job import Job
+
+TRACED = "engine_attention"
+"""Key of ``ModelGraph.config`` in graphs that were traced like this."""
+
+
+def with_engine_attention(graph: ModelGraph, job: Job) -> ModelGraph:
+    """The graph of the same model with attention as such an engine computes it: the same object where that is no other graph."""
+    return _traced(Same(graph), job.model_dump_json(include={"sequence_length", "precision"}))
+
+
+@lru_cache(maxsize=32)
+def _traced(of: Same, job: str) -> ModelGraph:
+    graph: ModelGraph = of.value
+    known = TRACED in graph.config or graph.model is None or not kept.is_description(graph.model)
+    if known or graph.document_mask or graph.lora is not None:
+        return graph
+    if has_fused_attention(graph) and not _has_window(graph):
+        return graph
+    try:
+        found = kept.analyze(
+            graph.model, Job.model_validate_json(job), micro_batch_size=graph.micro_batch_size, attention=ENGINE
+        )
+    except BadInput:  # its attention cannot be replaced
+        return graph
+    same = replace(found, name=graph.name, model=graph.model, config={**found.config, TRACED: True})
+    return same if has_fused_attention(found) else graph
+
+
+def _has_window(graph: ModelGraph) -> bool:
+    """Whether some layers see fewer tokens than a sequence has."""
+    try:
+        keys = _keys(graph.model)
+    except BadInput:
+        return False
+    window = keys.get("sliding_window") if keys.get("use_sliding_window", True) else None
+    return isinstance(window, int) and window < graph.sequence_length
+
+
+def _keys(model: Any) -> Mapping[str, Any]:
+    if isinstance(model, dict):
+        return model
+    name = str(model)
+    return CATALOGUE[name].config if name in CATALOGUE else read_keys(Path(name).expanduser())
+
+
+@contextmanager
+def known_to_transformers() -> Iterator[None]:
+    """transformers finds such an attention under the name ``ENGINE``; models that are built in here only run in here."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS[ENGINE] = _attention
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[ENGINE]
+
+
+def _attention(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Any, None]:
+    """Causal attention [batch, heads, tokens, width] in one operator. A window of w tokens gets the first 2 w keys: causal attention counts half of
+    the scores, so that each token has w."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if sliding_window is not None and 2 * sliding_window < key.shape[2]:
+        key, value = key[:, :, : 2 * sliding_window], value[:, :, : 2 * sliding_window]
+    output, _weights = sdpa_attention_forward(module, query, key, value, None, scaling=scaling)
+    return output, None
