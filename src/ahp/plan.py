@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -481,8 +482,14 @@ class Plan(Record):
         return validated(cls, data, str(path))
 
 
-def validated(kind: type[Record], data: Any, where: str) -> Any:
-    """Build a record from plain data; a violation becomes one BadInput that names the keys in the user's words."""
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+
+def validated(kind: type[AnyRecord], data: Any, where: str) -> AnyRecord:
+    """A record from plain data, or the record itself; a violation becomes one BadInput that names the keys in the user's words."""
+    if isinstance(data, kind):
+        return data
+    data = dict(data) if isinstance(data, Mapping) else data
     try:
         found = kind.model_validate(data)
     except ValidationError as error:

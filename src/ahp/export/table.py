@@ -174,7 +174,7 @@ def plan_of(dialect: Dialect, fields: Fields, model: str | dict[str, Any], clust
         place[last] = value
     kinds = (("parallelism", Parallelism), ("job", Job), ("engine", EngineChoice))
     data["engine"]["name"] = dialect.engine
-    made = {name: validated(kind, data[name], dialect.name) for name, kind in kinds}
+    made: dict[str, Any] = {name: validated(kind, data[name], dialect.name) for name, kind in kinds}
     return Plan(model=model, cluster=cluster, **made)
 
 

@@ -86,12 +86,8 @@ def simulate(
         >>> found.fits, found.step_time_low_s < found.step_time_s < found.step_time_high_s
         (True, True)
     """
-    contract: Job = job if isinstance(job, Job) else validated(Job, job, "job")
-    layout: Parallelism = (
-        parallelism if isinstance(parallelism, Parallelism) else validated(Parallelism, parallelism, "parallelism")
-    )
-    given = DEFAULT_ENGINE if engine is None else engine
-    choice: EngineChoice = given if isinstance(given, EngineChoice) else validated(EngineChoice, given, "engine")
+    contract, layout = validated(Job, job, "job"), validated(Parallelism, parallelism, "parallelism")
+    choice = validated(EngineChoice, DEFAULT_ENGINE if engine is None else engine, "engine")
     get(choice.name)  # an engine that cannot be priced is refused before the model is traced
     return forecast(_graph(model, contract, choice), _cluster(cluster), contract, layout, choice)
 

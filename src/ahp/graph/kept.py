@@ -59,7 +59,7 @@ def analyze(
         >>> graph.num_layers, graph.num_parameters
         (32, 8030261248)
     """
-    contract: Job = job if isinstance(job, Job) else validated(Job, job or {}, "job")
+    contract = validated(Job, job or {}, "job")
     if not isinstance(micro_batch_size, int) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
         raise bad_input("micro_batch_size", micro_batch_size, "a whole number of sequences, at least 1")
     if attention not in ATTENTION:

@@ -59,7 +59,7 @@ def analyze(
     (one fused operator), ``math`` (scores are materialized), or ``engine`` (``ahp.graph.engine_attention``). Raises BadInput when the model cannot be built, or
     cannot run on tensors without data.
     """
-    contract: Job = job if isinstance(job, Job) else validated(Job, job or {}, "job")
+    contract = validated(Job, job or {}, "job")
     if not isinstance(micro_batch_size, int) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
         raise bad_input("micro_batch_size", micro_batch_size, "a whole number of sequences, at least 1")
     if attention not in ATTENTION:

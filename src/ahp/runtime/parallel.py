@@ -100,7 +100,7 @@ def parallelize(
         parallel.save("checkpoint")
     """
     refuse_arguments(module, plan)
-    checked: Plan = plan if isinstance(plan, Plan) else validated(Plan, plan, "plan")
+    checked = validated(Plan, plan, "plan")
     if checked.job.deterministic:
         set_environment()
     where = rank_device(checked, device)

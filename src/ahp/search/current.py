@@ -47,7 +47,7 @@ def today_of(used: Problem, layout: Parallelism | Mapping[str, Any] | None) -> C
     """The layout with its forecast on the devices that are used. Raises BadInput if it is no valid layout at all."""
     if layout is None:
         return None
-    given: Parallelism = layout if isinstance(layout, Parallelism) else validated(Parallelism, dict(layout), "current")
+    given = validated(Parallelism, layout, "current")
     try:
         priced = used.priced(given)
     except (BadInput, NotExpressible) as refusal:

@@ -76,8 +76,7 @@ def objective_of(given: Objective | Mapping[str, Any] | str) -> Objective:
     """An objective from its name, its keys or itself. Raises BadInput for keys that contradict it or are missing."""
     if isinstance(given, str) and given not in get_args(ObjectiveName):
         raise bad_input("objective", given, "no such objective", get_args(ObjectiveName))
-    plain = {"name": given} if isinstance(given, str) else given
-    found: Objective = plain if isinstance(plain, Objective) else validated(Objective, dict(plain), "objective")
+    found = validated(Objective, {"name": given} if isinstance(given, str) else given, "objective")
     for key in Objective.model_fields:
         value, readers = getattr(found, key), [name for name, keys in USES.items() if key in keys]
         if key == "name" or value is None or found.name in readers:

@@ -310,14 +310,10 @@ def problem(
 ) -> Problem:
     """Check the arguments of a search; plain dicts become records. Raises BadInput or NotExpressible."""
     where = Cluster.resolve(cluster)
-    contract: Job = job if isinstance(job, Job) else validated(Job, dict(job), "job")
-    given: Any = EngineChoice() if engine is None else engine
-    choice: EngineChoice = given if isinstance(given, EngineChoice) else validated(EngineChoice, given, "engine")
-    fixed: Constraints
+    contract = validated(Job, job, "job")
+    choice = validated(EngineChoice, EngineChoice() if engine is None else engine, "engine")
     if isinstance(constraints, Parallelism):
         fixed = Constraints.exactly(constraints)
-    elif isinstance(constraints, Constraints):
-        fixed = constraints
     else:
         fixed = validated(Constraints, constraints or {}, "parallelism")
     if graph.sequence_length != contract.sequence_length:

@@ -100,7 +100,7 @@ class Trainer:
         checkpoint_interval(checkpoint_every)
         if on_nan not in get_args(OnNan):
             raise bad_input("run.on_nan", on_nan, "there is no such value", get_args(OnNan))
-        profiled: Profile | None = validated(Profile, profile, "run.profile") if isinstance(profile, dict) else profile
+        profiled = None if profile is None else validated(Profile, profile, "run.profile")
         if profiled is not None:
             profiled.check(plan.job.steps)
         self.settings: dict[str, Any] = {
@@ -128,7 +128,7 @@ class Trainer:
         self.stored = None if store is None else StoredCheckpoints(store, self.folder, keep)
         self.track = tuple(track)
         self.extend, self.texts, self.replan = extend, texts, replan
-        self.elastic = validated(Elastic, elastic, "run.elastic") if isinstance(elastic, dict) else elastic or Elastic()
+        self.elastic = validated(Elastic, elastic or {}, "run.elastic")
         self.elastic.refuse(plan.parallelism.world_size, "the plan's degrees")
 
     def run(self) -> Outcome:

@@ -49,7 +49,7 @@ class Given:
         self.num_stages = _stages(self._keys)
         self.num_replicas = _replicas(self._keys)
         kept = {key: value for key, value in self._keys.items() if key in KEPT}
-        self._layout: Parallelism = validated(Parallelism, self._recompute | degrees(self._keys) | kept, "parallelism")
+        self._layout = validated(Parallelism, self._recompute | degrees(self._keys) | kept, "parallelism")
         self._check()
 
     @property
