@@ -15,8 +15,8 @@ from ahp.plan import Parallelism
 from ahp.search.pairs import Improved, by_time
 from ahp.search.problem import Problem, problem
 from ahp.search.ranking import search
-from ahp.search.recut import LayoutCosts, cut_words, recut
-from ahp.search.stages import _by_moves, best_cut, cuts
+from ahp.search.recut import cut_words, recut
+from ahp.search.stages import LayoutCosts, _by_moves, best_cut, cuts
 from ahp.search.uneven import with_uneven_rows
 
 JOB = Job(sequence_length=512, global_batch_size=16, precision="bf16")

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 
-import numpy as np
-
-from ahp.arrays import Floats
-from ahp.forecast.turns import least_share
-from ahp.forecast.unit import Unit
 from ahp.plan import Forecast, Parallelism
-from ahp.schedule.bounds import TimeColumns, lower_bounds_s
-from ahp.schedule.orders import splits_backward
 from ahp.schedule.registry import SCHEDULES, get
-from ahp.schedule.stages import layers_of_stages
 from ahp.search.pairs import Improved, Pair, by_time
 from ahp.search.problem import Problem
-from ahp.search.stages import WORTH_S, BestCut, Cut, best_cut, least_longest, longest_s
+from ahp.search.stages import WORTH_S, BestCut, LayoutCosts, best_cut, with_cut
 from ahp.words import WORTH_TELLING, percent
 
 PIPELINES = 4
@@ -113,12 +104,6 @@ def _pipelines(asked: Problem, ranked: Sequence[Pair]) -> list[list[int]]:
     return [places[: 1 + ALIKE] for places in list(found.values())[:PIPELINES]]
 
 
-def with_cut(asked: Problem, layout: Parallelism, cut: Cut) -> Forecast | None:
-    """The forecast of a layout with a cut; None if it does not fit or is refused."""
-    forecast = asked.price_or_none(layout.model_copy(update={"layers_per_stage": cut}))
-    return forecast if forecast is not None and forecast.fits else None
-
-
 def _cut(asked: Problem, layout: Parallelism) -> BestCut | None:
     costs = LayoutCosts(asked, layout)
     stages, layers = layout.num_stages, asked.graph.num_layers
@@ -127,77 +112,3 @@ def _cut(asked: Problem, layout: Parallelism) -> BestCut | None:
     # An engine's own cut may leave an end without a layer, which layers_per_stage cannot express.
     starts = [cut for cut in (costs.usual(), costs.longest[1]) if min(cut) > 0]
     return best_cut(layers, stages, costs, starts)
-
-
-class LayoutCosts:
-    """The times of one layout's cuts, by the forecast."""
-
-    def __init__(self, asked: Problem, layout: Parallelism) -> None:
-        self.asked, self.layout, self.pricer = asked, layout, asked.pricer
-        self.m = layout.num_micro_batches(asked.job)
-
-    def usual(self) -> Cut:
-        """The cut that the layout has by default."""
-        return layers_of_stages(self.layout, self.asked.graph.num_layers, ends=self.asked.stage_ends)
-
-    def floors_s(self, found: Sequence[Cut]) -> Floats:
-        """[N] Lower bound in seconds for each cut: the computation of its fullest rank."""
-        of = self.layout
-        own = get(of.pipeline_parallel_schedule).placement.rank_stages(
-            of.pipeline_parallel_degree, of.virtual_stages_per_rank
-        )
-        return longest_s(found, *self._layers, own) * self._slowed
-
-    def bounds_s(self, found: Sequence[Cut]) -> list[float]:
-        """Lower bound in seconds for each cut: the longest path through the schedule that has a closed form."""
-        of, times = self.layout, TimeColumns.of(*self.pricer.stage_times(self.layout, found))
-        shape = of.pipeline_parallel_schedule, of.pipeline_parallel_degree, of.virtual_stages_per_rank, self.m
-        bounds_s = lower_bounds_s(*shape, times, turns=self.pricer.turns)
-        return (bounds_s * self.pricer.stretch).tolist()
-
-    def stage_s(self, cut: Cut) -> Floats:
-        """[S] Seconds of each stage on one micro-batch, forward and backward."""
-        return np.array(
-            [times.forward_s + times.backward_s for times in self.pricer.stage_times(self.layout, [cut])[0]]
-        )
-
-    def price(self, cut: Cut) -> Forecast | None:
-        """The forecast; None if the cut does not fit or is refused."""
-        return with_cut(self.asked, self.layout, cut)
-
-    def shorter(self) -> float:
-        """The floor of all cuts as a share of the floor of the layout's own cut."""
-        return float(self.floor_s() / self.floors_s([self.usual()])[0])
-
-    def floor_s(self) -> float:
-        """Lower bound of any cut in seconds: the longest stage, from the layers' own computation."""
-        return self.longest[0] * self._slowed
-
-    @cached_property
-    def _slowed(self) -> float:
-        """The least factor by which workers that take turns, and the slowest rank, lengthen computation."""
-        return self.pricer.stretch * float(least_share(self.pricer.turns, self.layout.pipeline_parallel_degree))
-
-    @cached_property
-    def _layers(self) -> tuple[Floats, Floats, float, float]:
-        """Seconds of each layer before a later stage can start or end, and over all micro-batches; then of the embedding and the head."""
-        units = self.pricer.units(self.layout)
-        layers = np.array([_work_s(units.blocks[kind]) for kind in units.layers])
-        forward = np.array([units.blocks[kind].times.forward_s for kind in units.layers])
-        before = forward if splits_backward(self.layout) else layers
-        return before, self.m * layers, self.m * _work_s(units.embedding), self.m * _work_s(units.head)
-
-    @cached_property
-    def longest(self) -> tuple[float, Cut]:
-        """The floor in seconds, and the cut with the shortest longest stage; with several stages per rank the floor is the mean over ranks."""
-        seconds, cut = least_longest(*self._layers, self.layout.num_stages)
-        if self.layout.virtual_stages_per_rank > 1:
-            # A rank has stages from several places, so only the work of all ranks together is known.
-            _, work, *ends = self._layers
-            seconds = (float(work.sum()) + sum(ends)) / self.layout.pipeline_parallel_degree
-        return seconds, cut
-
-
-def _work_s(unit: Unit) -> float:
-    """Device seconds of one micro-batch, without collectives and without recompute."""
-    return unit.times.forward_s + unit.times.backward_s

@@ -10,14 +10,21 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations, pairwise
 from math import comb
-from typing import Protocol
 
 import numpy as np
 
 from ahp.arrays import Floats, Ints
-from ahp.plan import Forecast
+from ahp.forecast.turns import least_share
+from ahp.forecast.units import Unit
+from ahp.plan import Forecast, Parallelism
+from ahp.schedule.bounds import TimeColumns, lower_bounds_s
+from ahp.schedule.orders import splits_backward
+from ahp.schedule.registry import get
+from ahp.schedule.stages import layers_of_stages
+from ahp.search.problem import Problem
 
 Cut = tuple[int, ...]
 """Layers of each stage in pipeline order."""
@@ -41,30 +48,6 @@ WORTH_S = 1e-4
 """A move that shortens the step by less than this share does not count."""
 
 
-class Costs(Protocol):
-    """The times of a layout's cuts."""
-
-    def floors_s(self, found: Sequence[Cut]) -> Floats:
-        """A lower bound of the step for each cut, in seconds, quick to compute."""
-        ...
-
-    def bounds_s(self, found: Sequence[Cut]) -> list[float]:
-        """A closer lower bound of the step for each cut, in seconds."""
-        ...
-
-    def stage_s(self, cut: Cut) -> Floats:
-        """[S] Seconds of each stage on one micro-batch, forward and backward."""
-        ...
-
-    def price(self, cut: Cut) -> Forecast | None:
-        """The forecast; None if the cut does not fit or is refused."""
-        ...
-
-    def floor_s(self) -> float:
-        """A lower bound of the step under any cut, in seconds."""
-        ...
-
-
 @dataclass(frozen=True)
 class BestCut:
     """The best cut found, and what is known about the others."""
@@ -78,7 +61,7 @@ class BestCut:
     """Every cut takes at least this long."""
 
 
-def best_cut(num_layers: int, num_stages: int, costs: Costs, starts: Sequence[Cut]) -> BestCut | None:
+def best_cut(num_layers: int, num_stages: int, costs: LayoutCosts, starts: Sequence[Cut]) -> BestCut | None:
     """The cut of ``num_layers`` into ``num_stages`` with the shortest step; None if no cut that was tried fits.
 
     ``starts``: cuts to move layers from, if there are too many cuts to try all or if trying them proves none the best.
@@ -105,7 +88,7 @@ def cuts(num_layers: int, num_stages: int) -> Iterator[Cut]:
         yield tuple(after - before for before, after in pairwise(edges))
 
 
-def _of_all(found: Sequence[Cut], costs: Costs) -> BestCut | None:
+def _of_all(found: Sequence[Cut], costs: LayoutCosts) -> BestCut | None:
     floors_s = costs.floors_s(found)
     order, looked = np.argsort(floors_s, kind="stable").tolist(), 0
     bounded: list[tuple[float, Cut]] = []
@@ -132,7 +115,7 @@ def _of_all(found: Sequence[Cut], costs: Costs) -> BestCut | None:
     return BestCut(best[1], best[2], forecasts, proven=lowest_s >= best[0], floor_s=min(lowest_s, best[0]))
 
 
-def _by_moves(starts: Sequence[Cut], costs: Costs) -> BestCut | None:
+def _by_moves(starts: Sequence[Cut], costs: LayoutCosts) -> BestCut | None:
     seen: dict[Cut, Forecast | None] = {cut: costs.price(cut) for cut in dict.fromkeys(starts)}
     fitting = {cut: forecast for cut, forecast in seen.items() if forecast is not None}
     if not fitting:
@@ -148,7 +131,9 @@ def _by_moves(starts: Sequence[Cut], costs: Costs) -> BestCut | None:
     return BestCut(at, best, len(seen), proven=best.step_time_s <= floor_s * (1 + WORTH_S), floor_s=floor_s)
 
 
-def _better(at: Cut, best: Forecast, costs: Costs, seen: dict[Cut, Forecast | None]) -> tuple[Cut, Forecast] | None:
+def _better(
+    at: Cut, best: Forecast, costs: LayoutCosts, seen: dict[Cut, Forecast | None]
+) -> tuple[Cut, Forecast] | None:
     """The first move, in the order of bounds, whose forecast is shorter."""
     found = [cut for cut in moves(at, costs.stage_s(at)) if cut not in seen]
     bounds = sorted(zip(costs.bounds_s(found), found, strict=True)) if found else []
@@ -223,3 +208,83 @@ def least_longest(
         edges.append(int(chosen[stage][edges[-1]]))
     edges.reverse()
     return float(longest[num_layers]), tuple(after - start for start, after in pairwise(edges))
+
+
+def with_cut(asked: Problem, layout: Parallelism, cut: Cut) -> Forecast | None:
+    """The forecast of a layout with a cut; None if it does not fit or is refused."""
+    forecast = asked.price_or_none(layout.model_copy(update={"layers_per_stage": cut}))
+    return forecast if forecast is not None and forecast.fits else None
+
+
+class LayoutCosts:
+    """The times of one layout's cuts, by the forecast."""
+
+    def __init__(self, asked: Problem, layout: Parallelism) -> None:
+        self.asked, self.layout, self.pricer = asked, layout, asked.pricer
+        self.m = layout.num_micro_batches(asked.job)
+
+    def usual(self) -> Cut:
+        """The cut that the layout has by default."""
+        return layers_of_stages(self.layout, self.asked.graph.num_layers, ends=self.asked.stage_ends)
+
+    def floors_s(self, found: Sequence[Cut]) -> Floats:
+        """[N] Lower bound in seconds for each cut: the computation of its fullest rank."""
+        of = self.layout
+        own = get(of.pipeline_parallel_schedule).placement.rank_stages(
+            of.pipeline_parallel_degree, of.virtual_stages_per_rank
+        )
+        return longest_s(found, *self._layers, own) * self._slowed
+
+    def bounds_s(self, found: Sequence[Cut]) -> list[float]:
+        """Lower bound in seconds for each cut: the longest path through the schedule that has a closed form."""
+        of, times = self.layout, TimeColumns.of(*self.pricer.stage_times(self.layout, found))
+        shape = of.pipeline_parallel_schedule, of.pipeline_parallel_degree, of.virtual_stages_per_rank, self.m
+        bounds_s = lower_bounds_s(*shape, times, turns=self.pricer.turns)
+        return (bounds_s * self.pricer.stretch).tolist()
+
+    def stage_s(self, cut: Cut) -> Floats:
+        """[S] Seconds of each stage on one micro-batch, forward and backward."""
+        return np.array(
+            [times.forward_s + times.backward_s for times in self.pricer.stage_times(self.layout, [cut])[0]]
+        )
+
+    def price(self, cut: Cut) -> Forecast | None:
+        """The forecast; None if the cut does not fit or is refused."""
+        return with_cut(self.asked, self.layout, cut)
+
+    def shorter(self) -> float:
+        """The floor of all cuts as a share of the floor of the layout's own cut."""
+        return float(self.floor_s() / self.floors_s([self.usual()])[0])
+
+    def floor_s(self) -> float:
+        """Lower bound of any cut in seconds: the longest stage, from the layers' own computation."""
+        return self.longest[0] * self._slowed
+
+    @cached_property
+    def _slowed(self) -> float:
+        """The least factor by which workers that take turns, and the slowest rank, lengthen computation."""
+        return self.pricer.stretch * float(least_share(self.pricer.turns, self.layout.pipeline_parallel_degree))
+
+    @cached_property
+    def _layers(self) -> tuple[Floats, Floats, float, float]:
+        """Seconds of each layer before a later stage can start or end, and over all micro-batches; then of the embedding and the head."""
+        units = self.pricer.units(self.layout)
+        layers = np.array([_work_s(units.blocks[kind]) for kind in units.layers])
+        forward = np.array([units.blocks[kind].times.forward_s for kind in units.layers])
+        before = forward if splits_backward(self.layout) else layers
+        return before, self.m * layers, self.m * _work_s(units.embedding), self.m * _work_s(units.head)
+
+    @cached_property
+    def longest(self) -> tuple[float, Cut]:
+        """The floor in seconds, and the cut with the shortest longest stage; with several stages per rank the floor is the mean over ranks."""
+        seconds, cut = least_longest(*self._layers, self.layout.num_stages)
+        if self.layout.virtual_stages_per_rank > 1:
+            # A rank has stages from several places, so only the work of all ranks together is known.
+            _, work, *ends = self._layers
+            seconds = (float(work.sum()) + sum(ends)) / self.layout.pipeline_parallel_degree
+        return seconds, cut
+
+
+def _work_s(unit: Unit) -> float:
+    """Device seconds of one micro-batch, without collectives and without recompute."""
+    return unit.times.forward_s + unit.times.backward_s

@@ -16,8 +16,8 @@ from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.exact import Place
 from ahp.search.pairs import Improved, by_time
 from ahp.search.problem import Problem
-from ahp.search.recut import LayoutCosts, pipeline_of, recut_anyway, with_cut
-from ahp.search.stages import Cut
+from ahp.search.recut import pipeline_of, recut_anyway
+from ahp.search.stages import Cut, LayoutCosts, with_cut
 from ahp.search.ties import TIED
 
 BLOCKS = 32
