@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from ahp.cluster.model import Cluster
-from ahp.plan import Forecast, Parallelism, Plan, Rejected
+from ahp.plan import Forecast, Parallelism, Plan
 from ahp.report import glossary, tables
 from ahp.report.ranked import Ranked
 
@@ -140,13 +140,6 @@ def test_memory_bar_names_what_is_free() -> None:
     assert "free" not in over
     assert "112 %" in over
     assert over.splitlines()[-1].split() == ["too", "much", "10.0", "GiB", "12", "%", "\u2501" * 3 + "\u2578"]
-
-
-def test_rejected_layouts() -> None:
-    loser = Rejected(parallelism=PIPED.parallelism, reason="does not fit: 91.2 of 80.0 GiB")
-    text = drawn(tables.rejected(FLAT.model_copy(update={"rejected": (loser,)})))
-    assert PIPED.parallelism.short() in text
-    assert "does not fit: 91.2 of 80.0 GiB" in text
 
 
 def test_a_pipe_is_not_wrapped_and_has_no_colours(monkeypatch: pytest.MonkeyPatch) -> None:

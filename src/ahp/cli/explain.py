@@ -19,11 +19,10 @@ import tyro
 from ahp.cli.following import after, show_next
 from ahp.cli.layout_words import constraints_of
 from ahp.cli.options import options_of
-from ahp.cluster.model import Cluster
 from ahp.config import Constraints
 from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
 from ahp.optional import Flag, OptionalText
-from ahp.plan import Forecast, Parallelism, Plan, Rejected, validated
+from ahp.plan import Forecast, Parallelism, Plan, Rejected
 from ahp.words import percent, seconds
 
 if TYPE_CHECKING:
@@ -81,8 +80,7 @@ def run(argv: list[str]) -> int:
 def _subject(plan: Plan) -> Problem:
     """The plan's model, cluster and job with what its user had fixed, ready to price other layouts."""
     from ahp.cli.simulate import announce
-    from ahp.graph.kept import analyze
-    from ahp.search.problem import problem
+    from ahp.search.problem import problem_of
 
     if plan.cluster is None:
         raise BadInput(
@@ -90,9 +88,7 @@ def _subject(plan: Plan) -> Problem:
             "or write a plan with: ahp plan MODEL CLUSTER"
         )
     announce(plan)
-    graph = analyze(plan.model, plan.job, attention=plan.engine.attention)
-    fixed = validated(Constraints, plan.fixed, "fixed")
-    return problem(graph, Cluster.resolve(plan.cluster), plan.job, fixed, plan.engine.decided())
+    return problem_of(plan)
 
 
 def why_not(subject: Problem, plan: Plan, alternatives: list[Constraints]) -> Alternative | str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -149,12 +150,7 @@ class StageRoom:
     def best(self) -> StageRoom:
         """[n, 1, K] At least as much room as any group has."""
 
-        def least(of: Floats) -> Floats:
-            return of.min(axis=1, keepdims=True)
-
-        def most(of: Floats) -> Floats:
-            return of.max(axis=1, keepdims=True)
-
+        least, most = (partial(of, axis=1, keepdims=True) for of in (np.min, np.max))
         return StageRoom(
             least(self.layer_s), least(self.again_s), most(self.free), self.held, least(self.states), least(self.kept),
             most(self.most), least(self.remade),

@@ -75,18 +75,6 @@ def lines_of(words: str, width: int) -> list[str]:
     return [line.replace(_KEPT_SPACE, " ") for line in lines]
 
 
-def rejected(plan: Plan) -> Table:
-    """Layouts that lost against a plan, each with its one reason."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    table.add_column("layout", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("why not", overflow="fold")
-    for loser in plan.rejected:
-        step = "" if loser.step_time_s is None else seconds(loser.step_time_s)
-        table.add_row(loser.parallelism.short(), step, loser.reason)
-    return table
-
-
 def time_bar(forecast: Forecast) -> RenderableType:
     """Where the time of a step goes: one bar for each part of the slowest rank, with seconds and share."""
     rows = bars(forecast.step, forecast.step_time_s)

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ahp.arrays import Ints, Mask
+from ahp.arrays import Ints, Mask, unique_rows
 from ahp.forecast import rules
 from ahp.plan import Parallelism
 from ahp.search.choices import Choices, MeshDegrees
 from ahp.search.problem import Problem
-from ahp.search.unique_rows import unique_rows
 
 COLUMNS = (
     "tensor_parallel_degree",

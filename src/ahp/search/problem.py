@@ -335,6 +335,15 @@ def problem(
     return found
 
 
+def problem_of(plan: Plan) -> Problem:
+    """A plan's model, cluster and job with what its user had fixed, ready to price other layouts. The plan names a cluster."""
+    from ahp.graph.kept import analyze
+
+    graph = analyze(plan.model, plan.job, attention=plan.engine.attention)
+    fixed = validated(Constraints, plan.fixed, "fixed")
+    return problem(graph, plan.cluster or {}, plan.job, fixed, plan.engine.decided())
+
+
 def _that_compute_in(precision: Precision, cluster: Cluster) -> tuple[Cluster, tuple[NodeGroup, ...]]:
     """The cluster of the groups whose devices have the precision, and the other groups; the whole cluster if no group has it."""
     can = tuple(group for group in cluster.groups if precision in group.device.peak_flops_per_s)

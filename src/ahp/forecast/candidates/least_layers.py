@@ -18,7 +18,6 @@ from ahp.forecast.dispatch import Routed, pass_waits_s
 from ahp.forecast.division import GROUPED, expert_parameters, is_weight_gradient
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.group import CollectiveKind, Group
-from ahp.forecast.kernel_options import KernelOptions
 from ahp.forecast.kernels import Fusion, kernels
 from ahp.forecast.overlap import shown_s
 from ahp.forecast.pricer import Pricer
@@ -38,7 +37,9 @@ class LeastLayers:
         self._pricer, self._graph, self._job = pricer, pricer.graph, pricer.job
         self._rates, self._network = pricer.unit_pricer.rates, pricer.network
         self._of_engine = self._traits_of(1, 1, 1, 0, 0)
-        self._causal = is_causal(self._graph) and self._how_of(self._of_engine, 1).attention != "masked"
+        ways = self._of_engine.context.ways
+        self._how = pricer.unit_pricer.how(self._of_engine, ways[0], 1)
+        self._causal = is_causal(self._graph) and self._how.attention != "masked"
         """Whether attention skips later tokens where it computes least: on ranks that have whole documents."""
         self._split = cache(self._split_of)
         forward = [list(block.phase("forward")) for block in self._graph.blocks]
@@ -151,9 +152,6 @@ class LeastLayers:
         )
         return self._pricer.traits(layout)
 
-    def _how_of(self, traits: Traits, context: int) -> KernelOptions:
-        return self._pricer.unit_pricer.how(traits, traits.context.ways[0], context)
-
     def _of_kinds(self, each_s: Callable[[int], float]) -> float:
         """Seconds of a layer of average kind, from those of a layer of each kind."""
         return sum(share * each_s(kind) for kind, share in enumerate(self._share))
@@ -222,8 +220,7 @@ class LeastLayers:
 
     def _experts_s(self, group: Group, size: float) -> float:
         """Seconds to send tokens to expert ranks and back, in both passes. ``size``: what a rank sends, over what was traced."""
-        tokens, traits = self._graph.micro_batch_size * self._graph.sequence_length, self._of_engine
-        how = self._how_of(traits, 1)
+        tokens, how = self._graph.micro_batch_size * self._graph.sequence_length, self._how
         once, overlap = how.experts.tokens_once_to_a_node, how.expert_overlap(group.nodes)
 
         def of_kind(kind: int) -> float:

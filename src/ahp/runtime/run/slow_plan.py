@@ -73,20 +73,12 @@ def main(argv: list[str]) -> int:
 
 
 def _found(folder: Path, rank: int, ratio: float, reason: str) -> dict[str, Any]:
-    from ahp.cluster.model import Cluster
-    from ahp.config import Constraints
-    from ahp.graph.kept import analyze
-    from ahp.plan import validated
-    from ahp.search.problem import problem
+    from ahp.search.problem import problem_of
     from ahp.search.slowed import gain
 
-    plan = Plan.load(folder / "plan.yaml")
-    assert plan.cluster is not None, "nobody asks without one"
-    graph = analyze(plan.model, plan.job, attention=plan.engine.attention)
-    fixed = validated(Constraints, plan.fixed, "fixed")
-    asked = problem(graph, Cluster.resolve(plan.cluster), plan.job, fixed, plan.engine.decided())
+    plan = Plan.load(folder / "plan.yaml")  # nobody asks about a plan without a cluster
     # A device whose rows come late takes longer for each row, like a device that computes slowly.
-    slowed = gain(asked, plan, rank, ratio, network=reason == "network")
+    slowed = gain(problem_of(plan), plan, rank, ratio, network=reason == "network")
     slowed.cluster.save(folder / CLUSTER)
     return slowed.plain()
 

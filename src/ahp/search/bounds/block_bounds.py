@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ahp.arrays import Floats, Ints
+from ahp.arrays import Floats, Ints, unique_rows
 from ahp.forecast.candidates.layer_columns import LayerColumns
 from ahp.forecast.candidates.least_layers import LeastLayers
 from ahp.forecast.candidates.sharding_columns import ShardingColumns
@@ -24,7 +24,6 @@ from ahp.search.bounds.pipelines import Pipelines
 from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
 from ahp.search.space import Space
-from ahp.search.unique_rows import unique_rows
 
 
 def layers_before(asked: Problem, p: Floats | Ints | int) -> Any:

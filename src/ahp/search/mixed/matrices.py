@@ -100,7 +100,7 @@ def _of_parts(
             count = min(most, left)
             left -= count
             used = _kept(part, cells, count * pipeline, fastest_first)
-            rows += _by_columns(part, used, pipeline, count)
+            rows += _by_columns(part, used, count)
             whole = _whole_columns(part, cells, pipeline, count, fastest_first)
             aligned += [] if whole is None else [whole] * count
         yield matrix_of(rows)
@@ -125,7 +125,7 @@ def _in_order(part: Sequence[int], used: dict[int, int]) -> list[int]:
     return [group for group in part for _ in range(used[group])]
 
 
-def _by_columns(part: Sequence[int], used: dict[int, int], pipeline: int, replicas: int) -> list[Kind]:
+def _by_columns(part: Sequence[int], used: dict[int, int], replicas: int) -> list[Kind]:
     """Replicas from cells filled in stage by stage; a stage can lie on two groups."""
     order = _in_order(part, used)
     return [tuple(order[replica::replicas]) for replica in range(replicas)] if order else []

@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import replace
 
-from ahp.cluster.cells import place
 from ahp.cluster.model import Cluster, NodeGroup
 from ahp.errors import AhpError, NothingFits
 from ahp.search.misfit import Changes, Fits, by_how_much, freed, lighter, nearest, shorter, what_helps
+from ahp.search.mixed.explain import on_fullest
 from ahp.search.mixed.find import Budget, MixedOutcome, find_over
 from ahp.search.mixed.space import spaces_of
 from ahp.search.mixed.widths import given_widths
@@ -48,8 +48,7 @@ def nothing_fits_anywhere(
 
 def _nearest_miss(asked: Problem, over: MixedOutcome) -> str:
     def over_by(pair: Pair) -> tuple[float, int]:
-        name = place(asked.cluster, pair[0]).group_of(pair[1].fullest_rank)
-        capacity = next(g.device.memory_bytes for g in asked.cluster.groups if g.name == name)
+        capacity = on_fullest(asked, pair).capacity_bytes
         return needed_bytes(pair[1]) / capacity, capacity
 
     layout, forecast = min(over.misfits, key=lambda pair: over_by(pair)[0])
