@@ -114,14 +114,25 @@ class Gpu:
         *,
         output_bytes: float | None = None,
         accumulate: bool = False,
+        may_persist: bool = True,
     ) -> float:
         """Seconds of ``batch`` products (m, k) x (k, n). Operands count once: a wave of tiles shares them through the cache.
 
         ``output_bytes``: of one output element; None = as torch, that of the operands (16 bits for fp8).
         ``accumulate``: the output is read and added to, as Megatron's fused weight gradient does.
+        ``may_persist``: the kernel is persistent on generations that have such kernels.
         """
-        persistent = self.generation in self._data["products"]["persistent"]
-        return self._product_s(batch, m, n, k, precision, output_bytes, accumulate, persistent)
+        persistent = may_persist and self.generation in self._data["products"]["persistent"]
+        reach = self.reach(precision)
+        element = ELEMENT_BYTES.get(precision, 4)
+        written = batch * m * n * (output_bytes or max(2, element)) * (2 if accumulate else 1)
+        moved = batch * (m * k + k * n) * element + written
+        memory_s = moved / (self._data["products"]["memory_share"] * self.device.memory_bandwidth_bytes_per_s)
+        tiles_s = self._tiles_s(batch, m, n, k, reach.burst / self._sms, written, persistent)
+        held_s = 2.0 * batch * m * n * k / reach.sustained
+        if persistent:
+            held_s += self.output_s(written)
+        return max(tiles_s, memory_s, held_s)
 
     @property
     def fp32_sums(self) -> float:
@@ -141,10 +152,9 @@ class Gpu:
         kernel: GroupedKernel = "each",
     ) -> float:
         """Seconds of a product (m, k) x (k, n) for each of ``groups`` experts."""
-        if kernel == "fused":
-            return self.product_s(groups, m, n, k, precision, output_bytes=output_bytes, accumulate=accumulate)
-        seconds = self._product_s(groups, m, n, k, precision, output_bytes, accumulate, False)
-        return seconds if kernel == "torch" else max(seconds, groups * self._data["groups"]["launch_s"])
+        how: dict[str, Any] = {"output_bytes": output_bytes, "accumulate": accumulate, "may_persist": kernel == "fused"}
+        seconds = self.product_s(groups, m, n, k, precision, **how)
+        return max(seconds, groups * self._data["groups"]["launch_s"]) if kernel == "each" else seconds
 
     def attention_s(
         self,
@@ -226,28 +236,6 @@ class Gpu:
         slowness = 1.0 - held * (1.0 - 1.0 / data["cache_speedup"])
         rate = data["share"][kind] * self.device.memory_bandwidth_bytes_per_s
         return data["start_s"] + moved_bytes * slowness / rate
-
-    def _product_s(
-        self,
-        batch: float,
-        m: float,
-        n: float,
-        k: float,
-        precision: str,
-        output_bytes: float | None,
-        accumulate: bool,
-        persistent: bool,
-    ) -> float:
-        reach = self.reach(precision)
-        element = ELEMENT_BYTES.get(precision, 4)
-        written = batch * m * n * (output_bytes or max(2, element)) * (2 if accumulate else 1)
-        moved = batch * (m * k + k * n) * element + written
-        memory_s = moved / (self._data["products"]["memory_share"] * self.device.memory_bandwidth_bytes_per_s)
-        tiles_s = self._tiles_s(batch, m, n, k, reach.burst / self._sms, written, persistent)
-        held_s = 2.0 * batch * m * n * k / reach.sustained
-        if persistent:
-            held_s += self.output_s(written)
-        return max(tiles_s, memory_s, held_s)
 
     def output_s(self, written: float) -> float:
         """Seconds of writing ``written`` bytes of output that a persistent kernel does not hide, where power limits it."""

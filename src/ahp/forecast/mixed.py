@@ -43,7 +43,6 @@ from ahp.forecast.priced import LayoutPricer, Priced, Replica
 from ahp.forecast.pricer import LOSS_AND_NORM_BYTES, TIED_BYTES, Pricer
 from ahp.forecast.stage import StageCost
 from ahp.forecast.stage_memory import StageMemory
-from ahp.forecast.units import Units
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism
@@ -105,10 +104,6 @@ class MixedPricer(LayoutPricer):
         any_group = next(iter(self.groups.values()))
         first, *others = map(any_group.methods, parallelism.layouts_of_ranks)
         return [way for way in first if all(way in of for of in others)]
-
-    def units(self, parallelism: Parallelism, group: str) -> Units:
-        """The model's blocks and ends, priced for one rank on a group's devices and one micro-batch."""
-        return self.groups[group].units(parallelism)
 
     def cells_fit(self, parallelism: Parallelism) -> Callable[[int, Sequence[int]], list[bool]]:
         """A function of a replica and the recomputed layers of each stage: whether each cell fits, without running the schedule.
@@ -272,7 +267,7 @@ class MixedPricer(LayoutPricer):
             return 0.0
         if layout.widths[one] != layout.widths[other]:
             return self._laid_anew_s(layout, cells, one, other)
-        sent = message_bytes(layout.own[one], layout.traits[one], self.units(layout.own[one], cells[one].group))
+        sent = message_bytes(layout.own[one], layout.traits[one], self.groups[cells[one].group].units(layout.own[one]))
         return self._between_s("send_recv", sent, cells[one], cells[other])
 
     def _laid_anew_s(self, layout: _Layout, cells: Sequence[Cell], one: int, other: int) -> float:
@@ -280,7 +275,7 @@ class MixedPricer(LayoutPricer):
         receiving tensor ranks that need the whole hidden states all-gather them."""
         own, traits, context = layout.own[one], layout.traits[one], layout.parallelism.context_parallel_degree
         shard, tensor = layout.widths[one]
-        ours = message_bytes(own, traits, self.units(own, cells[one].group))
+        ours = message_bytes(own, traits, self.groups[cells[one].group].units(own))
         whole = ours * context * shard * (tensor if own.enable_sequence_parallel else 1)
         network = self.groups[cells[one].group].network
         sent_s = self.network.handed_s(network, cells[one], cells[other], whole)
@@ -295,7 +290,7 @@ class MixedPricer(LayoutPricer):
         """Seconds to all-reduce the gradient of weights that a replica's first and last stage share: in parts between pairs of ranks
         where both have the same width, else whole over all their ranks (runtime/shard/ownership.py)."""
         first, last = layout.stage_rank[0], layout.stage_rank[-1]
-        units = self.units(layout.own[first], cells[first].group)
+        units = self.groups[cells[first].group].units(layout.own[first])
         if len(cells) == 1 or units.tied_parameters == 0:
             return 0.0
         num_bytes = TIED_BYTES * units.tied_parameters
@@ -398,7 +393,7 @@ class MixedPricer(LayoutPricer):
         own = layout.own[rank]
         peaks = {name: self.groups[name].nodes.device.peak(self.job.precision) for name in layout.placement.used}
         all_flops = sum(count * peaks[name] for name, count in layout.placement.used.items())
-        flops = step_flops(self.job, own, self.units(own, cell.group))
+        flops = step_flops(self.job, own, self.groups[cell.group].units(own))
         low_s, high_s = band_s(step_s, self._step_error(layout.placement))
         probability = memory.fit_probability(used.total, self._capacity(cell.group))
         return Forecast(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -63,14 +62,6 @@ TIED_BYTES = 4
 """Bytes per gradient element of tied weights, which the first and the last stage sum in fp32."""
 
 
-class _Shared(NamedTuple):
-    """What all cuts of a layout into stages share."""
-
-    traits: Traits
-    units: Units
-    data: DataParallel
-
-
 class Pricer(LayoutPricer):
     """Forecasts for one model, cluster, job and engine."""
 
@@ -107,8 +98,8 @@ class Pricer(LayoutPricer):
 
     def _price(self, parallelism: Parallelism) -> Priced:
         traits = self.legal_traits(parallelism)
-        shared = self._shared(parallelism, traits)
-        units, (stages, times) = shared.units, self._timed(parallelism, shared)
+        units = self.units(parallelism)
+        stages, times = self._timed(parallelism, units, self.data_parallel(parallelism, traits))
         stages, span = self._run(parallelism, stages, times)
         stage_memory = self.stage_memory(parallelism, traits)
         update_s, offload_s = self._optimizer_s(parallelism, traits, span, stage_memory)
@@ -149,19 +140,18 @@ class Pricer(LayoutPricer):
 
     def stage_times(self, parallelism: Parallelism, cuts: Sequence[tuple[int, ...]]) -> list[list[StageTimes]]:
         """Times of each stage of a legal layout, for each cut (the layers of each stage); neither schedule nor memory is computed."""
-        shared = self._shared(parallelism, self.traits(parallelism))
-        return [self._timed(parallelism.model_copy(update={"layers_per_stage": layers}), shared)[1] for layers in cuts]
+        units, data = self.units(parallelism), self.data_parallel(parallelism, self.traits(parallelism))
+        cut = (parallelism.model_copy(update={"layers_per_stage": layers}) for layers in cuts)
+        return [self._timed(layout, units, data)[1] for layout in cut]
 
-    def _shared(self, parallelism: Parallelism, traits: Traits) -> _Shared:
-        units = self.unit_pricer.units(parallelism.micro_batch_size, self._axes(parallelism, traits), traits)
-        return _Shared(traits, units, self.data_parallel(parallelism, traits))
-
-    def _timed(self, parallelism: Parallelism, shared: _Shared) -> tuple[tuple[StageCost, ...], list[StageTimes]]:
+    def _timed(
+        self, parallelism: Parallelism, units: Units, data: DataParallel
+    ) -> tuple[tuple[StageCost, ...], list[StageTimes]]:
         """Stage costs that count only what a stage waits for, and stage times that also have the collectives overlapped with it."""
-        costs = self._stages(parallelism, shared)
-        beside = self._beside(parallelism, shared, costs)
+        costs = self._stages(parallelism, units, data)
+        beside = self._beside(parallelism, units, data, costs)
         stages = beside.stages(costs)
-        sends_s = self._sends_s(parallelism, message_bytes(parallelism, shared.traits, shared.units))
+        sends_s = self._sends_s(parallelism, message_bytes(parallelism, data.traits, units))
         return stages, beside.times(parallelism, stages, sends_s, sends_s)
 
     def units(self, parallelism: Parallelism) -> Units:
@@ -177,16 +167,15 @@ class Pricer(LayoutPricer):
         method = self.price(parallelism).parallelism.context_parallel_method
         return parallelism.model_copy(update={"context_parallel_method": method})
 
-    def _stages(self, parallelism: Parallelism, shared: _Shared) -> tuple[StageCost, ...]:
-        traits, units, data = shared
+    def _stages(self, parallelism: Parallelism, units: Units, data: DataParallel) -> tuple[StageCost, ...]:
         ranges = self.ranges(parallelism)
-        recompute = recompute_of(parallelism.activation_checkpoint, traits, units)
+        recompute = recompute_of(parallelism.activation_checkpoint, data.traits, units)
         made = self._made.setdefault((units, data, recompute), {})
         some = parallelism.recomputed_layers_per_stage or (None,) * len(ranges)
         keys, new = [], {}
         for index, layers in enumerate(ranges):
             first, last = index == 0, index == len(ranges) - 1
-            behind = passes_behind(parallelism, index) if traits.reduce.overlap else 0
+            behind = passes_behind(parallelism, index) if data.traits.reduce.overlap else 0
             key = self.graph.layers[layers.start : layers.stop], first, last, some[index], behind
             keys.append(key)
             if key not in made:
@@ -199,10 +188,12 @@ class Pricer(LayoutPricer):
             made |= zip(new, costs.rows(table), strict=True)
         return tuple(made[key] for key in keys)
 
-    def _beside(self, parallelism: Parallelism, shared: _Shared, costs: Sequence[StageCost]) -> BesideStages:
-        data, gathers, reductions = shared.data, list[float](), list[float]()
+    def _beside(
+        self, parallelism: Parallelism, units: Units, data: DataParallel, costs: Sequence[StageCost]
+    ) -> BesideStages:
+        gathers, reductions = list[float](), list[float]()
         if gathers_beside(parallelism, data):
-            gathers = gathers_s(shared.units, self._table(parallelism, None), data, self.network)
+            gathers = gathers_s(units, self._table(parallelism, None), data, self.network)
         if share_beside(parallelism.virtual_stages_per_rank, data.traits, data.overlap):
             reductions = reductions_s(parallelism, costs)
         return BesideStages(ranks_of_stages(parallelism), gathers, reductions)

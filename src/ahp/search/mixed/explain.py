@@ -59,7 +59,7 @@ def groups(asked: Problem, pair: Pair) -> Iterator[str]:
         held_by = [(r, s) for r, own in cells for s, rank in enumerate(ranks) if rank == own]
         stages, replicas = sorted({s for _, s in held_by}), sorted({r for r, _ in held_by})
         held = sum(layers[s] for s in stages)
-        units = found.units(layout.of_rank(cells[0][1]), group.name)
+        units = found.groups[group.name].units(layout.of_rank(cells[0][1]))
         one = units.blocks[units.layers[0]].times
         each_s = one.forward_s + one.backward_s
         work = sum(shared[r] * layers[s] for r, s in held_by) / (sum(shared) * sum(layers))
@@ -127,7 +127,7 @@ def links(asked: Problem, pair: Pair) -> Iterator[str]:
                 key = (one, other) if one < other else (other, one)
                 sent[key] = sent.get(key, 0) + m
     sums = any(len({row[s].group for row in rows}) > 1 for s in range(len(rows[0])))
-    message = found.units(layout.of_rank(0), names[0]).hidden_bytes
+    message = found.groups[names[0]].units(layout.of_rank(0)).hidden_bytes
     for (one, other), count in sent.items():
         link = link_between(asked.cluster, one, other)
         speed = f" ({link.bandwidth_bytes_per_s * 8e-9:.0f} Gb/s a node)" if link is not None else ""
