@@ -257,7 +257,7 @@ def test_old_and_new_devices_reduce_as_the_oldest():
     for cluster in (alike, unlike):
         spread = MixedNetwork(cluster).replicas([Cell(name, 4, 4, 0, 0, 0) for name in "ab"], 1, 4)
         assert isinstance(spread, Spread)
-        times.append(MixedNetwork(cluster).spread_s("all_reduce", 1e6, spread))
+        times.append(MixedNetwork(cluster).spread_s("all_reduce", (1e6,) * len(spread.sides), spread))
     assert times[0] == times[1]
 
 

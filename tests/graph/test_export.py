@@ -8,7 +8,6 @@ import subprocess
 
 import pytest
 
-from ahp.errors import BadInput
 from ahp.graph.export import from_plain, to_dot, to_json
 from ahp.graph.operators import ModelGraph
 from ahp.graph.trace import analyze
@@ -45,15 +44,7 @@ def test_dot_draws_every_operator_and_dependency(graph: ModelGraph) -> None:
     assert text.count("[label=") == operators
     assert text.count(" -> ") == edges + len(parts) - 1
     assert text.count("{") == text.count("}") == 1 + len(parts)
-
-
-def test_dot_of_one_part(graph: ModelGraph) -> None:
-    name = graph.blocks[0].name
-    text = to_dot(graph, name)
-    assert text.count("subgraph") == 1
-    assert f'label="{name} x {graph.layers.count(0)}"' in text
-    with pytest.raises(BadInput, match="segment = 'middle'"):
-        to_dot(graph, "middle")
+    assert f'label="{graph.blocks[0].name} x {graph.layers.count(0)}"' in text
 
 
 @pytest.mark.skipif(shutil.which("dot") is None, reason="graphviz is not installed")

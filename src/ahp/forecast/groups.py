@@ -10,14 +10,11 @@ OF_A_REPLICA: tuple[Axis, ...] = ("dp_shard", "cp")
 """Axes whose ranks share the weights of a replica."""
 
 
-def data_ranks(parallelism: Parallelism) -> tuple[Run, ...]:
-    """The ranks that hold the same weights, apart from sharding: those of a replica first, then the replicas."""
-    return joined(runs(parallelism, OF_A_REPLICA), runs(parallelism, ("dp_replicate",)))
-
-
-def _stage_ranks(parallelism: Parallelism) -> tuple[Run, ...]:
-    """``data_ranks``, and the tensor-parallel ranks among them."""
-    return joined(runs(parallelism, (*OF_A_REPLICA, "tp")), runs(parallelism, ("dp_replicate",)))
+def data_ranks(parallelism: Parallelism, *, tensor_too: bool = False) -> tuple[Run, ...]:
+    """The ranks that hold the same weights, apart from sharding: those of a replica first, then the replicas. ``tensor_too``: and the
+    tensor-parallel ranks among them."""
+    within: tuple[Axis, ...] = (*OF_A_REPLICA, "tp") if tensor_too else OF_A_REPLICA
+    return joined(runs(parallelism, within), runs(parallelism, ("dp_replicate",)))
 
 
 def joined(within: tuple[Run, ...], between: tuple[Run, ...]) -> tuple[Run, ...]:
@@ -37,8 +34,7 @@ def data_groups(parallelism: Parallelism, devices_per_node: int) -> tuple[Group,
 def expert_ranks(parallelism: Parallelism, folded: bool) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
     """The ranks that share the experts, and those that hold the same experts. Neighbors on the data and context axes share experts, and on
     the tensor axis too where experts are ``folded`` (``ExpertTraits``)."""
-    ranks = _stage_ranks(parallelism) if folded else data_ranks(parallelism)
-    return first_of(ranks, parallelism.expert_parallel_degree)
+    return first_of(data_ranks(parallelism, tensor_too=folded), parallelism.expert_parallel_degree)
 
 
 def num_expert_ranks(parallelism: Parallelism, folded: bool) -> int:

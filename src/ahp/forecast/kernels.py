@@ -65,7 +65,8 @@ def kernels(segment: Segment, fusion: Fusion, *, fused_loss: bool = False, group
         return Kernels(moved, frozenset(moved), saved, 0.0)
     masks = _masks(segment)
     for index in masks.values():
-        saved[index] = saved.get(index, 0.0) / _element_bytes(segment.operators[index])
+        made = segment.operators[index].outputs[0]
+        saved[index] = saved.get(index, 0.0) / max(1, made.bytes // max(1, made.numel))
     if fusion == "eager":
         moved = _eager_bytes(segment, masks)
         alone = _unvectorized(op for op in segment.operators if op.index in moved)
@@ -130,10 +131,6 @@ def _is_unvectorized(op: Operator) -> bool:
 def _is_chain(op: Operator) -> bool:
     """An element-wise operator (norms, softmax and sums count as one)."""
     return op.flops == 0 and op.bytes_written > 0
-
-
-def _element_bytes(op: Operator) -> int:
-    return max(1, op.outputs[0].bytes // max(1, op.outputs[0].numel))
 
 
 def _masks(segment: Segment) -> dict[int, int]:

@@ -8,7 +8,7 @@ counts. NCCL tunes for the oldest device of all (``nccl.Nccl``, ``others``).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -52,12 +52,8 @@ class MixedNetwork:
         """Prices the collectives of ranks on one group: those within it with its ``own`` network."""
         return _Times(own, self)
 
-    def _spread_s(self, kind: CollectiveKind, num_bytes: float, spread: Spread) -> float:
-        """Seconds of a collective over several groups, like ``Network.time_s``."""
-        return self._sides_s(kind, (num_bytes,) * len(spread.sides), spread)
-
-    def _sides_s(self, kind: CollectiveKind, num_bytes: Sequence[float], spread: Spread) -> float:
-        """``num_bytes``: of each side."""
+    def _spread_s(self, kind: CollectiveKind, num_bytes: tuple[float, ...], spread: Spread) -> float:
+        """Seconds of a collective over several groups, like ``Network.time_s``; ``num_bytes``: of each side."""
         names = tuple(sorted({self._groups[side.group].device.name for side in spread.sides}))
         return max(
             self._side(side, names).time_s(kind, own, Group(spread.size, side.local, spread.nodes))
@@ -69,7 +65,7 @@ class MixedNetwork:
         shares, group = (num_bytes / one.width, num_bytes / other.width), self.pair(one, other)
         if not isinstance(group, Spread):
             return own.time_s("send_recv", max(shares), group)
-        return self._sides_s("send_recv", shares, group)
+        return self.spread_s("send_recv", shares, group)
 
     def _side_network(self, side: Side, names: tuple[str, ...]) -> Network:
         nodes = self._groups[side.group]
@@ -133,5 +129,5 @@ class _Times:
 
     def time_s(self, kind: CollectiveKind, num_bytes: float, group: Group, /) -> float:
         if isinstance(group, Spread):
-            return self.mixed.spread_s(kind, num_bytes, group) if num_bytes > 0 else 0.0
+            return self.mixed.spread_s(kind, (num_bytes,) * len(group.sides), group) if num_bytes > 0 else 0.0
         return self.own.time_s(kind, num_bytes, group)

@@ -135,13 +135,9 @@ def state_bytes(weights: Weights, of: Behaviour, shards: Shards, micro_batches: 
         "gathered_weights": _gathered_bytes(weights.outside_blocks, sent, block, of, shards),
         "gradients": np.ceil(trained * gradient * (of.gradients.element_bytes + of.gradients.beside_bytes)),
         "reduce_buffers": trained * _reduce_buffer_bytes(weights, sent, block, of),
-        "flat_copies": _flat_bytes(weights.total, part, of),
+        # Taken permanently: the allocator does not merge memory that it got from the device at different times.
+        "flat_copies": np.ceil(weights.total * of.states.flattened_bytes + part * of.gradients.update_bytes),
     }
-
-
-def _flat_bytes(weights: Figures, updated: Figures, of: Behaviour) -> Figures:
-    """Bytes that flat copies take permanently: the allocator does not merge memory that it got from the device at different times."""
-    return np.ceil(weights * of.states.flattened_bytes + updated * of.gradients.update_bytes)
 
 
 def _communicated(weights: Weights, of: Behaviour) -> tuple[Figures, Figures]:

@@ -6,7 +6,6 @@ import json
 from itertools import pairwise
 from typing import Any
 
-from ahp.errors import bad_input
 from ahp.graph.operators import ModelGraph, Operator, Parameter, Segment, TensorSpec
 
 GRAPH_SCHEMA_VERSION = 5
@@ -34,25 +33,21 @@ def to_json(graph: ModelGraph, *, indent: int | None = None) -> str:
     return json.dumps(head | to_plain(graph), indent=indent)
 
 
-def to_dot(graph: ModelGraph, segment: str | None = None) -> str:
-    """The dependencies as a DOT digraph: one segment by name (``block``), or all segments, one cluster each.
+def to_dot(graph: ModelGraph) -> str:
+    """The dependencies as a DOT digraph, one cluster for each segment.
 
     Edges inside a segment are data dependencies. Between segments one edge stands for the hidden states, and repeated
-    blocks are drawn once, with their number. Raises BadInput for an unknown segment.
+    blocks are drawn once, with their number.
     """
     parts = {part.name: part for part in (graph.embedding, *graph.blocks, graph.head)}
-    if segment is not None and segment not in parts:
-        raise bad_input("segment", segment, "no such part of the graph", parts)
     lines = [f"digraph {_quoted(graph.name)} {{", "  rankdir=TB; node [shape=box, style=filled, fontsize=10];"]
     for name, part in parts.items():
-        if segment in (None, name):
-            lines += _cluster(part, _times(graph, name))
-    if segment is None:
-        order = [part for part in parts.values() if part.operators]
-        lines += [
-            f'  {_node(a, _last_forward(a))} -> {_node(b, 0)} [style=bold, label="hidden states"];'
-            for a, b in pairwise(order)
-        ]
+        lines += _cluster(part, _times(graph, name))
+    order = [part for part in parts.values() if part.operators]
+    lines += [
+        f'  {_node(a, _last_forward(a))} -> {_node(b, 0)} [style=bold, label="hidden states"];'
+        for a, b in pairwise(order)
+    ]
     return "\n".join([*lines, "}", ""])
 
 

@@ -76,6 +76,13 @@ class Outcome:
             return self.left == 0
         return self.lowest_bound_left_s is None or self.lowest_bound_left_s >= self.fitting[0][1].step_time_s
 
+    def settled(self, rows: int, lowest_s: float) -> Outcome:
+        """The outcome, sorted, with what is left of all ``rows`` and the lowest bound of these."""
+        self.fitting.sort(key=lambda pair: (pair[1].step_time_s, sum(pair[1].memory.values()), pair[0]))
+        self.left = rows - self.too_large - self.priced - len(self.refused)
+        self.lowest_bound_left_s = lowest_s if self.left else None
+        return self
+
 
 def best_first(
     blocks: NDArray[np.float64],
@@ -124,10 +131,7 @@ def best_first(
         if len(kept) > limits.keep:
             heapq.heappop(kept)
     outcome.opened, outcome.bounds_s, outcome.too_large = queue.opened, queue.bounds_s, queue.too_large
-    outcome.left = int(sizes.sum()) - queue.too_large - outcome.priced - len(outcome.refused)
-    outcome.lowest_bound_left_s = queue.next_s() if outcome.left else None
-    outcome.fitting.sort(key=lambda pair: (pair[1].step_time_s, sum(pair[1].memory.values()), pair[0]))
-    return outcome
+    return outcome.settled(int(sizes.sum()), queue.next_s())
 
 
 class _Queue:

@@ -14,7 +14,6 @@ from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.encoding import Cube, Objective, anneal, evolve
 from ahp.search.exact import Limits, Outcome, Place, best_first
 from ahp.search.problem import Problem
-from ahp.search.space import Space
 
 MethodName = Literal["exact", "anneal", "evolve"]
 SOLVERS = {"anneal": anneal, "evolve": evolve}
@@ -70,13 +69,6 @@ def find(
         return Outcome(too_large=space.num_legal, bounds_s=blocks_s)
     objective = Objective(Cube(space, roomy), price, used.capacity_bytes, method.budget)
     SOLVERS[method.name](objective, method.seed)
-    return _with_bounds(objective.outcome, blocks_s, space)
-
-
-def _with_bounds(found: Outcome, blocks_s: np.ndarray, space: Space) -> Outcome:
-    found.fitting.sort(key=lambda pair: (pair[1].step_time_s, sum(pair[1].memory.values()), pair[0]))
-    found.bounds_s = blocks_s
-    found.too_large = int(space.blocks.rows[np.isinf(blocks_s)].sum())
-    found.left = space.num_legal - found.too_large - found.priced - len(found.refused)
-    found.lowest_bound_left_s = float(blocks_s.min()) if found.left else None
-    return found
+    found = objective.outcome
+    found.bounds_s, found.too_large = blocks_s, int(space.blocks.rows[np.isinf(blocks_s)].sum())
+    return found.settled(space.num_legal, float(blocks_s.min()))

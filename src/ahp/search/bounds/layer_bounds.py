@@ -68,8 +68,14 @@ class LayerBounds:
         """[N] The block of each way to share states."""
         self.ways = ShardingColumns.joined([block.splits.columns for block in blocks])
         self._m = np.array([[block.m] for block in blocks], dtype=np.int64)
-        self._column, self._of_stages = cache(self._each_block), cache(self._each_way)
-        self._kinds_of = cache(self._each_kind)
+        self._column = cache(lambda name: np.array([[getattr(block.stages, name)] for block in blocks], dtype=float))
+        """[B, 1] A figure of the blocks' layers, by its name."""
+        self._kinds_of: Callable[[str], Floats] = cache(
+            lambda name: np.array([getattr(block.stages, name) for block in blocks])
+        )
+        """[B, K] A figure of each kind of the blocks' layers."""
+        self._of_stages = cache(lambda name: self._kinds_of(name)[self._of])
+        """[N, ...] The same, or other figures of the blocks' layers, one for each way to share states."""
         self._update_of_one_s = np.concatenate([block.splits.update_of_one_s(asked.pricer) for block in blocks])
 
     # Bounds of all rows that fit.
@@ -179,18 +185,6 @@ class LayerBounds:
         """[N, 1] Share of what comes with the last backward pass that overlaps with a rank's other stages, if it can have several."""
         most = np.array([[max(pipe.virtual for pipe in block.rows.pipes)] for block in self.blocks])[self._of]
         return share_beside(most, self.ways.traits, self.blocks[0].stages.data.overlap)
-
-    def _each_block(self, name: str) -> Floats:
-        """[B, 1] A figure of the blocks' layers."""
-        return np.array([[getattr(block.stages, name)] for block in self.blocks], dtype=float)
-
-    def _each_kind(self, name: str) -> Floats:
-        """[B, K] A figure of each kind of the blocks' layers."""
-        return np.array([getattr(block.stages, name) for block in self.blocks])
-
-    def _each_way(self, name: str) -> Floats:
-        """[N, ...] Figures of the blocks' layers, one for each way to share states."""
-        return np.array([getattr(block.stages, name) for block in self.blocks])[self._of]
 
     @cached_property
     def _buffers(self) -> Floats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.fx import Node
@@ -76,17 +76,19 @@ def every_dim(node: Node, context: Context) -> Iterator[Strategy]:
 
 def normalisation(node: Node, context: Context) -> Iterator[Strategy]:
     """layer_norm, rms_norm(x, normalized_shape, weight, bias): whole over the normalised dims."""
-    inputs, out = tensor_inputs(node), shape_of(node)
-    for dim in range(len(out) - len(args_of(node)[1])):
-        for split in context.splits(dim, out[dim]):
-            yield Strategy((split,) + (R,) * (len(inputs) - 1), split)
+    return _along(range(len(shape_of(node)) - len(args_of(node)[1])), node, context)
 
 
 def of_each_row(node: Node, context: Context) -> Iterator[Strategy]:
     """group_norm(x [rows, ...], groups, weight, bias): splits of the rows pass."""
-    inputs = tensor_inputs(node)
-    for split in context.splits(0, shape_of(node)[0]):
-        yield Strategy((split,) + (R,) * (len(inputs) - 1), split)
+    return _along([0], node, context)
+
+
+def _along(dims: Iterable[int], node: Node, context: Context) -> Iterator[Strategy]:
+    """Splits of the first input and the output along some dims; the other inputs are whole."""
+    for dim in dims:
+        for split in context.splits(dim, shape_of(node)[dim]):
+            yield Strategy((split,) + (R,) * (len(tensor_inputs(node)) - 1), split)
 
 
 def reduction(node: Node, context: Context) -> Iterator[Strategy]:
