@@ -42,10 +42,6 @@ class StageTimes(NamedTuple):
     reduce_slows: float = 0.0
     """Seconds lost per second that it computes while gradients of its rank are reduced; less than 1."""
 
-    @property
-    def passes_s(self) -> float:
-        return self.forward_s + self.backward_s
-
     def slowed_s(self, start_s: float, end_s: float, until_s: float) -> float:
         """Seconds that an action of this stage loses, from ``start_s`` to ``end_s``, to gradients that are reduced until ``until_s``."""
         return self.reduce_slows * (min(end_s, until_s) - start_s)

@@ -14,7 +14,6 @@ import numpy as np
 from ahp.arrays import Floats
 from ahp.cluster.model import NodeGroup
 from ahp.engines.traits import Traits
-from ahp.forecast.axes import Axes, axes_of
 from ahp.forecast.candidates.sharding_columns import ShardingColumns
 from ahp.forecast.communication import Network
 from ahp.forecast.data_parallel import CommUnit, DataParallel
@@ -57,11 +56,6 @@ class Shardings:
     def ranks_of_an_expert(self) -> int:
         """How many ranks hold all experts together, a part on each."""
         return self.layouts[0].expert_parallel_degree * (1 if self._folded else self.tensor)
-
-    @cached_property
-    def axes(self) -> Axes:
-        """The groups that divide a micro-batch within one stage, whatever the split."""
-        return axes_of(self.layouts[0], self._nodes.devices_per_node, self._folded)
 
     @cached_property
     def alike(self) -> dict[Traits, list[int]]:
