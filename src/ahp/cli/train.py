@@ -401,9 +401,12 @@ def _refusal_in_status(folder: Any) -> Iterator[None]:
         yield
     except AhpError as error:
         from ahp.runtime.run import failure
+        from ahp.runtime.run.cannot_write import CannotWrite
         from ahp.runtime.run.folder import RunFolder
 
-        place = folder()
+        # What training raises is in the status already; if the folder is gone, it must not be made again, e.g. on the disk below.
+        is_told = isinstance(error, failure.TrainingFailed | CannotWrite)
+        place = None if is_told else folder()
         if place is not None and os.environ.get("RANK", "0") == "0":
             run = RunFolder(place)
             with suppress(BadInput):  # another run holds the folder, or it cannot be written

@@ -23,7 +23,7 @@ def refuse_file(folder: Path) -> None:
 
 
 def is_full(folder: Path) -> bool:
-    """Whether the disk that holds a folder is full."""
+    """Whether the disk that holds a folder is full. Raises OSError if the folder is gone."""
     return shutil.disk_usage(folder).free < FULL_DISK_BYTES
 
 

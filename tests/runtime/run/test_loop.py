@@ -27,7 +27,8 @@ from ahp.plan import Forecast, Plan
 from ahp.runtime.files import crc32
 from ahp.runtime.ranks.ranks import Ranks
 from ahp.runtime.ranks.stop_signals import STOP_SIGNALS
-from ahp.runtime.run.checkpoints import CannotWrite, DamagedCheckpoints, UnreadableCheckpoint, has_no_space
+from ahp.runtime.run.cannot_write import CannotWrite, has_no_space
+from ahp.runtime.run.checkpoints import DamagedCheckpoints, UnreadableCheckpoint
 from ahp.runtime.run.folder import Checkpoint, RunFolder
 from ahp.runtime.run.loop import MOST_ROLLBACKS, MOST_SKIPPED, Diverged, Loop, Settings
 from ahp.runtime.run.stop_signal import StopRequest
@@ -678,7 +679,8 @@ def test_a_checkpoint_that_cannot_be_written_is_told_in_one_line(alone: Ranks, f
 
     weight.while_saving = fail
     with pytest.raises(
-        CannotWrite, match=r"checkpoint of step 4 cannot be written, OSError: \[Errno \d+\] File too large$"
+        CannotWrite,
+        match=r"checkpoint of step 4 cannot be written, OSError: \[Errno \d+\] File too large; start the same command again once it can be written$",
     ):
         loop(alone, folder, weight).run()
 

@@ -109,7 +109,8 @@ def save_again_onto_a_bad_disk(rank: int, world: int, folder: str) -> list[Any]:
     from ahp.runtime import files
     from ahp.runtime.parallel import parallelize
     from ahp.runtime.ranks.ranks import Ranks
-    from ahp.runtime.run.checkpoints import CannotWrite, Checkpoints
+    from ahp.runtime.run.cannot_write import CannotWrite
+    from ahp.runtime.run.checkpoints import Checkpoints
     from ahp.runtime.run.folder import RunFolder
     from ahp.runtime.weights import saver
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -14,11 +13,11 @@ from typing import Any, Protocol
 
 from torch.distributed.checkpoint import CheckpointException
 
-from ahp.errors import AhpError, first_line
+from ahp.errors import AhpError
 from ahp.plan import Plan
 from ahp.run_files import Status
-from ahp.runtime.files import is_full
 from ahp.runtime.ranks.ranks import Ranks
+from ahp.runtime.run.cannot_write import cannot_write, reason_of
 from ahp.runtime.run.folder import Checkpoint, RunFolder
 from ahp.runtime.weights.same_tensors import OtherTensors
 
@@ -43,10 +42,6 @@ class Loads(Protocol):
     def load(self, folder: Path) -> None: ...
 
 
-class CannotWrite(AhpError):
-    """The run's folder cannot be written any more."""
-
-
 @dataclass
 class CheckpointInProgress:
     """A checkpoint that is being written."""
@@ -57,7 +52,7 @@ class CheckpointInProgress:
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one run. All ranks call every method except ``cannot_write``."""
+    """The checkpoints of one run. All ranks call every method."""
 
     plan: Plan
     folder: RunFolder
@@ -108,7 +103,7 @@ class Checkpoints:
             if isinstance(error, AhpError) and not isinstance(error, OtherTensors):
                 raise
             raise UnreadableCheckpoint(
-                f"run.folder = {str(self.folder.path)!r}: {checkpoint.path.name} does not go into the plan's model: {_reason(error)}; it is "
+                f"run.folder = {str(self.folder.path)!r}: {checkpoint.path.name} does not go into the plan's model: {reason_of(error)}; it is "
                 "another model's, or another version of AHP wrote it. Put the run's own checkpoint there, or start anew with another "
                 "--run.folder"
             ) from error
@@ -140,11 +135,6 @@ class Checkpoints:
         waited_s, self.waited_s = self.waited_s, 0.0
         return waited_s
 
-    def cannot_write(self, what: str, error: BaseException, previous: int | None = None) -> str:
-        reason = "the disk is full" if has_no_space(error) or is_full(self.folder.path) else _reason(error)
-        kept = f"; the checkpoint of step {previous} is kept" if previous is not None else ""
-        return f"run.folder = {str(self.folder.path)!r}: {what} cannot be written, {reason}{kept}"
-
     def _commit(self, step: int, checksums: dict[str, int]) -> None:
         self.folder.commit_checkpoint(step, {**self._meta(), "crc32": checksums}, self.keep)
 
@@ -167,33 +157,7 @@ class Checkpoints:
             yield
         except (Exception, CheckpointException) as error:  # torch's own derives from BaseException
             # Check the free space before removing the unfinished files.
-            message = self.cannot_write(f"checkpoint of step {step}", error, self.saved)
+            told = cannot_write(self.folder, f"checkpoint of step {step}", error, self.saved)
             if self.ranks.is_first:
                 self.folder.discard_unfinished()
-            raise CannotWrite(message) from error
-
-
-def has_no_space(error: BaseException | None) -> bool:
-    """Whether a full disk caused an error: checks the error, its causes, and the failures that torch collects from ranks."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        failures = getattr(error, "failures", None)
-        if isinstance(failures, dict) and any(has_no_space(_exception(item)) for item in failures.values()):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of the first rank's error: torch's own message has every rank's trace."""
-    failures = getattr(error, "failures", None)
-    first = next(iter(failures.values()), None) if isinstance(failures, dict) else None
-    found = _exception(first) or error
-    return f"{type(found).__name__}: {first_line(found)}"
-
-
-def _exception(item: Any) -> BaseException | None:
-    # torch's CheckpointException holds (exception, stack) for each rank
-    candidate = item[0] if isinstance(item, tuple) and item else item
-    return candidate if isinstance(candidate, BaseException) else None
+            raise told from error

@@ -115,7 +115,9 @@ class RunFolder:
         try:
             self.log_folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise BadInput(f"run.folder = {str(self.path)!r}: cannot be made ({error.strerror})") from None
+            lost = self.path.is_symlink() and not self.path.exists()
+            why = f"it is a link to {self.path.readlink()}, which is not there" if lost else error.strerror
+            raise BadInput(f"run.folder = {str(self.path)!r}: cannot be made ({why})") from None
 
     @contextmanager
     def held(self, *, waits: bool = True) -> Iterator[None]:
@@ -133,16 +135,22 @@ class RunFolder:
         with self._locked("lock", "another run is writing there", wait_s):
             with self._locked("lock.workers", WORKERS_WRITE, wait_s):
                 pass
-            try:
-                with tempfile.TemporaryFile(dir=self.path) as probe:
-                    probe.write(bytes(LEAST_ROOM))
-            except OSError as error:
-                raise self._unwritable(error) from None
+            if (fault := self.fault_of_writing()) is not None:
+                raise self._unwritable(fault)
             self.is_held = True
             try:
                 yield
             finally:
                 self.is_held = False
+
+    def fault_of_writing(self) -> OSError | None:
+        """The system's error when a small file is written here; None if that works."""
+        try:
+            with tempfile.TemporaryFile(dir=self.path) as probe:
+                probe.write(bytes(LEAST_ROOM))
+        except OSError as error:
+            return error
+        return None
 
     @contextmanager
     def held_by_workers(self) -> Iterator[None]:
@@ -280,8 +288,9 @@ class RunFolder:
             file.write(text + "\n")
 
     def forget_notes(self) -> None:
-        """Delete the notes, once they have been read."""
-        self.notes_file.unlink(missing_ok=True)
+        """Delete the notes, once they have been read. Those that stay are not shown again."""
+        with suppress(OSError):
+            self.notes_file.unlink()
 
     # metrics.jsonl
 

@@ -26,7 +26,8 @@ from ahp.runtime.peak_memory import take_peak
 from ahp.runtime.ranks.ranks import Ranks
 from ahp.runtime.run import evaluation
 from ahp.runtime.run.best_interval import BestInterval
-from ahp.runtime.run.checkpoints import CannotWrite, Checkpoints, Saver
+from ahp.runtime.run.cannot_write import cannot_write
+from ahp.runtime.run.checkpoints import Checkpoints, Saver
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.garbage_collection import GarbageCollection
 from ahp.runtime.run.notices import Notices
@@ -318,7 +319,7 @@ class Loop:
         try:
             self.folder.append_metrics(record)
         except OSError as error:
-            raise CannotWrite(self.checkpoints.cannot_write("metrics.jsonl", error)) from error
+            raise cannot_write(self.folder, "metrics.jsonl", error, self.checkpoints.saved) from error
         self.on_step(record)
 
     def _validated(self, step: int) -> dict[str, float | None]:

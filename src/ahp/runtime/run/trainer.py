@@ -17,7 +17,6 @@ from ahp.config import COLLECTIVE_TIMEOUT_S, Elastic, OnNan, Profile, checkpoint
 from ahp.errors import AhpError, HardwareMismatch, bad_input
 from ahp.plan import Plan, validated
 from ahp.run_files import Status, read_heartbeat
-from ahp.runtime.files import is_full
 from ahp.runtime.ranks import launch
 from ahp.runtime.ranks.device import DeviceType, device_for, idle_gpus, local_world_size
 from ahp.runtime.ranks.environment import starts_since_launch
@@ -26,6 +25,7 @@ from ahp.runtime.ranks.ranks import is_joined, set_gpu_variables
 from ahp.runtime.ranks.watch import OWN_CAUSE_S, Watch
 from ahp.runtime.run import failure
 from ahp.runtime.run.best_interval import failures_per_s
+from ahp.runtime.run.cannot_write import without_a_cause
 from ahp.runtime.run.checkpoint_store import CheckpointStore
 from ahp.runtime.run.evaluation import find as find_evaluation
 from ahp.runtime.run.failure import TrainingFailed
@@ -348,7 +348,8 @@ class Trainer:
                 self.folder.write_status(finished)  # status.json lists the starts too
             return Outcome(self.folder.path, finished, already_done=True)
         self._end_open_start(None)
-        self._refuse_what_fails_alike()
+        with self._reported():
+            self._refuse_what_fails_alike()
         lines, step = self._take_up(), self._saved_step()
         kept.enter_context(self.folder.beating())
         if step:
@@ -374,6 +375,8 @@ class Trainer:
     def _take_up(self, cause: str | None = None) -> int:
         """Reset the folder to its newest checkpoint and write the plan into it. Returns how many steps up to that one have a line in
         metrics.jsonl. ``cause``: why this start happens, for status.json."""
+        if cause is not None:
+            self.folder.create()  # somebody may have deleted the logs
         if cause is not None and self.stored is not None:
             self.stored.fetch()  # workers may have put damaged checkpoints away
         self.folder.refuse_lost_checkpoints()
@@ -413,8 +416,8 @@ class Trainer:
     def _why(self, ended: launch.WorkersEnded) -> TrainingFailed:
         logs = f"the workers' output: {self.folder.log_folder}"
         step = failure.last_step(self.folder)
-        if failure.read(self.folder) is None and is_full(self.folder.path):
-            return TrainingFailed(f"run.folder = {str(self.folder.path)!r}: the disk is full; {logs}")
+        if failure.read(self.folder) is None and (cannot_write := without_a_cause(self.folder, step)) is not None:
+            return cannot_write
         if ended.hang:
             text = f"{failure.of_hang(self.folder, ended.hang)}; {logs}"
             return self._of_rank(text, step, "hang", list(ended.killed), may_pass=step > 0)

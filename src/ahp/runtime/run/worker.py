@@ -191,15 +191,19 @@ def _export(parallel: Any, folder: RunFolder, plan: Plan, corpus: Corpus, ranks:
     """Write the weights and the tokenizer as a folder that transformers reads; it is whole or absent."""
 
     from ahp.runtime.run import exported
+    from ahp.runtime.run.cannot_write import cannot_write
 
     aside = folder.path / "hf.tmp"
-    if ranks.is_first:
-        aside.mkdir()
-    ranks.barrier()
-    parallel.export_hf(aside)
-    ranks.barrier()
-    if ranks.is_first:
-        exported.publish(folder, aside, plan, corpus.tokenizer(), plan.job.steps)
+    try:
+        if ranks.is_first:
+            aside.mkdir()
+        ranks.barrier()
+        parallel.export_hf(aside)
+        ranks.barrier()
+        if ranks.is_first:
+            exported.publish(folder, aside, plan, corpus.tokenizer(), plan.job.steps)
+    except OSError as error:
+        raise cannot_write(folder, "the weights in hf", error, plan.job.steps) from error
 
 
 def main(argv: list[str]) -> int:
