@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from ahp.errors import AhpError, BadInput, bad_input
 from ahp.runtime.run.stop_signal import Stopped, stops_at_once
+from ahp.runtime.stoppable import is_left
 
 COMMANDS: dict[str, str] = {
     "analyze": "the compute graph of a model: operators, FLOPs, bytes, blocks",
@@ -117,7 +118,7 @@ processor time [Empirical]. pydantic would look through all that is installed fo
 def program() -> NoReturn:
     """The ``ahp`` program. A worker that failed ends at once: one of its threads may wait for a host that is gone (a checkpoint's collective), and
     Python would wait for the thread, while the launcher waits for the worker. Commands of ``ON_ONE_CORE`` end at once too, since freeing their
-    objects takes 5 % of their time; except under profilers, which write at the end."""
+    objects takes 5 % of their time; except under profilers, which write at the end. So does a command that a signal stopped inside compiled code."""
     gc.set_threshold(NEW_OBJECTS)
     on_one_core = len(sys.argv) > 1 and sys.argv[1] in ON_ONE_CORE
     if on_one_core:
@@ -125,7 +126,7 @@ def program() -> NoReturn:
         os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     code = main()
     watched = sys.getprofile() is not None or sys.gettrace() is not None
-    if (on_one_core and not watched) or (code and "RANK" in os.environ):
+    if (on_one_core and not watched) or (code and ("RANK" in os.environ or is_left())):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from ahp.runtime.data.chat import fingerprint_beside, template_beside
 from ahp.runtime.data.documents import Document, Template
 from ahp.runtime.data.text import TextSource, find
 from ahp.runtime.files import crc32
+from ahp.runtime.stoppable import stoppable
 from ahp.words import number_of
 
 if TYPE_CHECKING:
@@ -206,7 +208,7 @@ class _Maker:
         documents = self._documents("tokenising")
         while chunk := list(islice(documents, DOCUMENTS_PER_CALL)):
             texts = [piece.text for document in chunk for piece in document.pieces]
-            encodings = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
+            encodings = iter(stoppable(partial(tokenizer.encode_batch, texts, add_special_tokens=False)))
             for document in chunk:
                 parts = [(next(encodings).ids, piece.scored) for piece in document.pieces]
                 if not document.ended:

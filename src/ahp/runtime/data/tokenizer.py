@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ahp.errors import bad_input
 from ahp.plan import Plan
+from ahp.runtime.stoppable import stoppable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -49,7 +50,7 @@ def train(texts: Iterable[str], vocab_size: int, *, masked: bool = False) -> Tok
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer=trainer)
+    stoppable(lambda: tokenizer.train_from_iterator(texts, trainer=trainer))
     return tokenizer
 
 
