@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ahp.cli import nodes
 from ahp.cli.main import main
 from ahp.cli.nodes import asked, bounded, launch, reporting, say_why
 from ahp.cli.train import _refusal_in_status, leaving_stopped, read_request
@@ -114,6 +115,51 @@ def test_why_a_launcher_ended_its_workers_is_kept_with_step_and_axes(
     words = "after step 7: rank 3 on host-b is stopped (SIGSTOP) (axes of the layout: pp, dp_shard, ep)"
     assert kept.message == status.cause == words
     assert kept.may_pass
+
+
+USED_UP = "workers of this node failed, and are not started again: run.elastic.max_restarts = 3"
+
+
+@pytest.mark.parametrize(
+    ("before", "most", "elsewhere", "cause"),
+    [
+        (Status("failed", 7, "rank 1 went", 1), 3, False, f"rank 1 went\nnot started again: {USED_UP}"),
+        (Status("running", 7, "started again: rank 1 went"), 3, False, USED_UP),
+        (Status("failed", 7, "rank 1 went", 1), 0, False, "rank 1 went"),
+        (Status("failed", 7, "rank 1 went", 1), 3, True, "rank 1 went"),
+    ],
+    ids=["failed", "killed without a word", "no start was asked for", "another node knows"],
+)
+def test_why_nothing_starts_again_is_in_the_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: Status, most: int, elsewhere: bool, cause: str
+) -> None:
+    """It was on the stderr of one node only."""
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    for step in range(1, 8):
+        folder.append_metrics({"step": step})
+    folder.write_status(before)
+
+    def used_up(words: list[str], node: Node) -> int:
+        raise JobEnded(1, USED_UP, elsewhere=elsewhere)
+
+    monkeypatch.setattr(changing_nodes, "launch", used_up)
+    run = Run.model_validate({"folder": str(folder.path), "elastic": {"max_restarts": most}})
+    with pytest.raises(JobEnded):
+        launch((1, 2, HOST, 1), ["config.yaml"], run, Job(), {})
+    assert folder.status() == Status("failed", 7, cause, 1)
+
+
+def test_a_folder_in_which_others_go_on_gets_no_end_of_this_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ahp.runtime.run.folder.LET_GO_S", 0.2)
+    folder, here = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    folder.create()
+    with folder.held():
+        folder.write_status(Status("running", 7))
+        nodes.record_end(here, JobEnded(1, USED_UP), behind=True)
+        assert folder.status() == Status("running", 7)
 
 
 @pytest.mark.parametrize("done", [True, False])

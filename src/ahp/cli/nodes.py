@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from ahp.words import number_of
 
 if TYPE_CHECKING:
     from ahp.job import Job
-    from ahp.runtime.ranks.changing_nodes import Node
+    from ahp.runtime.ranks.changing_nodes import JobEnded, Node
     from ahp.runtime.ranks.slurm import Task
     from ahp.runtime.run.folder import RunFolder
 
@@ -104,9 +104,11 @@ def launch(several: Asked, words: Sequence[str], run: Run, job: Job, alike: dict
     )
     try:
         return changing_nodes.launch(["train", *words], node)
-    except changing_nodes.JobEnded:
+    except changing_nodes.JobEnded as ended:
         status = folder.status()
         if status is None or status.state != "done":
+            if not ended.elsewhere:
+                record_end(folder, ended, behind=run.elastic.max_restarts > 0)
             raise
         print(f"the run in {folder.path} is done; nothing is left to do on this node", file=sys.stderr)
         return 0
@@ -140,6 +142,25 @@ def say_why(folder: RunFolder, why: str) -> None:
         flush=True,
     )
     failure.record(folder, None, RankMissing(told))
+
+
+def record_end(folder: RunFolder, ended: JobEnded, *, behind: bool) -> None:
+    """Record in status.json why launchers start no workers again; ``behind``: also if the cause of the last failure is there, behind that.
+
+    The first worker, which may be another node's, holds the folder until it has written that cause. A folder that others hold for longer is
+    left alone: they have gone on without this node.
+    """
+    from ahp.runtime.run import failure
+    from ahp.runtime.run.folder import LET_GO_S
+
+    with suppress(BadInput), folder.held(wait_s=LET_GO_S):
+        status = folder.status()
+        if status is not None and status.state == "done":
+            return
+        failed = status is not None and status.state == "failed" and status.cause
+        if behind or not failed:
+            told = f"{failed}\nnot started again: {ended}" if failed else str(ended)
+            failure.report(folder, told, ended.exit_code)
 
 
 def bounded(least: int, most: int, workers: int, elastic: Elastic) -> tuple[int, int]:

@@ -150,7 +150,7 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
     from ahp.runtime.run import evaluation
     from ahp.runtime.run import trackers as track
     from ahp.runtime.run.folder import RunFolder
-    from ahp.runtime.run.nodes_alike import refuse_other_settings
+    from ahp.runtime.run.nodes_alike import refuse_other_folders, refuse_other_settings
     from ahp.runtime.run.texts import Texts
     from ahp.runtime.run.trainer import Trainer
 
@@ -168,14 +168,14 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
 
     with ExitStack() as kept:
 
-        def prepared(workers: int | None) -> Prepared:
+        def hold() -> None:
             folder.create()
             kept.enter_context(folder.held())
-            return make_plan(request, arguments, folder, workers)
 
         if not is_joined():
             with leaving_stopped(folder):
-                ready = prepared(None)
+                hold()
+                ready = make_plan(request, arguments, folder, None)
             outcome = start(ready)
             return report(outcome, arguments, command, sample=request.run.sample)
         with nodes.ending_for_all():
@@ -183,9 +183,12 @@ def train(request: Request, arguments: Arguments, command: str) -> int:
             alike = request.alike()
             refuse_other_settings(workers, alike)
 
+            workers.decided_by_first(hold)
+            refuse_other_folders(workers, folder)  # before anything that takes long
+
             def decide() -> tuple[Plan, Texts | None]:
                 with leaving_stopped(folder):
-                    found = prepared(workers.size)
+                    found = make_plan(request, arguments, folder, workers.size)
                     write_aside(folder.asked_file, json.dumps(alike))
                 return found.plan, found.texts
 
@@ -411,7 +414,7 @@ def _refusal_in_status(folder: Any) -> Iterator[None]:
             run = RunFolder(place)
             with suppress(BadInput):  # another run holds the folder, or it cannot be written
                 run.create()
-                with run.held(waits=False):
+                with run.held(wait_s=0.0):
                     status = run.status()
                     if status is None or status.state != "done":
                         failure.report(run, str(error), error.exit_code)

@@ -424,16 +424,14 @@ def test_too_few_nodes_are_no_damaged_store(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.slow
-def test_a_node_whose_starts_are_used_up_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_node_whose_starts_are_used_up_says_so(tmp_path: Path) -> None:
     node = changing_nodes.Node(
         1, 1, f"127.0.0.1:{free_port()}", 1, 0, tmp_path, Watch(tmp_path / "metrics.jsonl", 60.0)
     )
-    assert changing_nodes.launch(["no-such-command"], node) == 2
-    error = capfd.readouterr().err
-    assert (
-        "error: workers of this node failed (they have said why), and are not started again: run.elastic.max_restarts = 0"
-        in error
-    )
+    told = r"workers of this node failed \(they have said why\), and are not started again: run\.elastic\.max_restarts = 0; start the same"
+    with pytest.raises(JobEnded, match=told) as ended:
+        changing_nodes.launch(["no-such-command"], node)
+    assert (ended.value.exit_code, ended.value.elsewhere) == (2, False)
 
 
 def test_a_node_that_is_stopped_says_so(

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ahp.cli import train as command
+from ahp.config import Config
 from ahp.errors import BadInput
 from ahp.plan import Plan, validated
 from ahp.runtime.data.corpus import Damaged
@@ -127,3 +129,26 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, monkeypatch: pyt
     else:
         with pytest.raises(BadInput, match=r"run\.folder = .*other'.* another folder than on the node of worker 0"):
             raise found[1]
+
+
+def test_a_folder_that_is_not_shared_is_refused_before_anything_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first worker planned, for minutes with a large model, before the nodes looked at their folders."""
+    monkeypatch.setattr(folders, "MARK_S", 0.3)
+    monkeypatch.setattr("ahp.runtime.ranks.ranks.is_joined", lambda: True)
+    planned: list[Any] = []
+    monkeypatch.setattr(command, "make_plan", lambda *given: planned.append(given))
+    workers = threading.local()
+    monkeypatch.setattr("ahp.runtime.ranks.preparation.Preparation", lambda: workers.own)
+
+    def start(own: Preparation) -> None:
+        workers.own = own
+        run = Config.model_validate({"run": {"folder": str(tmp_path / f"run{own.rank}")}}).run
+        command.train(command.Request(run, config=Config()), command.Arguments(), "ahp train")
+
+    first, second = on_both(start)
+    assert isinstance(first, NoAnswer)
+    assert isinstance(second, BadInput)
+    assert "another folder than on the node of worker 0" in str(second)
+    assert planned == []

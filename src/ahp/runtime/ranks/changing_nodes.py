@@ -71,6 +71,7 @@ LEAVE_S = 10
 """How long the launcher that keeps the store waits for the others at the end."""
 ENDED = "ahp/ended"
 """Key of the exit code with which all launchers are to end."""
+GO_ON = "start the same command on each node again, and the run goes on from its newest checkpoint"
 MONITOR_S = 0.5
 """Time between two looks of a launcher at its workers."""
 
@@ -78,9 +79,10 @@ MONITOR_S = 0.5
 class JobEnded(AhpError):
     """The job has ended, on this node or on all nodes."""
 
-    def __init__(self, exit_code: int, message: str = "") -> None:
+    def __init__(self, exit_code: int, message: str = "", *, elsewhere: bool = False) -> None:
+        """``elsewhere``: another node's launcher knows why."""
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code, self.elsewhere = exit_code, elsewhere
 
 
 def end_for_all(exit_code: int) -> None:
@@ -176,7 +178,8 @@ class ChangingNodes(RendezvousHandler):
             self.members, self.waits.all_known = nodes_of_round(self.torchs), True
         except (RendezvousClosedError, RendezvousGracefulExitError) as error:  # the latter on a spare node
             self._refuse_what_has_ended()
-            raise JobEnded(1, "the launcher of another node has ended the job, and says why there") from error
+            told = "the launcher of another node has ended the job, and says why there"
+            raise JobEnded(1, told, elsewhere=True) from error
         except (RendezvousConnectionError, dist.DistError) as error:
             raise self._store_lost() from error
         workers = RendezvousStoreInfo(self.address.host, self.address.port)
@@ -403,7 +406,7 @@ def launch(words: Sequence[str], node: Node) -> int:
 
 
 def _without_store(node: Node, why: str) -> str:
-    return f"--rendezvous {node.endpoint}: {why}; start the same command on each node again, and the run goes on from its newest checkpoint"
+    return f"--rendezvous {node.endpoint}: {why}; {GO_ON}"
 
 
 def _launch(words: Sequence[str], node: Node, gone: Sequence[Address], left: int | None) -> int:
@@ -449,11 +452,10 @@ def _launch(words: Sequence[str], node: Node, gone: Sequence[Address], left: int
         return 128 + signal.Signals(stopped.sigval).value
     except ChildFailedError as failed:
         codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-        if all(
-            one.ended is None for one in made
-        ):  # else a worker has reported an error that a new start would meet again
-            print(f"error: {_not_again(node, codes)}", file=sys.stderr, flush=True)
-        return next((code for code in codes.values() if code > 0), 1)
+        code = next((code for code in codes.values() if code > 0), 1)
+        if any(one.ended is not None for one in made):
+            return code  # a worker has reported an error that a new start would meet again
+        raise JobEnded(code, _not_again(node, codes)) from None
     return 0
 
 
@@ -465,4 +467,4 @@ def _not_again(node: Node, exit_codes: dict[int, int]) -> str:
         if code < 0
     ]
     who = f"workers of this node failed ({'; '.join(killed) or 'they have said why'})"
-    return f"{who}, and are not started again: run.elastic.max_restarts = {node.max_restarts}; the newest checkpoint is kept"
+    return f"{who}, and are not started again: run.elastic.max_restarts = {node.max_restarts}; {GO_ON}"

@@ -82,6 +82,8 @@ class RunFolder:
         self.path = Path(path).expanduser()
         self.heartbeat_s = HEARTBEAT_S
         self.is_held = False
+        self.is_everyones = False
+        """Whether it was found to be the same on all nodes."""
         self.step = 0
         """The last step that this process wrote to metrics.jsonl, or kept when it truncated the file."""
         self.noticed: dict[str, Any] | None = None
@@ -120,18 +122,19 @@ class RunFolder:
             raise BadInput(f"run.folder = {str(self.path)!r}: cannot be made ({why})") from None
 
     @contextmanager
-    def held(self, *, waits: bool = True) -> Iterator[None]:
+    def held(self, *, wait_s: float | None = None) -> Iterator[None]:
         """Lock the folder against every other start, before anything is written. The lock ends with the process, however that ends.
 
-        Inside the block the same object can take the lock again. ``waits``: whether a start of several nodes waits for another to let it go.
+        Inside the block the same object can take the lock again. ``wait_s``: how long it waits for another start to let it go; None = not at
+        all, or in a worker of several nodes as long as a node that is cut off may need.
         Raises BadInput if another start holds it, if workers of a start that has ended still write, or if nothing can be written.
         """
         if self.is_held:
             yield
             return
-        wait_s = 0.0
-        if waits and run_of_changing_nodes() is not None:
-            wait_s = LET_GO_S if starts_since_launch() == 1 else WAKE_S
+        if wait_s is None:
+            there = run_of_changing_nodes() is not None
+            wait_s = 0.0 if not there else LET_GO_S if starts_since_launch() == 1 else WAKE_S
         with self._locked("lock", "another run is writing there", wait_s):
             with self._locked("lock.workers", WORKERS_WRITE, wait_s):
                 pass

@@ -60,7 +60,9 @@ def differences(first: dict[str, Any], asked: dict[str, Any]) -> str:
 
 def refuse_other_folders(workers: Preparation, folder: RunFolder) -> None:
     """Raises BadInput on a node where the run's folder is not the first worker's: its part of every checkpoint would be missing there. All
-    workers call this."""
+    workers call this; a second call with the same folder looks no more."""
+    if folder.is_everyones:
+        return
     mark = workers.decided_by_first(folder.leave_mark, str)
 
     def compare() -> None:
@@ -71,6 +73,7 @@ def refuse_other_folders(workers: Preparation, folder: RunFolder) -> None:
             )
 
     workers.done_by_all(compare)
+    folder.is_everyones = True
 
 
 def refuse_other_models(workers: Preparation, plan: Plan) -> None:

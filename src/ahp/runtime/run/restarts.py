@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ahp.config import Elastic
 from ahp.runtime.run.failure import TrainingFailed
-from ahp.words import seconds
+from ahp.words import number_of, seconds
 
 SAME_FAILURES = 3
 """How often the same step can fail in the same way before the run gives up: a hardware fault would have come at another step."""
@@ -76,7 +76,7 @@ class Restarts:
         if len(recent) >= self.elastic.max_restarts:
             window = seconds(self.elastic.restart_window_s)
             raise failure.because(
-                f"workers were started again {len(recent)} times within {window} (run.elastic.max_restarts, restart_window_s)"
+                f"workers were started again {number_of(len(recent), 'time')} within {window} (run.elastic.max_restarts, restart_window_s)"
             )
         if left < self.elastic.min_workers:
             raise failure.because(
