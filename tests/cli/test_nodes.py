@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from contextlib import suppress
 from pathlib import Path
 
@@ -117,18 +118,25 @@ def test_why_a_launcher_ended_its_workers_is_kept_with_step_and_axes(
     assert kept.may_pass
 
 
+HERE = socket.gethostname()
 USED_UP = "workers of this node failed, and are not started again: run.elastic.max_restarts = 3"
 
 
 @pytest.mark.parametrize(
     ("before", "most", "elsewhere", "cause"),
     [
-        (Status("failed", 7, "rank 1 went", 1), 3, False, f"rank 1 went\nnot started again: {USED_UP}"),
-        (Status("running", 7, "started again: rank 1 went"), 3, False, USED_UP),
+        (Status("failed", 7, "rank 1 went", 1), 3, False, f"rank 1 went\nnot started again: on {HERE}: {USED_UP}"),
+        (Status("running", 7, "started again: rank 1 went"), 3, False, f"on {HERE}: {USED_UP}"),
+        (
+            Status("failed", 7, "rank 1 went\nnot started again: on b", 1),
+            3,
+            False,
+            "rank 1 went\nnot started again: on b",
+        ),
         (Status("failed", 7, "rank 1 went", 1), 0, False, "rank 1 went"),
         (Status("failed", 7, "rank 1 went", 1), 3, True, "rank 1 went"),
     ],
-    ids=["failed", "killed without a word", "no start was asked for", "another node knows"],
+    ids=["failed", "killed without a word", "another node was first", "no start was asked for", "another node knows"],
 )
 def test_why_nothing_starts_again_is_in_the_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: Status, most: int, elsewhere: bool, cause: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ahp.runtime.ranks.slurm import Task
     from ahp.runtime.run.folder import RunFolder
 
+NOT_AGAIN = "not started again"
 OPTIONS = ("--nodes", "--rendezvous", "--workers-per-node")
 QUIET_STORE = "TORCH_CPP_LOG_LEVEL", "ERROR"
 """A launcher's and its workers' stderr is the user's: torch's store would print C++ frames there for each node that leaves. We report the cause."""
@@ -158,8 +160,9 @@ def record_end(folder: RunFolder, ended: JobEnded, *, behind: bool) -> None:
         if status is not None and status.state == "done":
             return
         failed = status is not None and status.state == "failed" and status.cause
-        if behind or not failed:
-            told = f"{failed}\nnot started again: {ended}" if failed else str(ended)
+        if not failed or (behind and NOT_AGAIN not in failed):  # one launcher's words are enough
+            why = f"on {socket.gethostname()}: {ended}"
+            told = f"{failed}\n{NOT_AGAIN}: {why}" if failed else why
             failure.report(folder, told, ended.exit_code)
 
 
