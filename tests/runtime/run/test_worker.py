@@ -16,6 +16,7 @@ from ahp import run_history
 from ahp.graph import models
 from ahp.job import Job
 from ahp.plan import Plan
+from ahp.run_files import Status
 from ahp.runtime.ranks import ranks
 from ahp.runtime.run import failure, worker
 from ahp.runtime.run.folder import RunFolder
@@ -73,3 +74,33 @@ def test_a_rank_that_wakes_after_the_others_have_started_again_leaves_their_fold
     with pytest.raises(RuntimeError, match="Connection closed"):
         run_rank(Plan(model={}, job=Job()), folder, order, StopRequest())
     assert (failure.read(folder) is None, folder.status() is None) == (others_went_on, others_went_on)
+
+
+def test_a_rank_that_wakes_in_the_middle_of_its_checkpoint_does_not_write_into_that_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node was stopped, and the others have come to the same step again: its file had the name of theirs, in the same folder."""
+    folder, others = RunFolder(tmp_path), RunFolder(tmp_path)
+    folder.create()
+    others.start = 2
+
+    @contextmanager
+    def joined(*_: Any, **__: Any) -> Iterator[Any]:
+        yield SimpleNamespace(is_first=False, from_first=lambda value: 1)
+
+    def train(plan: Plan, module: Any, folder: RunFolder, *_: Any) -> Status:
+        (others.open_checkpoint(8) / "__1_0.distcp").write_bytes(b"theirs")
+        place = folder.aside_for(8)
+        place.mkdir(exist_ok=True)
+        (place / "__1_0.distcp").write_bytes(b"its own, and longer")
+        return Status("running", 8)
+
+    monkeypatch.setattr(models, "build_model", lambda *_, **__: None)
+    monkeypatch.setattr(ranks, "joined", joined)
+    monkeypatch.setattr(worker, "_train", train)
+    order = WorkerSettings(corpora=("",), device="cpu", checkpoint_every=5, keep=1)
+    run_rank(Plan(model={}, job=Job()), folder, order, StopRequest())
+    found = others.commit_checkpoint(8, {"crc32": {}, "job": {}, "model": {}}, keep=1)
+    assert (found.path / "__1_0.distcp").read_bytes() == b"theirs"
+    others.discard_unfinished()
+    assert [path.name for path in others.checkpoints_folder.iterdir()] == ["step-8"]

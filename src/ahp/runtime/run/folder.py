@@ -82,6 +82,9 @@ class RunFolder:
         self.path = Path(path).expanduser()
         self.heartbeat_s = HEARTBEAT_S
         self.is_held = False
+        self.start = 0
+        """Number of the start that this process belongs to. A rank of an earlier one, whose node was stopped in the middle of a checkpoint, wakes
+        and writes on: its files must not be those of a checkpoint of the same step that others have begun since."""
         self.is_everyones = False
         """Whether it was found to be the same on all nodes."""
         self.step = 0
@@ -373,8 +376,8 @@ class RunFolder:
         return place
 
     def aside_for(self, step: int) -> Path:
-        """The folder in which the checkpoint of ``step`` is written until it is complete."""
-        return self.checkpoints_folder / f"step-{step}.tmp"
+        """The folder in which this start writes the checkpoint of ``step`` until it is complete."""
+        return self.checkpoints_folder / f"step-{step}.{self.start}.tmp"
 
     def open_checkpoint(self, step: int) -> Path:
         """An empty folder for the checkpoint of ``step``; ``commit_checkpoint`` makes it count."""

@@ -84,7 +84,7 @@ def run_rank(
                 folder.held_by_workers() if ranks.is_first else nullcontext(),
                 folder.beating() if ranks.is_first else nullcontext(),
             ):
-                start = ranks.from_first(folder.num_starts() if ranks.is_first else None)
+                start = folder.start = ranks.from_first(folder.num_starts() if ranks.is_first else None)
                 return _train(plan, module, folder, order, stop, on_step, ranks, garbage)
         except BaseException as error:
             # Its node may have been stopped or cut off for so long that the others have started again without it: the folder is theirs.
