@@ -385,13 +385,13 @@ class _Record:
         names = [
             n
             for n, m, *_ in before
-            if isinstance(m, nn.Embedding) and m.num_embeddings == logits.shape[-1] and _is_plain(m)
+            if isinstance(m, nn.Embedding) and m.num_embeddings == logits.shape[-1] and looks_up_rows(m)
         ]
         return names[0] if names and self._read_by_modules_alone(names[0], logits) else None
 
     def _head(self, after: list[Any], logits: torch.Tensor) -> str | None:
         """The linear module whose output is the logits, if it does nothing else."""
-        name = next((n for n, m, _, out in reversed(after) if _is_head(m) and out is logits), None)
+        name = next((n for n, m, _, out in reversed(after) if is_head(m) and out is logits), None)
         if (
             name is None
             or sum(ran == name for ran, *_ in self.ran) > 1
@@ -464,7 +464,7 @@ def _nodes_behind(tensor: torch.Tensor, end: Any = None) -> Iterator[Any]:
         waiting += [source for source, _ in node.next_functions]
 
 
-def _is_plain(embedding: nn.Embedding) -> bool:
+def looks_up_rows(embedding: nn.Embedding) -> bool:
     """Whether rows are only looked up: no renormalization, no gradient that depends on the other tokens."""
     return (
         embedding.max_norm is None
@@ -474,7 +474,8 @@ def _is_plain(embedding: nn.Embedding) -> bool:
     )
 
 
-def _is_head(module: nn.Module) -> bool:
+def is_head(module: nn.Module) -> bool:
+    """Whether it is a linear module that holds nothing except its rows."""
     return isinstance(module, nn.Linear) and _has_rows_alone(module)
 
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ahp.graph.outline import outline
 from ahp.runtime.shard.ends import ends_of, units_of
-from tests.runtime.models import BUILDERS, JOB, SEQUENCE, VOCABULARY, batch
+from tests.runtime.models import BUILDERS, JOB, SEQUENCE, VOCABULARY, NormedRows, batch
 from tests.runtime.workers import Pool
 
 WIDTH = 32
@@ -35,6 +35,14 @@ def test_ends_are_found(model: str, expected: tuple[str, str] | None) -> None:
         assert ends_of(module, None) == expected
     else:
         assert ends_of(module, None) is None
+
+
+def test_an_embedding_with_a_norm_inside_is_no_unit() -> None:
+    """Its backward reads the norm's weight, and FSDP2 gathers an embedding for its forward alone: freed memory would be read."""
+    module = BUILDERS["llama"]()
+    module.set_input_embeddings(NormedRows(VOCABULARY, WIDTH))
+    assert ends_of(module, None) is None
+    assert ends_of(module, outline(module, batch_size=1, sequence_length=SEQUENCE)) is None
 
 
 def test_tied_weights_are_no_units() -> None:

@@ -11,14 +11,15 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ahp.graph.outline import Outline
+from ahp.graph.outline import Outline, is_head, looks_up_rows
 
 
 def ends_of(module: nn.Module, found: Outline | None) -> tuple[str, str] | None:
     """The paths of the token embedding and of the head; None if they are not known.
 
     Without an outline, a transformers model is asked for them. If the logits are no module's output, the code that makes them may
-    read the embedding's weight, which then must not be freed.
+    read the embedding's weight, which then must not be freed. Nor may that of an embedding with a norm inside (Inkling's): its backward
+    reads the norm's weight, and ``Sharding.apply`` does not gather an embedding for backward.
     """
     if found is not None:
         embedding, head = found.token_embedding, found.head
@@ -27,7 +28,10 @@ def ends_of(module: nn.Module, found: Outline | None) -> tuple[str, str] | None:
         modules = [ask() if callable(ask) else None for ask in asked]
         paths = {id(part): path for path, part in module.named_modules()}
         embedding, head = (paths.get(id(part)) for part in modules)
-        if not (isinstance(modules[0], nn.Embedding) and isinstance(modules[1], nn.Linear)):
+        first, last = modules
+        if not (
+            isinstance(first, nn.Embedding) and looks_up_rows(first) and isinstance(last, nn.Linear) and is_head(last)
+        ):
             return None
     return (embedding, head) if embedding and head else None
 
