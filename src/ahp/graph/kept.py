@@ -39,7 +39,7 @@ TRACED_BY = "code.txt"
 """File next to the shipped graphs: the digest of the code that traced them."""
 
 MOST_KEPT = 200
-"""The most files in the user's cache, about 20 KB each; beyond that the oldest are deleted."""
+"""The most files in the user's cache, about 15 KB each; beyond that the oldest are deleted."""
 
 
 def analyze(
