@@ -76,6 +76,14 @@ def test_a_record_that_breaks_a_rule_is_bad_input(make: Callable[[], object], to
         ahp.Job.model_validate({"sequence_len": 8})
 
 
+def test_an_argument_of_another_kind_is_named() -> None:
+    job: Any = {"sequence_length": 64, "global_batch_size": 8}
+    with pytest.raises(ahp.errors.BadInput, match=r"graph = 'str': must be a ModelGraph \(valid: ahp.analyze"):
+        ahp.search("tiny", "8xH100", job)  # pyright: ignore
+    with pytest.raises(ahp.errors.BadInput, match=r"plan = 'dict': must be a Plan \(valid: ahp.Plan.load"):
+        ahp.Trainer({"job": job})  # pyright: ignore
+
+
 def test_whole_numbers_are_taken_as_yaml_and_other_libraries_write_them() -> None:
     job = ahp.Job(steps=1.0e3, seed=np.int64(3), optimizer={"learning_rate": "1e-3", "weight_decay": 0})  # pyright: ignore
     assert (job.steps, job.seed, job.optimizer.learning_rate, job.optimizer.weight_decay) == (1000, 3, 0.001, 0.0)

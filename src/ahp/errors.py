@@ -41,7 +41,7 @@ class NotExpressible(AhpError):
 
 def bad_input(key: str, value: Any, rule: str, valid: Iterable[Any] | None = None) -> BadInput:
     """The one form of an input error: the user's own key, its value, the rule, and the valid values: all, or the nearest of many."""
-    text = f"{key} = {value!r}: {rule}"
+    text = f"{key} = {_cut(repr(value))}: {rule}"
     choices = list(valid) if valid is not None else []
     if choices:
         near = nearest(value, choices)
@@ -55,13 +55,16 @@ def first_line(error: BaseException) -> str:
 
 
 LONGEST_CHOICE = 500
-"""Longer choices are cut to so many characters: one may be a name from the user's own file."""
+"""Longer values and choices are cut to so many characters: one may be a name from the user's own file, or a whole graph."""
 
 
 def listed(choices: Iterable[Any]) -> str:
     """The choices as a user would write them: null, not None."""
-    words = ("null" if choice is None else str(choice) for choice in choices)
-    return ", ".join(word if len(word) <= LONGEST_CHOICE else f"{word[: LONGEST_CHOICE - 3]}..." for word in words)
+    return ", ".join("null" if choice is None else _cut(str(choice)) for choice in choices)
+
+
+def _cut(word: str) -> str:
+    return word if len(word) <= LONGEST_CHOICE else f"{word[: LONGEST_CHOICE - 3]}..."
 
 
 def nearest(value: Any, choices: list[Any], count: int = 5) -> list[Any]:

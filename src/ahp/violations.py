@@ -45,7 +45,7 @@ def broken_rules(error: ValidationError, kind: type[BaseModel], where: str) -> I
         key = ".".join(place.keys) or where
         match item["type"]:
             case "extra_forbidden":
-                yield f"{key}: unknown key ({_meant(place.keys[-1], list(place.record.model_fields))})"
+                yield f"{key}: unknown key ({_meant(place.keys[-1], list(place.record.model_fields), kind)})"
             case "missing":
                 yield f"{key}: missing, and it has no default"
             case "model_type" | "model_attributes_type":
@@ -61,10 +61,16 @@ def broken_rules(error: ValidationError, kind: type[BaseModel], where: str) -> I
                 yield f"{key} = {shortened(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
-def _meant(key: str, names: list[str]) -> str:
-    """The keys that a wrong one may mean: by the name that others give it, by its spelling, or else some of the valid ones."""
-    if OTHER_NAMES.get(key) in names:
-        return f"did you mean: {OTHER_NAMES[key]}?"
+def _meant(key: str, names: list[str], kind: type[BaseModel]) -> str:
+    """The keys that a wrong one may mean: by the name that others give it, by its place, by its spelling, or else some of the valid ones.
+
+    ``names``: the keys that are valid there; ``kind``: of the whole data, in which the key may have another place.
+    """
+    meant = OTHER_NAMES.get(key, key)
+    if meant in names:
+        return f"did you mean: {meant}?"
+    if elsewhere := sorted(_paths_to(meant, kind), key=lambda path: path.count("."))[:MOST_MEANT]:
+        return f"did you mean: {', '.join(elsewhere)}?"
     near = nearest(key[:MOST_SHOWN], names, MOST_MEANT)
     if near == names[:MOST_MEANT] and len(names) > MOST_MEANT:  # none is spelt like it
         return f"valid: {', '.join(names[:MOST_TOLD])}{', ...' if len(names) > MOST_TOLD else ''}"
@@ -182,6 +188,18 @@ def _records(annotation: Any) -> Iterator[type[BaseModel]]:
         yield annotation
     for one in get_args(annotation):
         yield from _records(one)
+
+
+def _paths_to(key: str, kind: type[BaseModel], above: tuple[type[BaseModel], ...] = ()) -> Iterator[str]:
+    """The dotted paths of a key in the records that ``kind`` holds, not in lists. ``above``: the records that hold this one."""
+    if key in kind.model_fields:
+        yield key
+    for name, field in kind.model_fields.items():
+        if field.annotation is None or get_origin(field.annotation) is tuple:
+            continue
+        for record in dict.fromkeys(_records(field.annotation)):
+            if record not in (kind, *above):
+                yield from (f"{name}.{path}" for path in _paths_to(key, record, (kind, *above)))
 
 
 def _at_the_innermost(found: list[ErrorDetails]) -> Iterator[ErrorDetails]:

@@ -246,14 +246,41 @@ def test_a_folder_that_is_gone_is_told(
 
 def test_wrong_options_are_data_too_where_data_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["devices", "--nonsense", "--json"])
+        main(["plan", "tiny", "8xH100", "--objective", "nonsense", "--json"])
     told = capsys.readouterr()
     assert json.loads(told.out)["error"] == {
         "kind": "BadInput",
         "message": "the options are wrong; stderr says which",
         "exit_code": 2,
     }
-    assert "--nonsense" in told.err
+    assert "nonsense" in told.err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["devices", "--nonsense"], "--nonsense: no option of ahp devices; ahp devices --help lists them"),
+        (["models", "qwen"], "'qwen': ahp models takes no such word"),
+        (
+            ["explain", "plan.yaml", "--why-not", "tp4", "pp2"],
+            "'pp2': ahp explain takes no such word; ahp explain --help",
+        ),
+        (["report", "runs/demo", "--ou", "page.html"], "--ou: no option of ahp report (did you mean: --out, "),
+        (["simulate", "plan.yaml", "--zzzz", "4x8xH100"], "--zzzz: no option of ahp simulate; ahp simulate --help"),
+        (["plan", "--config", "config.yaml"], "--config: no option of ahp plan"),
+        (
+            ["plan", "8xH100", "llama3-8b"],
+            "cluster = 'llama3-8b': this is a model; the order is: ahp plan MODEL CLUSTER",
+        ),
+        (["generate", __file__], "no run's folder: it is a file"),
+    ],
+    ids=lambda one: " ".join(one[:2]) if isinstance(one, list) else "",
+)
+def test_a_word_that_a_command_does_not_take_is_named(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -313,6 +340,6 @@ def test_an_option_that_is_none_is_told_with_those_near_it(
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--no-wide"], ["--zzzz"], ["--no-json"], ["--", "--precision"]])
-def test_what_is_near_no_key_is_left_to_the_commands_own_parser(words: list[str]) -> None:
+@pytest.mark.parametrize("words", [["--no-wide"], ["--no-json"], ["--", "--precision"]])
+def test_the_commands_own_options_are_left_to_its_parser(words: list[str]) -> None:
     refuse_unknown(["tiny", "8xH100", *words], plan.Arguments, plan.ROOTS, "ahp plan")

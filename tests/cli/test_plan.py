@@ -283,6 +283,7 @@ def test_dp_is_every_way_to_share_so_many_replicas() -> None:
     assert (one.data_parallel_replicate_degree, one.data_parallel_shard_degree) == (2, 3)
     with pytest.raises(BadInput, match="give how the replicas shard their states: dp=REPLICATExSHARD"):
         layout_of("dp=6", "--current")
+    assert constraints_of("dp6 tp2 pp4") == constraints_of("dp=6 tp=2 pp=4")
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,8 @@ def test_the_precision_is_the_fastest_that_trains_well(
         precision = "bf16" if "bf16" in cluster.groups[0].device.peak_flops_per_s else "fp32"
     assert chosen == precision
     assert why.startswith(reason) if reason else not why
+    bf16_alone = len({"bf16" in group.device.peak_flops_per_s for group in cluster.groups}) > 1
+    assert ("--job.precision bf16 plans without these devices" in why) == bf16_alone
 
 
 def test_what_is_given_is_kept() -> None:

@@ -10,6 +10,7 @@ from ahp.cli import probe as command
 from ahp.cli.main import main
 from ahp.cluster import measure
 from ahp.cluster.model import Cluster, CollectiveSample, Host, MatmulSample, Measurements, MemorySample
+from ahp.errors import BadInput
 
 MEASURED = Measurements(
     matmul=tuple(
@@ -60,10 +61,12 @@ def test_json_is_the_whole_output(
     assert printed == Cluster.load("cluster.yaml")
 
 
-def test_bad_arguments_end_with_usage(asked: dict[str, Any], capsys: Any) -> None:
+def test_bad_arguments_end_before_anything_is_measured(asked: dict[str, Any]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        command.run(["--worker", "two"])
+        command.run(["--workers", "two"])
     assert stopped.value.code == 2
+    with pytest.raises(BadInput, match=r"--worker: no option of ahp probe \(did you mean: --workers\?\)"):
+        command.run(["--worker", "two"])
     assert not asked
 
 

@@ -6,6 +6,8 @@ from ahp.engines.registry import ENGINES, get
 from ahp.engines.traits import ALL_ELEMENTS
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
+from ahp.schedule.orders import any_order
+from ahp.schedule.registry import SCHEDULES
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,20 @@ from ahp.plan import EngineChoice, Parallelism
 def test_refused_by_the_users_own_key(name, layout, job, choice, key):
     reason = get(name).refuses(Job(**job), Parallelism(**layout), EngineChoice(name=name, **choice))
     assert reason is not None
-    assert reason.startswith(f"{key}: {name} cannot run this (valid: ")
+    in_pipeline = " in a pipeline" if "pipeline_parallel_degree" in layout and key == "zero_stage = 3" else ""
+    assert reason.startswith(f"{key}: {name} cannot run this{in_pipeline} (valid: ")
+
+
+def test_what_is_valid_is_told_whole():
+    of_torchtitan = get("torchtitan").refuses(Job(), any_order(), EngineChoice(name="torchtitan"))
+    assert of_torchtitan is not None
+    assert all(schedule.name in of_torchtitan for schedule in SCHEDULES.values() if schedule.in_torch)
+    piped = Parallelism(data_parallel_shard_degree=2, zero_stage=3, pipeline_parallel_degree=2)
+    of_megatron = get("megatron").refuses(Job(), piped, EngineChoice(name="megatron"))
+    assert (
+        of_megatron
+        == "zero_stage = 3: megatron cannot run this in a pipeline (valid: 1; or pipeline_parallel_degree 1)"
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.name)

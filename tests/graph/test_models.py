@@ -142,6 +142,11 @@ LLAMA, GPT2 = CONFIGS["llama"], CONFIGS["gpt2"]
         ("tests.graph.small:absent", ["absent"]),
         ("no_such_package:model", ["no_such_package"]),
         ("tests.graph.small:not_a_model", ["nn.Module"]),
+        ("tests.graph.small:SEQUENCE", ["not a function that makes an nn.Module, but of type int"]),
+        ("tests.graph.small.py:factory", ["a module is named without .py: tests.graph.small:factory"]),
+        (__file__, ["name the function that makes the module, as in test_models:factory"]),
+        (__file__.removesuffix(".py"), ["that makes the module, as in "]),
+        ('{"model_type": "llama"}', ["write these keys into a config.json"]),
         ({"model_type": "t5"}, ["t5", "encoder-decoder"]),
         ({"model_type": "vit"}, ["vit", "language model"]),
         (3, ["3"]),
@@ -161,6 +166,9 @@ def test_a_broken_config_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(BadInput, match="object"):
         load_config(str(tmp_path))
+    (tmp_path / "config.yaml").write_text("model: tiny")
+    with pytest.raises(BadInput, match=r"of a config.yaml ahp plan takes the job, as --job .*config.yaml"):
+        load_config(str(tmp_path / "config.yaml"))
 
 
 def test_a_key_that_the_family_reads_though_its_config_has_no_such_field() -> None:

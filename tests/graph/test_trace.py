@@ -349,3 +349,15 @@ class NotInBf16(nn.Module):
 def test_an_operator_without_the_precision_is_named_with_it() -> None:
     with pytest.raises(BadInput, match="cannot be traced in bf16: RuntimeError: Unsupported dtype BFloat16"):
         analyze(NotInBf16(), {**JOB, "precision": "bf16"})
+
+
+class WithTargets(Plain):
+    """Computes its own loss, from an argument that AHP does not pass."""
+
+    def forward(self, input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(super().forward(input_ids).flatten(0, 1), targets.flatten())
+
+
+def test_a_forward_with_another_signature_is_told_what_it_gets() -> None:
+    with pytest.raises(BadInput, match=r"'targets'; forward must take token ids .* alone and return logits, and AHP"):
+        analyze(WithTargets(), JOB)

@@ -221,6 +221,15 @@ def other_kinds(rank: int, world: int) -> None:
     for (kind, value), key in zip(others.items(), ("input_ids", "labels", "labels"), strict=True):
         with pytest.raises(BadInput, match=re.escape(f"part['{key}'] = '{kind}': must be a tensor of int64")):
             parallel.step({**part, key: value})
+    with pytest.raises(BadInput, match="global_batch = 'Tensor': must be a dict of input_ids and labels"):
+        parallel.shard(part["input_ids"])
+    with pytest.raises(BadInput, match=re.escape("global_batch = ['x', 'y']: must be a dict of input_ids and labels")):
+        parallel.shard({"x": part["input_ids"], "y": part["labels"]})
+    with pytest.raises(BadInput, match=re.escape("global_batch['labels'] = 'ndarray': must be a tensor of int64")):
+        parallel.shard({**part, "labels": part["labels"].numpy()})
+    frozen = parallelize(BUILDERS["llama"]().requires_grad_(False), {"job": JOB})
+    with pytest.raises(BadInput, match="module: none of its parameters has requires_grad"):
+        frozen.step(part)
 
 
 def test_a_part_of_another_kind_is_refused(pool: Pool) -> None:

@@ -36,6 +36,14 @@ def transposed_of_another() -> nn.Module:
     return nn.ParameterList([first.weight, nn.Parameter(first.weight.data.t())])
 
 
+def compiled() -> nn.Module:
+    return torch.compile(nn.Linear(3, 4))  # pyright: ignore[reportReturnType]  # compiled at its first call
+
+
+def in_data_parallel() -> nn.Module:
+    return nn.Sequential(nn.DataParallel(nn.Linear(3, 4)))
+
+
 @pytest.mark.parametrize(
     ("build", "told"),
     [
@@ -43,6 +51,11 @@ def transposed_of_another() -> nn.Module:
         (lazy, "module = '0.weight': has no shape before its lazy module ran"),
         (sparse, "module: 0.sparse = True: no optimizer here takes sparse gradients (valid: False)"),
         (transposed_of_another, "module = '1': lies in the memory of 0, which is another parameter"),
+        (compiled, "module = 'OptimizedModule': the module is wrapped, and ahp.parallelize splits the plain module"),
+        (
+            in_data_parallel,
+            "module = 'DataParallel': 0 is wrapped, and ahp.parallelize splits the plain module (valid: its .module)",
+        ),
     ],
 )
 def test_what_no_layout_can_train_is_refused(build: Callable[[], nn.Module], told: str) -> None:

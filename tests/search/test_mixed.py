@@ -519,6 +519,12 @@ def test_devices_without_the_precision_are_left_out() -> None:
     search(*there, **options, objective={"name": "cost", "price_per_device_hour": {"V100-SXM-32GB": 1.0, A100: 2.0}})
 
 
+def test_groups_that_no_library_joins_are_named() -> None:
+    cluster = cluster_of((H100, 1, 1), (A100, 1, 1), ("MI300X", 1, 2), gbps=100)
+    told = ranking_of(mixed(cluster, constraints={"micro_batch_size": 1})).notes
+    assert any(note.startswith("no layout over all groups: cluster.groups = ['a', 'c']: ") for note in told)
+
+
 @pytest.mark.slow
 def test_where_nothing_fits_every_group_says_why() -> None:
     asked = mixed(cluster_of((H100, 1, 1), (A100, 1, 1), gbps=100, memory={"a": 10**6, "b": 10**6}), batch=2)

@@ -18,11 +18,11 @@ DATA = "dp"
 """Replicas, replicate x shard degree: not a key of a layout, but the product of two keys."""
 
 _PRINTED = re.compile(
-    r"dp(?P<dp>\d+x\d+)|zero(?P<zero>\d)|tp(?P<tp>\d+)(?P<sp>\+sp)?|cp(?P<cp>\d+)(\((?P<cp_method>[a-z-]+)\))?|ep(?P<ep>\d+)|etp(?P<etp>\d+)|mb(?P<mb>\d+)"
-    r"|pp(?P<pp>\d+)(x(?P<virtual>\d+))?\((?P<schedule>\w+)\)|(?P<recompute>none|selective|full)"
+    r"dp(?P<dp>\d+(x\d+)?)|zero(?P<zero>\d)|tp(?P<tp>\d+)(?P<sp>\+sp)?|cp(?P<cp>\d+)(\((?P<cp_method>[a-z-]+)\))?|ep(?P<ep>\d+)|etp(?P<etp>\d+)|mb(?P<mb>\d+)"
+    r"|pp(?P<pp>\d+)(x(?P<virtual>\d+))?(\((?P<schedule>\w+)\))?|(?P<recompute>none|selective|full)"
     r"|order\((?P<order>[\w>]+)\)"
 )
-"""The words of ``Parallelism.short``."""
+"""The words of ``Parallelism.short``; dp and pp also without what it prints after the degree."""
 
 
 def keys_of(words: str, option: str) -> dict[str, Any]:
@@ -44,7 +44,12 @@ def _said(word: str, option: str) -> dict[str, Any]:
         key, equals, value = word.partition("=")
         short = {key: value}
         if not equals or (key != DATA and SHORT_NAMES.get(key, key.replace("-", "_")) not in Constraints.model_fields):
-            raise bad_input(option, word, "must be KEY=VALUE, separated by spaces", [*SHORT_NAMES, DATA])
+            raise bad_input(
+                option,
+                word,
+                "must be KEY=VALUE or a word of a plan's table such as tp8, separated by spaces",
+                [*SHORT_NAMES, DATA],
+            )
     found: dict[str, Any] = {}
     for key, value in short.items():
         if key == DATA:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from inspect import cleandoc
 from textwrap import wrap
-from typing import TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import tyro
 
@@ -17,13 +19,29 @@ Options = TypeVar("Options")
 
 
 def options_of(options: type[Options], words: Sequence[str], command: str, about: str | None = None) -> Options:
-    """The options in ``words``. Ends the program after --help, and if the words are no options.
+    """The options in ``words``. Ends the program after --help, and if a word is missing or has a wrong value. Raises BadInput for the first word
+    that the command does not take, and for the name of a positional argument.
 
-    ``about``: what the command does, by default the docstring of the class. Raises BadInput where the name of a positional argument is given.
+    ``about``: what the command does, by default the docstring of the class.
     """
     _refuse_names_of_positionals(options, words, command)
     told = in_columns(about or options.__doc__ or "", shutil.get_terminal_size().columns)
-    return tyro.cli(options, args=words, prog=command, description=told)
+    found, unknown = tyro.cli(options, args=words, prog=command, description=told, return_unknown_args=True)
+    if unknown:
+        word = unknown[0]
+        if word.startswith("-"):
+            raise BadInput(f"{word}: no option of {command}{_meant(word, options)}; {command} --help lists them")
+        raise BadInput(
+            f"{word!r}: {command} takes no such word; {command} --help says what it takes, and a value of several words needs quotes"
+        )
+    return found
+
+
+def _meant(word: str, options: type[Any]) -> str:
+    """The options that are spelled nearly like a word, for an error."""
+    names = [f"--{field.name.replace('_', '-')}" for field in fields(options)] if is_dataclass(options) else []
+    near = get_close_matches(word.partition("=")[0], names)
+    return f" (did you mean: {', '.join(near)}?)" if near else ""
 
 
 def in_columns(text: str, width: int) -> str:

@@ -64,7 +64,7 @@ def split_overrides(argv: Sequence[str], roots: Sequence[str] = CONFIG_ROOTS) ->
 
 
 def refuse_unknown(words: Sequence[str], own: type[Any], roots: Sequence[str], command: str) -> None:
-    """Raises BadInput for an option that a command does not have, if its name is that of a key, whole or short, or near one.
+    """Raises BadInput for an option that a command does not have, with the keys whose name, whole or short, is its name or near it.
 
     Args:
         words: what ``split_overrides`` left for the command's parser, which refuses all else.
@@ -80,10 +80,11 @@ def refuse_unknown(words: Sequence[str], own: type[Any], roots: Sequence[str], c
             continue
         whole = _whole_keys(short, keys)
         near = whole or _near(short, [*mine, *keys])
-        if near:
-            rule = "; keys are given whole" if whole else ""
-            meant = ", ".join(map(_option, near))
-            raise BadInput(f"{name}: no option of {command}{rule} (did you mean: {meant}?)")
+        if not near:
+            raise BadInput(f"{name}: no option of {command}; {command} --help lists them")
+        rule = "; keys are given whole" if whole else ""
+        meant = ", ".join(map(_option, near))
+        raise BadInput(f"{name}: no option of {command}{rule} (did you mean: {meant}?)")
 
 
 def _keys(roots: Sequence[str]) -> list[str]:

@@ -21,6 +21,7 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -38,6 +39,7 @@ from ahp.cluster.model import Cluster, NodeGroup
 from ahp.cluster.parse import width_words
 from ahp.config import Constraints, set_dotted
 from ahp.errors import bad_input
+from ahp.graph.catalogue import CATALOGUE
 from ahp.job import Job
 from ahp.optional import Flag, OptionalText
 from ahp.plan import EngineChoice, Parallelism, Plan, validated
@@ -125,6 +127,8 @@ def run(argv: list[str]) -> int:
                 raise bad_input(f"--{key}", given, "the exact search has none; add --method anneal or evolve")
     if arguments.measure and arguments.objective != "speed":
         raise bad_input("--measure", arguments.measure, "what is measured is speed; leave out --objective")
+    if arguments.cluster in CATALOGUE or (Path(arguments.cluster) / "config.json").is_file():
+        raise bad_input("cluster", arguments.cluster, "this is a model; the order is: ahp plan MODEL CLUSTER")
     cluster = Cluster.resolve(arguments.cluster)
     if arguments.measure:
         require_here(cluster, arguments.measure)

@@ -100,8 +100,8 @@ def precision_for(cluster: Cluster, engine: EngineChoice) -> tuple[Precision, st
     without = [device.name for device in devices if "bf16" not in device.peak_flops_per_s]
     reason = f"{' and '.join(without)} computes no bf16" if without else f"{engine.name} does not support bf16"
     if runs("fp16"):
-        return (
-            "fp16",
-            f"{reason}; the loss is scaled, because fp16 loses small gradients otherwise (fp32 needs no scale)",
-        )
+        else_ = "fp32 needs no scale"
+        if 0 < len(without) < len(devices):
+            else_ += "; --job.precision bf16 plans without these devices"
+        return "fp16", f"{reason}; the loss is scaled, because fp16 loses small gradients otherwise ({else_})"
     return "fp32", f"{reason}, and {'not every device' if without else engine.name} has fp16 under {engine.name}"

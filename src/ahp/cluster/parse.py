@@ -47,7 +47,8 @@ class DeviceOverrides(Record):
     """A catalogue device with some figures changed."""
 
     base: str
-    memory_bytes: int | None = Field(default=None, gt=0)
+    memory_bytes: int | None = Field(default=None, ge=10**8)
+    """At least 100 MB: a smaller number is one of another unit."""
     memory_bandwidth_bytes_per_s: Rate | None = None
     host_bandwidth_bytes_per_s: Rate | None = None
     power_limit_w: Watts | None = None
@@ -150,8 +151,11 @@ def _described(text: str) -> dict[str, Any]:
     else:
         found = _SHORT.fullmatch(text.strip())
         if found is None:
-            raise bad_input("cluster", text, "not NODESxDEVICESxDEVICE (such as 8x8xH100-SXM-80GB), nor a file")
+            rule = "not NODESxDEVICESxDEVICE (such as 8x8xH100-SXM-80GB), nor a file"
+            raise bad_input("cluster", text, rule, _turned(text))
         nodes, devices, device, gbps = found["nodes"], found["devices"], found["device"], found["gbps"] or ""
+        if catalogue.lookup(device) is None and (meant := _turned(text)):
+            raise bad_input("cluster", text, "the numbers stand before the device, with x between", meant)
     description: dict[str, Any] = {
         "nodes": _count("nodes", nodes, text),
         "devices_per_node": _count("devices per node", devices, text),
@@ -167,6 +171,15 @@ def _described(text: str) -> dict[str, Any]:
     if "@" in text:
         description["inter_node_gbps"] = _gbps(gbps, text)
     return description
+
+
+def _turned(text: str) -> list[str]:
+    """The short form that a text may mean, ``2x8H100`` or ``H100x8``: the numbers first, and ``x`` between; empty if there is none."""
+    for pattern in (r"(?P<counts>[\dx]*\d)(?P<device>[a-z].*)", r"(?P<device>[a-z].*?)x(?P<counts>\d+(x\d+)?)"):
+        found = re.fullmatch(pattern, text.strip(), re.I)
+        if found and found["counts"].count("x") < 2 and catalogue.lookup(found["device"]) is not None:
+            return [f"{found['counts']}x{found['device']}"]
+    return []
 
 
 def _usual_width(device: str, count: int) -> int | None:
@@ -232,7 +245,7 @@ def from_file(path: Path) -> Cluster:
         raise BadInput(f"cluster = {str(path)!r}: not YAML: {error}") from None
     if not isinstance(data, dict):
         raise BadInput(f"cluster = {str(path)!r}: not a cluster (a YAML mapping was expected)")
-    if "job" in data:
+    if "job" in data or "cluster" in data:
         raise BadInput(
             f"cluster = {str(path)!r}: a plan or a config, not a cluster; what it has under its key cluster may be a file of its own"
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ahp.engines import releases
-from ahp.errors import listed, nearest
+from ahp.errors import listed
 from ahp.job import Job
 from ahp.plan import AXES, Axis, EngineChoice, Parallelism
 
@@ -62,11 +62,12 @@ class Support:
             return _cannot(engine, "enable_sequence_parallel", True, [False])
         if p.pipeline_parallel_degree > 1 and p.pipeline_parallel_schedule not in self.schedules:
             return _cannot(engine, "pipeline_parallel_schedule", p.pipeline_parallel_schedule, self.schedules)
-        stages = self.zero_stages
-        if p.pipeline_parallel_degree > 1 and self.zero_stages_in_pipeline is not None:
-            stages = self.zero_stages_in_pipeline
-        if p.weight_shards > 1 and p.zero_stage not in stages:
-            return _cannot(engine, "zero_stage", p.zero_stage, stages)
+        if p.weight_shards > 1 and p.zero_stage not in self.zero_stages:
+            return _cannot(engine, "zero_stage", p.zero_stage, self.zero_stages)
+        piped = self.zero_stages_in_pipeline if p.pipeline_parallel_degree > 1 else None
+        if p.weight_shards > 1 and piped is not None and p.zero_stage not in piped:
+            valid = f"{listed(piped)}; or pipeline_parallel_degree 1"
+            return f"zero_stage = {p.zero_stage}: {engine} cannot run this in a pipeline (valid: {valid})"
         if not self.hybrid and p.data_parallel_replicate_degree > 1 and p.weight_shards > 1:
             return _cannot(engine, "data_parallel_replicate_degree", p.data_parallel_replicate_degree, [1])
         if p.activation_checkpoint not in (*self.activation_checkpoints, "auto"):
@@ -165,5 +166,4 @@ def _refuses_placement(engine: str, p: Parallelism) -> str | None:
 
 
 def _cannot(engine: str, key: str, value: object, valid: Sequence[object]) -> str:
-    near = nearest(value, list(valid)) or valid
-    return f"{key} = {value!r}: {engine} cannot run this (valid: {listed(near)})"
+    return f"{key} = {value!r}: {engine} cannot run this (valid: {listed(valid)})"

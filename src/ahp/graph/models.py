@@ -67,6 +67,10 @@ def load_config(model: Any) -> PretrainedConfig | None:
         return _from_keys(read_keys(path), known_only=False)
     if is_factory(model):
         return None
+    if Path(f"{name}.py").is_file():
+        raise BadInput(f"model = {name!r}: add the function of {name}.py that makes the module, as in {name}:factory")
+    if name.lstrip().startswith("{"):
+        raise BadInput(f"model = {name!r}: write these keys into a config.json, and give its path")
     raise BadInput(
         f"model = {name!r}: neither a name of the catalogue nor a path nor pkg.mod:factory "
         f"(nearest names: {', '.join(nearest(name, list(CATALOGUE)))})"
@@ -165,6 +169,11 @@ def read_keys(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise BadInput(f"model = {str(path)!r}: the folder holds no config.json")
+    if file.suffix == ".py":
+        raise BadInput(f"model = {str(path)!r}: name the function that makes the module, as in {file.stem}:factory")
+    if file.suffix in (".yaml", ".yml"):
+        rule = f"a model is a config.json; of a config.yaml ahp plan takes the job, as --job {path}, and ahp train takes it whole"
+        raise BadInput(f"model = {str(path)!r}: {rule}")
     try:
         keys = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -311,10 +320,16 @@ def _from_factory(model: Any, dtype: torch.dtype, device: Any) -> nn.Module:
         factory = getattr(importlib.import_module(path), function)
     except ModuleNotFoundError as error:
         found_in = "it must lie in the folder that the command starts in, be installed, or be on PYTHONPATH"
-        rule = f"{error}; {found_in}" if error.name == path.split(".")[0] else str(error)
+        if path.endswith(".py"):
+            found_in = f"a module is named without .py: {path.removesuffix('.py')}:{function}"
+        rule = f"{error}; {found_in}" if error.name == path.split(".")[0] or path.endswith(".py") else str(error)
         raise BadInput(f"model = {model!r}: {rule}") from error
     except (ImportError, AttributeError) as error:
         raise BadInput(f"model = {model!r}: {error}") from error
+    if not callable(factory):
+        raise BadInput(
+            f"model = {model!r}: not a function that makes an nn.Module, but of type {type(factory).__name__}"
+        )
     try:
         with torch.device(device):
             module = factory()

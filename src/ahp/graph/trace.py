@@ -167,9 +167,13 @@ class _Tracer:
             elements = 16 // self._dtype.itemsize
             says += f" (experts: hidden size and intermediate size must be multiples of {elements} in {self._job.precision})"
         if type(error).__name__ in DEPENDS_ON_VALUES:
-            why = f"cannot be traced without data: what it does next depends on the values of a tensor ({says})"
+            why = f"cannot be traced without data: what it does next depends on the values of a tensor, as with .item() or if ({says})"
         else:
             why = f"cannot be traced in {self._job.precision}: {type(error).__name__}: {says}"
+            if not hasattr(self._module, "config"):
+                why += (
+                    "; forward must take token ids [batch, sequence] alone and return logits, and AHP computes the loss"
+                )
         raise BadInput(f"model = {self._name!r}: {why}") from error
 
     def _prefix(self, position: int) -> str:

@@ -36,7 +36,7 @@ from ahp.runtime.optimizer.loss_scale import LossScale
 from ahp.runtime.optimizer.muon import OwnedMatrices
 from ahp.runtime.optimizer.norm import loss_and_norm, unscale_and_clip_, weighted_square_sum
 from ahp.runtime.parameters import mark_taken, refuse_parameters
-from ahp.runtime.part import RowsOfRanks, check_part, keys_of_part
+from ahp.runtime.part import RowsOfRanks, check_batch, check_part, keys_of_part
 from ahp.runtime.peak_memory import most_bytes
 from ahp.runtime.pipeline.borders import by_micro_batch
 from ahp.runtime.pipeline.cut import Stage
@@ -132,6 +132,7 @@ class Parallel:
         refuse_parameters(module)
         hold_in_fp32(module)
         with_adapters(module, plan.job.lora, seed=plan.job.seed)
+        self._trains = any(parameter.requires_grad for parameter in module.parameters())
         self.config = getattr(module, "config", None)
         self.adapter = Adapter.of(module, plan)
         """What peft needs besides the adapter matrices; None for a model without adapters."""
@@ -301,7 +302,9 @@ class Parallel:
         """This rank's part of ``{"input_ids", "labels"}`` int64 [global batch, sequence]: rows by data-parallel rank.
 
         With ``job.document_mask`` also ``position_ids``, of the same type and shape: each token's place in its document, from 0.
+        Raises BadInput for what is no dict of tensors, and for a number of rows that the ranks cannot share.
         """
+        check_batch(global_batch, self.plan.job)
         rows = self.rows(len(global_batch["input_ids"]))
         part = slice(rows.start, rows.stop)
         # The starts of documents are read on the host too.
@@ -340,6 +343,8 @@ class Parallel:
         cannot (a pipeline; FSDP2 before torch 2.13). Raises BadInput for other keys, types and shapes, and for gradients that no step made.
         """
         refuse_modes(self.mesh.device, self.plan.job.precision)
+        if not self._trains:
+            raise BadInput("module: none of its parameters has requires_grad, so a step would train nothing")
         if self._unlike is not None:
             raise BadInput(
                 f"module: {self._unlike} has other values on other ranks; build it alike on every rank (torch.manual_seed), or on the "

@@ -8,6 +8,15 @@ from torch.nn.parameter import UninitializedParameter
 
 from ahp.errors import bad_input
 
+WRAPPERS = {
+    "DistributedDataParallel": "its .module",
+    "DataParallel": "its .module",
+    "FullyShardedDataParallel": "its .module",
+    "OptimizedModule": "the module that was compiled, with engine.compile true",
+}
+"""Modules around a module, by the names of their classes, and what to give instead. They split or compile it themselves, and change the names of
+its parameters."""
+
 TAKEN = "_ahp_parallelized"
 """The attribute of modules that ``Parallel`` has taken, with hooks and forwards that a second one would add to."""
 
@@ -23,6 +32,10 @@ def refuse_parameters(module: nn.Module) -> None:
     if (again := next((path for path, part in module.named_modules() if hasattr(part, TAKEN)), None)) is not None:
         rule = "ahp.parallelize has changed it in place already"
         raise bad_input("module", again or type(module).__name__, rule, ["a module that is built anew, and load"])
+    for path, part in module.named_modules():
+        if (inside := WRAPPERS.get(type(part).__name__)) is not None:
+            rule = f"{path or 'the module'} is wrapped, and ahp.parallelize splits the plain module"
+            raise bad_input("module", type(part).__name__, rule, [inside])
     end, before = 0, ""
     for name, p in sorted(module.named_parameters(), key=lambda named: _span(named[1])[0]):
         if isinstance(p, UninitializedParameter):

@@ -19,6 +19,18 @@ def keys_of_part(job: Job) -> list[str]:
     return ["input_ids", "labels", *(["position_ids"] if job.document_mask else [])]
 
 
+def check_batch(batch: Any, job: Job) -> None:
+    """Raises BadInput if a global batch is no dict of tensors with ``input_ids``."""
+    wanted = keys_of_part(job)
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        given = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        raise bad_input("global_batch", given, f"must be a dict of {' and '.join(wanted)}")
+    for key, value in batch.items():
+        if not isinstance(value, torch.Tensor):
+            valid = [f"torch.as_tensor({key})"]
+            raise bad_input(f"global_batch[{key!r}]", type(value).__name__, "must be a tensor of int64", valid)
+
+
 def check_part(part: dict[str, Any], job: Job, micro_batch_size: int) -> None:
     """Raises BadInput if the keys, types or shapes are not those that a step takes."""
     wanted = keys_of_part(job)

@@ -309,6 +309,8 @@ def problem(
     engine: EngineChoice | Mapping[str, Any] | str | None = None,
 ) -> Problem:
     """Check the arguments of a search; plain dicts become records. Raises BadInput or NotExpressible."""
+    if not isinstance(graph, ModelGraph):
+        raise bad_input("graph", type(graph).__name__, "must be a ModelGraph", ["ahp.analyze(model, job)"])
     where = Cluster.resolve(cluster)
     contract = validated(Job, job, "job")
     choice = validated(EngineChoice, EngineChoice() if engine is None else engine, "engine")

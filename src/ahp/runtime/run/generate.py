@@ -44,7 +44,8 @@ def generate(folder: str | Path, prompt: str = "", sampling: Sampling | None = N
     """
     run = RunFolder(folder)
     if not run.plan_file.is_file():
-        raise BadInput(f"run = {str(run.path)!r}: no run's folder: it holds no plan.yaml; start one with: ahp train")
+        why = "it is a file" if run.path.is_file() else "it holds no plan.yaml"
+        raise BadInput(f"run = {str(run.path)!r}: no run's folder: {why}; start one with: ahp train")
     plan = Plan.load(run.plan_file)
     module, tokenizer = exported.load(exported.newest(run, plan), plan)
     if is_masked(module):

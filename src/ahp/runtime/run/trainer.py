@@ -97,6 +97,10 @@ class Trainer:
 
         ``replan`` plans the same job for another number of workers, when places are lost or back; without it a lost place ends the run.
         """
+        if not isinstance(plan, Plan):
+            raise bad_input(
+                "plan", type(plan).__name__, "must be a Plan", ["ahp.Plan.load('plan.yaml')", "ahp.search(...).best"]
+            )
         checkpoint_interval(checkpoint_every)
         if on_nan not in get_args(OnNan):
             raise bad_input("run.on_nan", on_nan, "there is no such value", get_args(OnNan))

@@ -152,7 +152,7 @@ def of_alone(name: str, ranking: Ranking | None, refusal: str, best: Forecast) -
 def against_spread(used: Problem, ranked: list[Pair], best: Forecast) -> Iterator[str]:
     """How much slower the best layout over several groups is."""
     if not ranked:
-        yield f"{used.cluster.groups[0].name} alone: no layout over several groups was found that fits"
+        yield f"{used.cluster.groups[0].name} alone: no layout over several groups was found that fits and could be as fast"
         return
     spread = ((layout, forecast) for layout, forecast in ranked if _is_spread(layout))
     for layout, forecast in islice(spread, 1):  # the fastest of all may have all its stages on one group

@@ -136,7 +136,11 @@ def mixed_ranking(
     certificate = _certificate(asked, over, alone, best_alike_s, perf_counter() - start)
     certificate = replace(certificate, unlike=unlike.forecasts)
     not_spread = () if over is not None else (f"no layout over several groups: {refusal}",)
-    return _Found(asked, plans, ranked, alone, not_spread).ranking(keep, tied, today, certificate)
+    parts = mixed_rules.together(asked.cluster)
+    limits = not_spread
+    if over is not None and len(parts) > 1:
+        limits = (f"no layout over all groups: {mixed_rules.apart(asked.cluster, parts[0][0], parts[1][0])}",)
+    return _Found(asked, plans, ranked, alone, not_spread, limits).ranking(keep, tied, today, certificate)
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,8 @@ class _Found:
     alone: list[Alone]
     not_spread: tuple[str, ...]
     """Why there are no layouts over several groups."""
+    limits: tuple[str, ...]
+    """The same, or why there are none over all groups."""
 
     def ranking(self, keep: int, tied: float, today: Current | None, certificate: Certificate) -> Ranking:
         """The ranking: first the simplest of those tied with the fastest, each plan with its reason."""
@@ -158,7 +164,7 @@ class _Found:
         at = next(at for at, (plan, _) in enumerate(self.plans) if plan.parallelism is ordered.ranked[0][0])
         best, used = self.plans[at]
         others = [plan for plan, _ in (*self.plans[:at], *self.plans[at + 1 :])]
-        notes = (*mixed_explain.idle(self.asked, best.parallelism, used.cluster), *self.not_spread)
+        notes = (*mixed_explain.idle(self.asked, best.parallelism, used.cluster), *self.limits)
         why = (explain.headline(ordered.title(), best.priced), *ordered.words(), *self._why(best, used), *notes)
         lost = tuple(explain.runner_up((plan.parallelism, plan.priced), best.priced) for plan in others)
         reasoned = [
