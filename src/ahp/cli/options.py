@@ -24,7 +24,7 @@ def options_of(options: type[Options], words: Sequence[str], command: str, about
 
     ``about``: what the command does, by default the docstring of the class.
     """
-    _refuse_names_of_positionals(options, words, command)
+    refuse_names_of_positionals(options, words, command)
     told = in_columns(about or options.__doc__ or "", shutil.get_terminal_size().columns)
     found, unknown = tyro.cli(options, args=words, prog=command, description=told, return_unknown_args=True)
     if unknown:
@@ -57,8 +57,9 @@ def in_columns(text: str, width: int) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _refuse_names_of_positionals(options: type[object], words: Sequence[str], command: str) -> None:
-    """``ahp plan llama3-8b --cluster 8xH100`` gives a cluster, but the parser would only say that CLUSTER is missing."""
+def refuse_names_of_positionals(options: type[object], words: Sequence[str], command: str) -> None:
+    """Raises BadInput for the name of a positional argument: of ``ahp plan llama3-8b --cluster 8xH100`` the parser would only say that CLUSTER is
+    missing."""
     parts = {name: getattr(of, "__metadata__", ()) for name, of in get_type_hints(options, include_extras=True).items()}
     metavars = {
         name: [part.metavar for part in of if hasattr(part, "metavar")][-1]

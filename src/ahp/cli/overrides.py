@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from ahp.cli.options import refuse_names_of_positionals
 from ahp.config import HELP
 from ahp.errors import BadInput
 from ahp.violations import MOST_MEANT, MOST_SHOWN
@@ -72,6 +73,7 @@ def refuse_unknown(words: Sequence[str], own: type[Any], roots: Sequence[str], c
         roots: the first parts of the keys that the command takes.
         command: as it is typed, ``ahp plan``.
     """
+    refuse_names_of_positionals(own, words, command)
     mine, keys = [field.name for field in dataclasses.fields(own)], _keys(roots)
     for word in words[: words.index("--")] if "--" in words else words:
         name = word.partition("=")[0]
