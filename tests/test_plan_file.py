@@ -42,6 +42,9 @@ def test_a_config_in_the_place_of_a_plan_is_told(tmp_path: Path) -> None:
     file.write_text("job: {steps: 5}\nrun: {folder: runs/x}\n")
     with pytest.raises(BadInput, match="this is a config, not a plan"):
         Plan.load(file)
+    file.write_text('{"model_type": "llama", "hidden_size": 64}')
+    with pytest.raises(BadInput, match="this is a model; write a plan for it with: ahp plan MODEL CLUSTER"):
+        Plan.load(file)
 
 
 def test_the_usual_order_of_axes_is_null() -> None:

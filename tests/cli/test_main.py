@@ -273,6 +273,7 @@ def test_wrong_options_are_data_too_where_data_is_asked_for(capsys: pytest.Captu
             "cluster = 'llama3-8b': this is a model; the order is: ahp plan MODEL CLUSTER",
         ),
         (["generate", __file__], "no run's folder: it is a file"),
+        (["train", "llama3-8b"], "config = 'llama3-8b': this is a model, not a file (valid: --model llama3-8b)"),
     ],
     ids=lambda one: " ".join(one[:2]) if isinstance(one, list) else "",
 )

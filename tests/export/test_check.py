@@ -219,7 +219,7 @@ def test_a_python_file_that_starts_from_two_models_says_neither(tmp_path: Path) 
     [
         (
             "schema_version: 1\nmodel: gpt2\nparallelism: {zero_stage: 1}\n",
-            "no key of a program whose YAML AHP reads is in it",
+            "this is a plan of AHP, which ahp simulate and ahp explain judge",
         ),
         ("", "a mapping of keys was expected, and the file is empty"),
     ],

@@ -29,6 +29,7 @@ from ahp.cli.overrides import CONFIG_ROOTS, refuse_unknown, split_overrides
 from ahp.cli.plan_job import with_job
 from ahp.config import Config, Run, config_help, load_config, read_yaml, set_dotted
 from ahp.errors import AhpError, BadInput, bad_input
+from ahp.graph.catalogue import CATALOGUE
 from ahp.job import Job
 from ahp.optional import Flag, OptionalNumber, OptionalText
 from ahp.plan import Forecast, Plan, validated
@@ -128,6 +129,8 @@ def run(argv: list[str]) -> int:
 
 def read_request(path: str | None, overrides: dict[str, Any]) -> Request:
     """The config or the plan in a file. With a plan only ``--run.KEY`` can be given, and keys of the job that do not change the plan."""
+    if path in CATALOGUE and not os.path.exists(path):
+        raise bad_input("config", path, "this is a model, not a file", [f"--model {path}"])
     data = read_yaml(path) if path is not None else {}
     if "schema_version" not in data:
         config = load_config(path, overrides)

@@ -218,6 +218,8 @@ def _named(file: Path, text: str, engine: str | None) -> str:
     keys = READERS["accelerate"]["1.15.0"].parse(text)
     if (found := next((one for one, own in BY_KEYS if any(key in keys for key in own)), None)) is not None:
         return found
+    if "schema_version" in keys and any(key.split(".")[0] == "parallelism" for key in keys):
+        raise BadInput("this is a plan of AHP, which ahp simulate and ahp explain judge")
     if not any(
         key in keys for key in ("compute_environment", *(key for rule in accelerate.DIALECT.rules for key in rule.keys))
     ):
