@@ -100,7 +100,7 @@ def verify(plan: Plan, *, steps: int = 10, say: Callable[[str], None] = lambda t
 
 
 def one_device(plan: Plan, steps: int) -> Iterator[tuple[float, float]]:
-    """Loss and pre-clip gradient norm of each step in plain PyTorch: the module, its optimizer, clip_grad_norm_.
+    """Loss and pre-clip gradient norm of each step in plain PyTorch: the module, its optimizer, clipping by the norm.
 
     The global batch is processed in micro-batches, each weighted by its scored tokens, to save memory.
     """
@@ -132,7 +132,8 @@ def one_device(plan: Plan, steps: int) -> Iterator[tuple[float, float]]:
         limit = settings.grad_clip if settings.grad_clip is not None else float("inf")
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        norm = _norm(model)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(settings, step, job.steps)
@@ -140,6 +141,14 @@ def one_device(plan: Plan, steps: int) -> Iterator[tuple[float, float]]:
             optimizer.zero_grad()
         scaler.update()
         yield total, norm.item()
+
+
+def _norm(model: nn.Module) -> torch.Tensor:
+    """The norm of all gradients, float32 scalar. In float64: ``clip_grad_norm_`` adds up in float32, on a CPU element by element, and the norm
+    of one embedding of 4e7 weights comes out 0.3 % too small."""
+    gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms)).float()
 
 
 def plain_optimizers(model: nn.Module, settings: Optimizer) -> list[torch.optim.Optimizer]:
