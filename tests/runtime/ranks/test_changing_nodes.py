@@ -30,7 +30,7 @@ from ahp.errors import BadInput
 from ahp.runtime.ranks import changing_nodes, store_place
 from ahp.runtime.ranks.changing_nodes import ENDED, ChangingNodes, JobEnded, StoreLost
 from ahp.runtime.ranks.shared_state import CheckedState
-from ahp.runtime.ranks.store_place import is_here
+from ahp.runtime.ranks.store_place import Address, is_here
 from ahp.runtime.ranks.torch_compat import nodes_heard_of, rendezvous_names, stop_heartbeats
 from ahp.runtime.ranks.watch import Watch
 from tests.runtime.workers import free_port, listened_on
@@ -461,3 +461,24 @@ def _both(**given: Any) -> list[tuple[ChangingNodes, RendezvousInfo]]:
     found = [meeting(port, **given) for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:
         return list(zip(found, threads.map(ChangingNodes.next_rendezvous, found), strict=True))
+
+
+@pytest.mark.slow
+def test_two_launchers_that_wait_at_two_addresses_meet_at_the_first() -> None:
+    """A network was cut for ten seconds: each kept a store of its own, and waited there for the other's node until both gave up."""
+    first, second = free_port(), free_port()
+    place = f"127.0.0.1:{first},127.0.0.1:{second}"
+    gone = (Address("127.0.0.1", first),)
+    cut_off = ChangingNodes(RendezvousParameters("ahp", place, "ahp", 2, 2, local_addr="127.0.0.1", gone=gone))
+    assert (cut_off.is_host, cut_off.address.port) == (True, second)
+    with ThreadPoolExecutor(2) as threads:
+        waits = threads.submit(cut_off.next_rendezvous)
+        time.sleep(1.0)
+        assert not waits.done()
+        host = meeting(first, least=2)  # as if the network to it were back
+        with pytest.raises(StoreLost, match=f"keeps the store at 127.0.0.1:{first} is there again") as lost:
+            waits.result(30)
+        assert (lost.value.address, lost.value.left) == (cut_off.address, None)
+        assert cut_off.shutdown()
+        again = meeting(first, least=2)  # on one machine, all addresses are this node's
+        assert [found.world_size for found in threads.map(ChangingNodes.next_rendezvous, (host, again))] == [2, 2]

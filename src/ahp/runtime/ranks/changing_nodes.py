@@ -111,11 +111,23 @@ class RoundStore(dist.PrefixStore):
 class StoreLost(Exception):
     """The store of the launchers no longer answers: its node is gone, or the network to it."""
 
+    then = "looking for another one"
+
     def __init__(self, address: Address, nodes: int) -> None:
         super().__init__(f"the launcher that kept the store at {address} is gone")
         self.address = address
-        self.left = nodes - 1
-        """How many nodes of the last round can come to the next store."""
+        self.left: int | None = nodes - 1
+        """How many nodes of the last round can come to the next store; None if unknown."""
+
+
+class StoreElsewhere(StoreLost):
+    """Another launcher keeps a store at an earlier address: a network was cut, is back, and both would wait for the other's node."""
+
+    then = "meeting the others there"
+
+    def __init__(self, address: Address, earlier: Address) -> None:
+        Exception.__init__(self, f"the launcher that keeps the store at {earlier} is there again")
+        self.address, self.left = address, None
 
 
 class LastCall(RendezvousTimeout):
@@ -141,8 +153,13 @@ class ChangingNodes(RendezvousHandler):
         gone, left = parameters.config.get("gone", ()), parameters.config.get("left")
         self.told: Callable[[str], None] = parameters.config.get("told", _nobody)
         parameters.config.get("made", []).append(self)
-        found = store_place.find(store_place.parse(parameters.endpoint), gone)
+        addresses = store_place.parse(parameters.endpoint)
+        found = store_place.find(addresses, gone)
         self.store, self.address, self.is_host = found.store, found.address, found.is_host
+        self.earlier = addresses[: addresses.index(found.address)] if found.is_host else ()
+        """Addresses at which another launcher's store counts more than the one that this launcher keeps."""
+        self.meets = False
+        """Whether it waits for the nodes of a round."""
         self.lost = False
         self.ended: int | None = None
         """The exit code that a worker has given all launchers, as last read; None if none has. With 0 the run is done: workers that are left only
@@ -156,7 +173,7 @@ class ChangingNodes(RendezvousHandler):
         self.torchs = DynamicRendezvousHandler.from_backend(
             parameters.run_id,
             self.store,
-            CheckedState(self.store, parameters.run_id, parameters.max_nodes),
+            CheckedState(self.store, parameters.run_id, parameters.max_nodes, self._look_for_an_earlier_store),
             parameters.min_nodes,
             parameters.max_nodes,
             parameters.local_addr,
@@ -169,8 +186,12 @@ class ChangingNodes(RendezvousHandler):
         """Raises JobEnded if a worker has called ``end_for_all`` or the others have left, StoreLost if the store is gone."""
         try:
             self._refuse_what_has_ended()
-            with _no_store_of_torchs():
-                found = self.torchs.next_rendezvous()
+            self.meets = True
+            try:
+                with _no_store_of_torchs():
+                    found = self.torchs.next_rendezvous()
+            finally:
+                self.meets = False
             if found.rank == 0:
                 found.store.set("ahp/round", str(self.store.add("ahp/rounds", 1)))
             self.round, self.number, self.nodes = int(found.store.get("ahp/round")), found.rank, found.world_size
@@ -185,6 +206,15 @@ class ChangingNodes(RendezvousHandler):
         workers = RendezvousStoreInfo(self.address.host, self.address.port)
         store = RoundStore(found.store, self._until_all_are_over)
         return RendezvousInfo(store, found.rank, found.world_size, workers)
+
+    def _look_for_an_earlier_store(self) -> None:
+        """Raises StoreElsewhere if one answers while this launcher waits for nodes with its own store."""
+        if not self.meets:
+            return
+        for address in self.earlier:
+            if address.answers():
+                self.lost = True
+                raise StoreElsewhere(self.address, address)
 
     def _refuse_what_has_ended(self) -> None:
         if self._ended() is not None:
@@ -393,7 +423,7 @@ def launch(words: Sequence[str], node: Node) -> int:
                 raise JobEnded(1, _without_store(node, str(lost))) from lost
             gone.append(lost.address)
             left = lost.left
-            print(f"{lost}; looking for another one", file=sys.stderr, flush=True)
+            print(f"{lost}; {lost.then}", file=sys.stderr, flush=True)
         except BadInput as error:
             if not gone:
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from base64 import b64decode
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
 from io import BytesIO
 from typing import Any, TypeVar
@@ -23,15 +24,17 @@ JOIN_SOON_S = 1
 class CheckedState(C10dRendezvousBackend):
     """A state whose pickle may name only the classes of such a state, and that begins no round without the nodes that wait for it."""
 
-    def __init__(self, store: dist.Store, run_id: str, most: int) -> None:
-        """``most``: how many nodes a round takes."""
+    def __init__(self, store: dist.Store, run_id: str, most: int, look: Callable[[], None] = lambda: None) -> None:
+        """``most``: how many nodes a round takes; ``look``: called before each use of the state, may raise."""
         super().__init__(store, run_id)
-        self.most = most
+        self.most, self.look = most, look
 
     def get_state(self) -> tuple[bytes, Token] | None:
+        self.look()
         return _checked(super().get_state())
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        self.look()
         return _checked(super().set_state(self._with_those_that_wait(state, token), token))
 
     def _with_those_that_wait(self, state: bytes, token: Token | None) -> bytes:
