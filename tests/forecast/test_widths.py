@@ -186,7 +186,7 @@ def test_tensor_ranks_hand_over_equal_parts_of_a_sequence():
     told = rules.unlike_widths(job, layout((1, 8), (1, 1)))
     assert told == (
         "stages.tensor_parallel_degree = 8: each of its ranks sends a part of sequence_length 100, which it does not divide "
-        "(valid: 1, 2, 4, 5, 10)"
+        "(nearest: 1, 2, 4, 5, 10)"
     )
 
 

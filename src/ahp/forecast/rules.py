@@ -11,7 +11,7 @@ from ahp.divisors import divisors
 from ahp.engines.ahp import BLOCK_OF_8_BITS, FP8_MULTIPLE, held_in_8_bits, needs_one_graph
 from ahp.engines.registry import get
 from ahp.engines.traits import FewKeys
-from ahp.errors import AhpError, listed, nearest
+from ahp.errors import AhpError, bad_input
 from ahp.forecast.division import attention_heads, expert_parameters
 from ahp.forecast.groups import num_expert_ranks
 from ahp.forecast.mixed_rules import illegal_placement
@@ -433,5 +433,4 @@ def schedule(name: str, p: int, v: int, m: int, *, in_torch: bool) -> str | None
 
 
 def _broken(key: str, value: object, rule: str, valid: Iterable[object]) -> str:
-    choices = nearest(value, list(valid))
-    return f"{key} = {value!r}: {rule}" + (f" (valid: {listed(choices)})" if choices else "")
+    return str(bad_input(key, value, rule, valid))
