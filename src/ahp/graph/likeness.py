@@ -99,3 +99,33 @@ def watched(hidden: dict[nn.Module, dict[str, Any]]) -> Iterator[set[tuple[nn.Mo
     finally:
         for module, values in hidden.items():
             module.__dict__.update({name: value for name, value in values.items() if name not in module.__dict__})
+
+
+class ModulesUsed:
+    """Which modules with weights each block's call runs: blocks that are alike may use other ones by a number that the model gives them (Zamba2
+    calls one shared block several times, each time with another adapter)."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        self.blocks = blocks
+        self.block = 0
+        """The number of the block that runs."""
+        self._used: list[set[nn.Module]] = [set() for _ in blocks]
+        inside = {module for block in blocks for module in block.modules()}
+        self._hooks = [
+            m.register_forward_hook(self._note) for m in inside if next(m.parameters(recurse=False), None) is not None
+        ]
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._used[self.block].add(module)
+
+    def apart(self, kinds: tuple[int, ...]) -> tuple[int, ...]:
+        """``kinds``, numbered anew, with blocks of one kind apart that used other modules. To be called once all have run."""
+        for hook in self._hooks:
+            hook.remove()
+        found: dict[Any, int] = {}
+        return tuple(
+            found.setdefault(
+                (kind, frozenset(n for n, m in block.named_modules(remove_duplicate=False) if m in used)), len(found)
+            )
+            for kind, block, used in zip(kinds, self.blocks, self._used, strict=True)
+        )

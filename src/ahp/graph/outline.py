@@ -24,7 +24,7 @@ from ahp.graph.fake_mode import DEPENDS_ON_VALUES, NeedsValues, as_on_data
 from ahp.graph.fake_run import others_pass_on
 from ahp.graph.flow import BEFORE, Flow
 from ahp.graph.host_numbers import seeded
-from ahp.graph.likeness import Values, watched
+from ahp.graph.likeness import ModulesUsed, Values, watched
 from ahp.graph.torch_compat import FakeTensorMode, pytree
 
 OF_OPERATORS = "GeneratedBackwardFor_"
@@ -112,6 +112,7 @@ def outline(
         raise BadInput(
             f"model = {type(module).__name__}: {reason}, and a layout that divides blocks needs those that will run"
         )
+    record.kinds = record.used.apart(record.kinds)
     return record.outline(logits, mode)
 
 
@@ -212,6 +213,7 @@ class _Record:
         self.shared: list[torch.Tensor] | None = None
         self.uncuttable: str | None = None
         self.draws = Draws()
+        self.used = ModulesUsed(self.blocks)
         self.experts = Watch(fake, [f"{blocks_path}.{number}" for number in range(len(self.blocks))])
         self.inside = {m for block in self.blocks for m in block.modules()}
         for name, module in fake.named_modules():
@@ -238,6 +240,7 @@ class _Record:
             self.draws.leave()
             self.calls.setdefault(index, (args, kwargs))
             self.order.append(index)
+            self.used.block = index
             self._look_between(index, args, kwargs)
             self.flow.enter(index, block_input(args, kwargs), tensor_leaves(args, kwargs))
             self.objects = _objects(args, kwargs)

@@ -72,11 +72,55 @@ def normed() -> nn.Module:
 
 FAMILIES = ("cohere", "glm", "deepseek_v2", "minicpm3", "qwen2_moe")
 """What the families of test_families.py have not: interleaved rotary embeddings, latent attention, shared experts."""
+
+
+class Shared(nn.Module):
+    """A feed-forward network that all blocks share, with an adapter for each, chosen by number, as Zamba2's."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(32, 96, bias=False), nn.Linear(48, 32, bias=False)
+        self.adapters = nn.ModuleList(nn.Linear(32, 96, bias=False) for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        gate, up = (self.gate_up(x) + self.adapters[number](x)).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class OfShared(nn.Module):
+    def __init__(self, shared: Shared) -> None:
+        super().__init__()
+        self.norm, self.shared = nn.LayerNorm(32), shared
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return x + self.shared(self.norm(x), number)
+
+
+class Numbered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        shared = Shared(2)
+        self.tokens, self.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY, bias=False)
+        self.blocks = nn.ModuleList(OfShared(shared) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids)
+        for number, block in enumerate(self.blocks):
+            x = block(x, number)
+        return self.head(x)
+
+
+def numbered() -> nn.Module:
+    torch.manual_seed(0)
+    return Numbered()
+
+
 BUILDERS.update({name: partial(family, name) for name in FAMILIES})
 BUILDERS["few-keys"] = partial(family, "llama")
 BUILDERS["one-key"] = partial(family, "llama", num_key_value_heads=1)
 BUILDERS["mixers"] = mixers
 BUILDERS["normed"] = normed
+BUILDERS["numbered"] = numbered
 BUILDERS["falcon"] = partial(family, "falcon")
 CASES = [
     *((name, 2) for name in FAMILIES),
@@ -84,6 +128,7 @@ CASES = [
     ("one-key", 2),
     ("mixers", 2),
     ("normed", 2),
+    ("numbered", 2),
     ("falcon", 2),
 ]
 KEPT_SIZES = {
