@@ -43,7 +43,7 @@ def test_a_config_in_the_place_of_a_plan_is_told(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="this is a config, not a plan"):
         Plan.load(file)
     file.write_text('{"model_type": "llama", "hidden_size": 64}')
-    with pytest.raises(BadInput, match="this is a model; write a plan for it with: ahp plan MODEL CLUSTER"):
+    with pytest.raises(BadInput, match="this is a model; write a plan with: ahp plan MODEL CLUSTER"):
         Plan.load(file)
 
 

@@ -470,12 +470,9 @@ class Plan(Record):
             raise BadInput(f"plan = {str(path)!r}: not YAML: {error}") from None
         if not isinstance(data, dict):
             raise BadInput(f"plan = {str(path)!r}: not a plan (a YAML mapping was expected)")
-        if "schema_version" not in data and "run" in data:
-            raise BadInput(
-                f"plan = {str(path)!r}: this is a config, not a plan; give the run's folder, or write a plan with: ahp plan MODEL CLUSTER"
-            )
-        if "schema_version" not in data and "model_type" in data:
-            raise BadInput(f"plan = {str(path)!r}: this is a model; write a plan for it with: ahp plan MODEL CLUSTER")
+        for key, what in (("run", "config, not a plan; give the run's folder, or"), ("model_type", "model;")):
+            if "schema_version" not in data and key in data:
+                raise BadInput(f"plan = {str(path)!r}: this is a {what} write a plan with: ahp plan MODEL CLUSTER")
         version = data.get("schema_version", PLAN_SCHEMA_VERSION)
         if version != PLAN_SCHEMA_VERSION:
             raise BadInput(
