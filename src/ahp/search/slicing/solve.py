@@ -202,9 +202,10 @@ def _solve(task: Problem) -> Slicing:
             continue
         dead = {i for i in node.all_input_nodes if last_use[i] == position}
         found: dict[Any, _State] = {}
+        call = _Call(node, task)
         for state in states:
             for option in options[node]:
-                after = _step(state, node, option, task)
+                after = call.step(state, option)
                 if after is None:
                     continue
                 after = _forget(after, dead)
@@ -252,35 +253,60 @@ def _way(node: Node, have: Placement, wanted: Placement, *, needs_sum: bool) -> 
     return None if way and isinstance(node.meta["val"], (tuple, list)) else way
 
 
-def _step(state: _State, node: Node, option: Strategy, task: Problem) -> _State | None:
-    """The state after running ``node`` by ``option``, or None when an input cannot be brought there."""
-    degree = task.context.degree
-    live, paid, elements, moved = state.live, state.paid, 0, 0
-    for source, wanted in zip(tensor_inputs(node), option.inputs, strict=True):
-        if source in task.weights and source not in live:  # a weight's first use decides where it lies
-            if not _may_lie(source, wanted, task):
+class _Call:
+    """One call of the graph. What does not depend on the whole state is computed once, not for each of a thousand states."""
+
+    def __init__(self, node: Node, task: Problem) -> None:
+        self.node, self.task, self.sources = node, task, tensor_inputs(node)
+        self.flops = flops_of(node)
+        self.written = numel_of(node) if is_tensor(node) and node.target not in VIEWS else 0
+        self._ways: dict[Any, tuple[tuple[Step, int], ...] | None] = {}
+        """``_find_way``, by its arguments."""
+
+    def step(self, state: _State, option: Strategy) -> _State | None:
+        """The state after the call is run by ``option``, or None when an input cannot be brought there."""
+        task, node = self.task, self.node
+        live, paid, elements, moved = state.live, state.paid, 0, 0
+        for source, wanted in zip(self.sources, option.inputs, strict=True):
+            if source in task.weights and source not in live:  # a weight's first use decides where it lies
+                if not _may_lie(source, wanted, task):
+                    return None
+                live = {**live, source: wanted}
+                if (
+                    len(shape_of(source)) > 1
+                ):  # biases and norms weigh nothing next to what their place makes others move
+                    elements += numel_of(source) // (task.context.degree if isinstance(wanted, Split) else 1)
+            asked = source, live[source], wanted, option.reads_whole_in_parts
+            if asked not in self._ways:
+                self._ways[asked] = self._find_way(*asked)
+            way = self._ways[asked]
+            if way is None:
                 return None
-            live = {**live, source: wanted}
-            if len(shape_of(source)) > 1:  # biases and norms weigh nothing next to what their place makes others move
-                elements += numel_of(source) // (degree if isinstance(wanted, Split) else 1)
-        has_gradient = source in task.with_gradient
-        needs_sum = wanted == R and has_gradient and option.reads_whole_in_parts
-        way = _way(source, live[source], wanted, needs_sum=needs_sum)
-        if way is None or (source in task.weights and live[source] != wanted):
+            for step, sent in way:
+                if (source, step) not in paid:
+                    paid = paid | {(source, step)}
+                    moved += sent
+        if option.adds_bias_after_sum:
+            moved += sum(self._bytes(step, node) for step in steps(P, option.output, needs_sum=False) or ())
+        share = task.context.degree if option.divides else 1
+        cost = _plus(state.cost, (self.flops // share, elements, moved, self.written // share))
+        return _State(cost, {**live, node: option.output}, paid, (node, option, state.history))
+
+    def _find_way(
+        self, source: Node, have: Placement, wanted: Placement, reads_in_parts: bool
+    ) -> tuple[tuple[Step, int], ...] | None:
+        """The steps that bring an input where it is wanted, each with the bytes it sends; None if the task allows none."""
+        task = self.task
+        needs_sum = wanted == R and source in task.with_gradient and reads_in_parts
+        way = _way(source, have, wanted, needs_sum=needs_sum)
+        if way is None or (source in task.weights and have != wanted):
             return None
-        for step in way:
-            if not allowed(step, source, task.permission, task.context):
-                return None
-            if (source, step) not in paid:
-                paid = paid | {(source, step)}
-                moved += bytes_of(step, source, degree, has_gradient=has_gradient)
-    if option.adds_bias_after_sum:
-        step = steps(P, option.output, needs_sum=False)
-        moved += sum(bytes_of(s, node, degree, has_gradient=node in task.with_gradient) for s in step or ())
-    share = degree if option.divides else 1
-    written = numel_of(node) // share if is_tensor(node) and node.target not in VIEWS else 0
-    cost = _plus(state.cost, (flops_of(node) // share, elements, moved, written))
-    return _State(cost, {**live, node: option.output}, paid, (node, option, state.history))
+        if not all(allowed(step, source, task.permission, task.context) for step in way):
+            return None
+        return tuple((step, self._bytes(step, source)) for step in way)
+
+    def _bytes(self, step: Step, source: Node) -> int:
+        return bytes_of(step, source, self.task.context.degree, has_gradient=source in self.task.with_gradient)
 
 
 def _may_lie(weight: Node, wanted: Placement, task: Problem) -> bool:
