@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ def test_a_signal_does_not_wait_for_the_work() -> None:
 
     def stop() -> None:
         begun.wait()
+        time.sleep(0.2)  # until the main thread waits
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=stop).start()

@@ -119,13 +119,17 @@ class ModulesUsed:
         self._used[self.block].add(module)
 
     def apart(self, kinds: tuple[int, ...]) -> tuple[int, ...]:
-        """``kinds``, numbered anew, with blocks of one kind apart that used other modules. To be called once all have run."""
+        """``kinds``, numbered anew, with blocks of one kind apart that used other modules. To be called once all have run: a block that did not
+        (layer dropout) is like the first of its kind, and nothing is told apart if one block stands in several places."""
         for hook in self._hooks:
             hook.remove()
+        if len(self.blocks) != len(kinds):
+            return kinds
+        names = [
+            frozenset(name for name, module in block.named_modules(remove_duplicate=False) if module in used)
+            for block, used in zip(self.blocks, self._used, strict=True)
+        ]
+        first = {kind: own for kind, own in reversed(list(zip(kinds, names, strict=True))) if own}
         found: dict[Any, int] = {}
-        return tuple(
-            found.setdefault(
-                (kind, frozenset(n for n, m in block.named_modules(remove_duplicate=False) if m in used)), len(found)
-            )
-            for kind, block, used in zip(kinds, self.blocks, self._used, strict=True)
-        )
+        keys = ((kind, own or first.get(kind)) for kind, own in zip(kinds, names, strict=True))
+        return tuple(found.setdefault(key, len(found)) for key in keys)

@@ -20,18 +20,19 @@ def stoppable(work: Callable[[], Result]) -> Result:
         return work()
     results: list[Result] = []
     errors: list[BaseException] = []
-    over = threading.Event()
+    over = threading.Lock()
+    over.acquire()
 
     def run() -> None:
         try:
             results.append(work())
         except BaseException as error:
             errors.append(error)
-        over.set()
+        over.release()
 
     thread = threading.Thread(target=run, name=THREAD, daemon=True)
     thread.start()
-    over.wait()  # a signal in join() would mark the thread as ended
+    over.acquire()  # one call: a signal within Event.wait() can find its lock released, and one in join() would mark the thread as ended
     thread.join()
     for error in errors:
         raise error
