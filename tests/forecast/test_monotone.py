@@ -22,7 +22,8 @@ from ahp.forecast.segment import SegmentFigures
 from ahp.forecast.sharing import SharedWeights, StageUnits, UnitTimes
 from ahp.forecast.stage import StageCosts, stage_costs
 from ahp.forecast.stage_table import StageTable
-from ahp.forecast.units import Unit, Units
+from ahp.forecast.unit import Unit
+from ahp.forecast.units import Units
 from ahp.schedule.makespan import makespan
 from ahp.schedule.registry import SCHEDULES as REGISTRY
 from ahp.schedule.simulate import StageTimes

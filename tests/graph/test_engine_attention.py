@@ -7,8 +7,10 @@ from contextlib import nullcontext
 import pytest
 
 import ahp
+from ahp.errors import BadInput
 from ahp.forecast.step import graph_of_engine
-from ahp.graph.engine_attention import with_engine_attention
+from ahp.graph import trace
+from ahp.graph.engine_attention import known_to_transformers, with_engine_attention
 from ahp.graph.key_heads import has_fused_attention, is_fused
 from ahp.graph.models import ENGINE, build_model
 from ahp.graph.operators import ModelGraph, Segment
@@ -75,7 +77,11 @@ def test_transformers_is_left_as_it_was() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     before = set(ALL_ATTENTION_FUNCTIONS)
-    ahp.analyze(WINDOWS, JOB, attention=ENGINE)
+    with known_to_transformers():
+        assert set(ALL_ATTENTION_FUNCTIONS) == {*before, ENGINE}
+    with pytest.raises(BadInput):  # traced, not read from what is kept
+        trace.analyze(WINDOWS | {"hidden_act": "none"}, JOB, attention=ENGINE)
+    trace.analyze(WINDOWS, JOB, attention=ENGINE)
     assert set(ALL_ATTENTION_FUNCTIONS) == before
     assert ENGINE not in before
 

@@ -12,7 +12,7 @@ from ahp.forecast.axes import ALONE
 from ahp.forecast.communication import Times
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.group import CollectiveKind, Group
-from ahp.forecast.units import Unit
+from ahp.forecast.unit import Unit
 
 
 class CommUnit(NamedTuple):

@@ -16,7 +16,8 @@ from ahp.engines.traits import HostTraits
 from ahp.forecast.compute import Work
 from ahp.forecast.data_parallel import DataParallel
 from ahp.forecast.overlap import shown_s
-from ahp.forecast.units import Unit, Units
+from ahp.forecast.unit import Unit
+from ahp.forecast.units import Units
 
 Recompute = Literal["none", "core", "chains", "beside_products", "every_second_product", "read", "full"]
 """What the backward pass recomputes of a block: nothing, the core of unfused attention, element-wise chains, all except for weight

@@ -17,7 +17,8 @@ from ahp.engines.traits import Receives
 from ahp.forecast.segment import Recompute
 from ahp.forecast.stage_table import StageTable
 from ahp.forecast.states import Weights
-from ahp.forecast.units import Unit, Units
+from ahp.forecast.unit import Unit
+from ahp.forecast.units import Units
 from ahp.schedule.actions import Schedule
 from ahp.schedule.messages import waiting
 

@@ -10,39 +10,22 @@ from typing import Any
 from ahp.cluster.model import NodeGroup
 from ahp.engines.fp8 import Fp8Recipe
 from ahp.engines.traits import WHOLE_DOCUMENTS, ContextWay, Traits
-from ahp.forecast.activations import NOTHING, Policy, SegmentMemory
+from ahp.forecast.activations import Policy, SegmentMemory
 from ahp.forecast.axes import Axes
+from ahp.forecast.chunked_head import chunked_head
 from ahp.forecast.communication import Network
 from ahp.forecast.compute import SegmentTimes, Work
 from ahp.forecast.context import SharedTokens, shared_tokens_s
 from ahp.forecast.dispatch import Routed, pass_waits_s
-from ahp.forecast.divided import Divided, Held, SegmentPricer
+from ahp.forecast.divided import Divided, SegmentPricer
 from ahp.forecast.division import attention_heads, expert_parameters
-from ahp.forecast.efficiency import Rates
 from ahp.forecast.group import Group
 from ahp.forecast.kernel_options import KernelOptions
 from ahp.forecast.split import Role
 from ahp.forecast.tensor_collectives import TensorCollectives, TensorCost
+from ahp.forecast.unit import Unit
 from ahp.graph.operators import ModelGraph, Segment
 from ahp.schedule.chunks import num_chunks
-
-SUM_BYTES = 4
-"""Bytes of an element in fp32, in which gradients of chunks are added up (runtime/compute/chunked_loss.py)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """One segment on one rank, for one micro-batch."""
-
-    times: SegmentTimes
-    memory: SegmentMemory
-    tensor: TensorCost
-    context: SharedTokens
-    expert_s: float
-    """Seconds that one pass waits while tokens go to their experts and back."""
-    weights: Held
-    stalled_launches: float = 0.0
-    """Operators of a forward pass that the host launches while the device is idle."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +181,7 @@ class UnitPricer:
         # Chunks divide the micro-batch in the same way as context-parallel ranks do.
         context = replace(axes.context, size=axes.context.size * count)
         one = self._unit(graph, graph.head, "head", 0, axes._replace(context=context), how)
-        return _chunked_head(
+        return chunked_head(
             one,
             count,
             weights=one.weights.parameters + _tied_parameters(graph) // axes.tensor.size,
@@ -263,56 +246,3 @@ def _tied_parameters(graph: ModelGraph) -> int:
     """Elements of the embedding's weights that are tied to a weight outside it."""
     tied = {name for group in graph.tied for name in group}
     return sum(p.numel for p in graph.embedding.parameters if p.name in tied)
-
-
-def _chunked_head(
-    one: Unit, num_chunks: int, *, weights: int, weight_bytes: int, hidden_bytes: int, rates: Rates
-) -> Unit:
-    """The end of the model on a micro-batch whose loss is computed chunk by chunk, from the cost of ``one`` chunk.
-
-    A chunk's gradient is made with its logits, so the whole work lies in the forward pass. Until the backward pass the rank
-    keeps the gradient of the hidden states and, in fp32, the gradients of the weights that the chunks add up.
-
-    ``weights``: elements whose gradients are added up, including a weight tied to the embedding; ``weight_bytes``: of one
-    element in the type that computes. ``hidden_bytes``: of the micro-batch's hidden states.
-    """
-    # Each chunk's gradient is read and added to the sum; the first is copied.
-    moved = weights * (num_chunks * (weight_bytes + 2 * SUM_BYTES) - SUM_BYTES)
-    added = Work(rates.element_wise_s(moved, 0.0, "float32"), num_chunks * max(1, len(one.weights.tensors)))
-    cast = weights * (weight_bytes if weight_bytes != SUM_BYTES else 0)
-    scaled = weights * 2 * SUM_BYTES + 2 * hidden_bytes + (cast + weights * SUM_BYTES if cast else 0)
-    chunk = one.times.forward + one.times.input_gradient + one.times.weight_gradient
-    forward = _times(chunk, num_chunks) + added
-    zero = {field.name: Work() for field in fields(SegmentTimes)}
-    times = SegmentTimes(
-        **zero
-        | {
-            "forward": forward,
-            "input_gradient": Work(rates.element_wise_s(scaled, 0.0, "float32"), max(1, len(one.weights.tensors)) + 1),
-            "element_wise": _times(one.times.element_wise, num_chunks),
-            "products": _times(one.times.products, num_chunks),
-        }
-    )
-    held = one.memory
-    return replace(
-        one,
-        times=times,
-        tensor=TensorCost(
-            num_chunks * (one.tensor.forward_s + one.tensor.backward_s), 0.0, 0.0, 0.0, num_chunks * one.tensor.launches
-        ),
-        memory=SegmentMemory(
-            saved=hidden_bytes + weights * SUM_BYTES,
-            saved_in_core=0,
-            saved_in_chains=0,
-            beside_products=NOTHING,
-            every_second_product=NOTHING,
-            masks=0,
-            # While one chunk is computed: what it keeps and makes, and its own weight gradients.
-            forward_extra=held.saved + max(held.forward_extra, held.backward_extra) + weights * weight_bytes,
-            backward_extra=cast,
-        ),
-    )
-
-
-def _times(work: Work, count: int) -> Work:
-    return Work(work.device_s * count, work.launches * count)

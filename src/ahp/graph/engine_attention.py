@@ -34,8 +34,9 @@ def with_engine_attention(graph: ModelGraph, job: Job) -> ModelGraph:
 @lru_cache(maxsize=32)
 def _traced(of: Same, job: str) -> ModelGraph:
     graph: ModelGraph = of.value
-    known = TRACED in graph.config or graph.model is None or not kept.is_description(graph.model)
-    if known or graph.document_mask or graph.lora is not None:
+    if TRACED in graph.config or not kept.is_description(graph.model):  # a live module is not traced a second time
+        return graph
+    if graph.document_mask or graph.lora is not None:  # such engines refuse both
         return graph
     if has_fused_attention(graph) and not _has_window(graph):
         return graph

@@ -18,7 +18,7 @@ import numpy as np
 
 from ahp.arrays import Floats, Ints
 from ahp.forecast.turns import least_share
-from ahp.forecast.units import Unit
+from ahp.forecast.unit import Unit
 from ahp.plan import Forecast, Parallelism
 from ahp.schedule.bounds import TimeColumns, lower_bounds_s
 from ahp.schedule.orders import splits_backward

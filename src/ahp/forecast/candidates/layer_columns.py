@@ -26,7 +26,8 @@ from ahp.forecast.stage_memory import (
 )
 from ahp.forecast.stage_table import StageTable
 from ahp.forecast.states import Weights
-from ahp.forecast.units import Unit, Units
+from ahp.forecast.unit import Unit
+from ahp.forecast.units import Units
 
 BESIDE = ("first_gather", "gathered", "host")
 """Seconds that a stage's first forward waits for weights, that all its gathers take, and that each forward waits for the host."""
