@@ -302,6 +302,13 @@ def test_blocks_with_other_kinds_of_recompute_are_bounded_together() -> None:
         assert found[block] <= asked.price(space.layout(block, 0)).step_time_s * ROUNDING
 
 
+def test_where_no_block_fits_no_bound_is_finite() -> None:
+    job = Job(sequence_length=1024, global_batch_size=16, precision="fp16")
+    asked = problem(analyze("llama3-70b", job), Cluster.parse("1x4xT4"), job, None, "ahp")
+    bounds = Bounds(asked, build(asked))
+    assert np.isinf(bounds.first_s()).all()
+
+
 def test_rows_that_do_not_fit_are_not_timed() -> None:
     asked = small()
     space = build(asked)

@@ -178,7 +178,7 @@ class _Maker:
         first = next(iter(pricer.groups.values()))
         self._ends = first.table([(0, 0, *ends) for ends in ENDS])
         """Stages without layers, one for each place."""
-        self._counts = np.bincount(np.array(first.graph.layers, dtype=np.int64), minlength=len(first.graph.blocks))
+        self._counts = np.array(first.graph.layers_of_kinds, dtype=np.int64)
         """[K] Layers of each kind."""
         self._segments: dict[tuple[object, ...], list[_Segments]] = {}
         self._speeds = np.array([group.unit_pricer.rates.bytes_per_s for group in pricer.groups.values()])

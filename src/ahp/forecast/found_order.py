@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf
 
 import numpy as np
@@ -17,7 +17,7 @@ from ahp.forecast.priced import Priced, Replica
 from ahp.forecast.pricer import Pricer
 from ahp.plan import Parallelism
 from ahp.schedule.actions import Schedule
-from ahp.schedule.orders import SYNTHESIZED, any_order, apart, order_text, ranks_of_stages, whole
+from ahp.schedule.orders import SYNTHESIZED, any_order, apart, order_text, ranks_of_stages, splits_backward, whole
 from ahp.schedule.simulate import StageTimes
 from ahp.schedule.synthesis.bound import LowerBound, lower_bound
 from ahp.schedule.synthesis.find import Synthesized, synthesize
@@ -80,15 +80,18 @@ class ToOrder:
         return self.pricer.price(self._with_orders([one.span.schedule for one in self._pipelines(self.before)]))
 
     @cached_property
-    def ways(self) -> dict[bool, Priced]:
-        """The same with backwards in two parts (True) and whole (False), in which stages can take different times. Only ways the engine can run."""
-        found, own = {}, [one.span.schedule for one in self._pipelines(self.before)]
-        for split, change in ((True, apart), (False, whole)):
-            try:
-                found[split] = self.pricer.price(self._with_orders([change(one) for one in own]))
-            except AhpError:  # compiled blocks in fp8 have only whole backwards
-                continue
-        return found
+    def _way(self) -> Callable[[bool], Priced | None]:
+        """The same with backwards in two parts (True) or whole (False), in which stages can take different times; None if the engine cannot run
+        that."""
+        return cache(self._with_backwards)
+
+    def _with_backwards(self, split: bool) -> Priced | None:
+        change = apart if split else whole
+        schedules = [change(one.span.schedule) for one in self._pipelines(self.before)]
+        try:
+            return self.pricer.price(self._with_orders(schedules))
+        except AhpError:  # compiled blocks in fp8 have only whole backwards
+            return None
 
     @cached_property
     def _activation_bytes(self) -> Floats:
@@ -113,10 +116,11 @@ class ToOrder:
     @cached_property
     def bound(self) -> LowerBound:
         """The time that no schedule of its stages beats in that memory, with backwards whole or in two parts."""
+        ways = [way for split in (True, False) if (way := self._way(split)) is not None]
         try:
-            found = [[lower_bound(one) for one in self._problems(split, most=True)] for split in self.ways]
+            found = [[lower_bound(one) for one in self._problems(way, most=True)] for way in ways]
         except BadInput:  # not one micro-batch fits
-            found = [[lower_bound(one) for one in self._problems(split, limited=False)] for split in self.ways]
+            found = [[lower_bound(one) for one in self._problems(way, limited=False)] for way in ways]
         of_pipelines = (min(several, key=lambda one: one.seconds) for several in zip(*found, strict=True))
         return max(of_pipelines, key=lambda one: one.seconds)
 
@@ -125,18 +129,23 @@ class ToOrder:
         """Actions that ``found`` tries with an effort of 1, for one kind of backward."""
         return sum(actions_tried(one.span.p, one.span.m) for one in self._pipelines(self.before))
 
-    @cached_property
+    @property
     def floor_s(self) -> float:
-        """Seconds of a step that no order gets below in the memory that is left: weights are never waited for, and gradients only where a
-        rank has nothing else to do."""
-        before, least_s = self.before, 0.0
+        """Seconds of a step that no order gets below in the memory that is left."""
+        return min(self.before.forecast.step_time_s, *self._floors_s.values())
+
+    @cached_property
+    def _floors_s(self) -> dict[bool, float]:
+        """The same with backwards in two parts and whole: weights are never waited for, and gradients only where a rank has nothing else
+        to do."""
+        before, least_s = self.before, {True: 0.0, False: 0.0}
         for one, rooms in zip(self._pipelines(before), self._rooms(before, most=True), strict=True):
             times = tuple(map(_beside, one.span.times))
             stages, kept = (times, ranks_of_stages(before.parallelism), one.span.m), one.memory.kept.tolist()
             limits = {"kept_bytes": kept, "memory_bytes": rooms} if before.forecast.fits else {}
-            ways = [Problem(*stages, split=split, **limits) for split in (True, False)]
-            least_s = max(least_s, min(lower_bound(way).seconds for way in ways))
-        return min(before.forecast.step_time_s, self._step_s(least_s))
+            for split in least_s:
+                least_s[split] = max(least_s[split], lower_bound(Problem(*stages, split=split, **limits)).seconds)
+        return {split: self._step_s(seconds) for split, seconds in least_s.items()}
 
     def _step_s(self, makespan_s: float) -> float:
         """Seconds of a step whose pipeline takes ``makespan_s``."""
@@ -146,19 +155,21 @@ class ToOrder:
         """The best schedule found; None where no schedule is faster and fits, or where the first one found for a kind of backward does not
         bring a step below ``limit_s``: one that keeps less takes longer."""
         best: FoundOrder | None = None
-        for split in self.ways:
-            least_s = max(lower_bound(one).seconds for one in self._problems(split, limited=False))
+        for split, floor_s in self._floors_s.items():
+            if floor_s >= limit_s or (way := self._way(split)) is None:
+                continue
+            least_s = max(lower_bound(one).seconds for one in self._problems(way, limited=False))
             if self._step_s(least_s) >= limit_s or (best is not None and least_s >= best.found.makespan_s):
                 continue
-            one = self._fitting(split, effort, limit_s)
+            one = self._fitting(way, effort, limit_s)
             if one is not None and (best is None or one.gain > best.gain):
                 best = one
         return best if best is not None and best.gain > ROUNDING else None
 
-    def _fitting(self, split: bool, effort: float, limit_s: float) -> FoundOrder | None:
+    def _fitting(self, way: Priced, effort: float, limit_s: float) -> FoundOrder | None:
         for part in LESS_MEMORY:
             try:
-                problems = self._problems(split, part)
+                problems = self._problems(way, part)
             except BadInput:  # not one micro-batch fits
                 return None
             orders = {one: synthesize(one, effort=effort) for one in dict.fromkeys(problems)}
@@ -182,23 +193,22 @@ class ToOrder:
         """The pipelines to order: every replica, or only the slowest where all have equally many micro-batches."""
         return list(priced.replicas) if self._own_orders else [priced]
 
-    def _problems(self, split: bool, part: float = 1.0, *, limited: bool = True, most: bool = False) -> list[Problem]:
-        """The problem that an order of each pipeline solves. ``limited``: within ``part`` of the bytes that its ranks have for
+    def _problems(self, way: Priced, part: float = 1.0, *, limited: bool = True, most: bool = False) -> list[Problem]:
+        """The problem that an order of each pipeline solves, with backwards as in ``way``. ``limited``: within ``part`` of the bytes that its ranks have for
         activations; ``most``: see ``_rooms``.
 
         Raises BadInput where not one micro-batch fits.
         """
-        priced = self.ways[split]
         return [
             Problem(
                 one.span.times,
-                ranks_of_stages(priced.parallelism),
+                ranks_of_stages(way.parallelism),
                 one.span.m,
                 tuple(map(float, one.memory.kept.tolist())),
                 memory_bytes=tuple(part * room for room in rooms) if limited else (),
-                split=split,
+                split=splits_backward(way.parallelism),
             )
-            for one, rooms in zip(self._pipelines(priced), self._rooms(priced, most=most), strict=True)
+            for one, rooms in zip(self._pipelines(way), self._rooms(way, most=most), strict=True)
         ]
 
     def _with_orders(self, schedules: Sequence[Schedule]) -> Parallelism:

@@ -147,6 +147,11 @@ class ModelGraph:
         return len(self.layers)
 
     @property
+    def layers_of_kinds(self) -> tuple[int, ...]:
+        """How many layers are of each kind in ``blocks``."""
+        return tuple(map(self.layers.count, range(len(self.blocks))))
+
+    @property
     def num_parameters(self) -> int:
         return (
             self.embedding.num_parameters

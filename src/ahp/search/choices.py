@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -110,6 +111,7 @@ class Choices:
         self.recompute = self._values("activation_checkpoint", RECOMPUTE[1:] if some else RECOMPUTE)
         self.micro_batch = self._values("micro_batch_size", divisors(asked.job.global_batch_size))
         self.orders = Orders(joined(asked.cluster.groups[0]).devices_per_node, asked.refused_order)
+        self.shared: Callable[[MeshDegrees], Shared] = cache(lambda of: of.shared)
         self.splits = cache(self._splits)
         self.folds = self._folded(2, 2, 1, 1)
         """Whether the engine lays experts over tensor-parallel ranks at all, given the user's ``expert_tensor_parallel_degree``."""
@@ -281,7 +283,7 @@ class Choices:
         found: dict[tuple[int, int, int], ShardingChoice] = {}
         folded = self.folded(of.tensor, of.expert, of.sequence_parallel, of.data * of.context)
         for _, splits in self.lying(of.tensor, of.context, of.pipeline, of.expert, of.data, folded):
-            for split in self.legal_splits(splits, of.shared):
+            for split in self.legal_splits(splits, self.shared(of)):
                 found.setdefault(split[:3], split)
         return tuple(found.values())
 

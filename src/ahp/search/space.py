@@ -109,7 +109,7 @@ class Space:
     def rows(self, block: int) -> Rows:
         """The legal rows of one block."""
         mesh = self.mesh(block)
-        splits = self._choices.legal_splits(mesh.splits, mesh.degrees.shared)
+        splits = self._choices.legal_splits(mesh.splits, self._choices.shared(mesh.degrees))
         return Rows(splits, self.pipes(block), self.recompute(block))
 
     def recompute(self, block: int) -> tuple[str, ...]:
@@ -129,8 +129,11 @@ class Space:
 
     def local(self, meshes: Ints) -> Ints:
         """[meshes, 3] How many ranks of each mesh's tensor, context and expert group share a node."""
-        every = [[group.local for group in self._groups(number)] for number in range(len(self._meshes))]
-        return np.array(every, dtype=np.int64).reshape(-1, 3)[meshes]
+        every = (
+            [group.local for group in self._groups(number)] if mesh.within.uneven else mesh.within[:3]
+            for number, mesh in enumerate(self._meshes)
+        )
+        return np.array(list(every), dtype=np.int64).reshape(-1, 3)[meshes]
 
     def _groups_of(self, number: int) -> tuple[Group, Group, Group]:
         """The tensor, context and expert group of one mesh; where an axis does not fill nodes evenly (the same for all splits of the mesh), the
@@ -313,9 +316,8 @@ class _Counted:
         each = self.num_recompute * self.micro_batches.shape[1]
         rows: dict[tuple[int, Shared], int] = {}
         first: dict[tuple[int, Shared], Mesh] = {}
-        keys = [
-            (id(mesh.splits), mesh.degrees.shared) for mesh in self.meshes
-        ]  # meshes with equal keys have everything in common that decides
+        # Meshes with equal keys have everything in common that decides.
+        keys = [(id(mesh.splits), self.choices.shared(mesh.degrees)) for mesh in self.meshes]
         for key, mesh, pipes in zip(keys, self.meshes, self.num_pipes.tolist(), strict=True):
             rows[key] = rows.get(key, 0) + pipes * each
             first.setdefault(key, mesh)

@@ -124,21 +124,21 @@ class LayerColumns(SegmentFigures):
         )
 
     @cached_property
-    def least_s(self) -> tuple[float, ...]:
-        """Device seconds of the layer with the least of each: the forward pass, the backward pass without recompute, the same without
-        weight gradients, 0 for all that comes once per step; and of the head in both passes."""
+    def least_s(self) -> Floats:
+        """[8, K] Device seconds of each kind of layer: the forward pass, the backward pass without recompute, the same without weight
+        gradients, 0 for all that comes once per step; and of the head in both passes."""
         backward = self.backward_s[:-2]
-        inputs = (backward - self.plain["weight_gradient"][:-2]).min(initial=np.inf)
-        if not self.units.blocks:
-            return 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, self.head_s
-        return self.least_forward_s, float(backward.min()), float(inputs), 0.0, 0.0, 0.0, 0.0, self.head_s
+        return self._on_paths(self.forward_s[:-2], backward, backward - self.plain["weight_gradient"][:-2], self.head_s)
 
     @cached_property
-    def least_host_s(self) -> tuple[float, ...]:
-        """The same seconds of the host, with 0 for the head."""
+    def least_host_s(self) -> Floats:
+        """[8, K] The same seconds of the host, with 0 for the head."""
         forward, backward, weights = self._launches_s
-        least_s = (float(each.min()) if self.units.blocks else 0.0 for each in (forward, backward, backward - weights))
-        return *least_s, 0.0, 0.0, 0.0, 0.0, 0.0
+        return self._on_paths(forward, backward, backward - weights, 0.0)
+
+    def _on_paths(self, forward: Floats, backward: Floats, inputs: Floats, head: float) -> Floats:
+        once = np.zeros((4, len(forward)))
+        return np.concatenate([np.stack([forward, backward, inputs]), once, np.full((1, len(forward)), head)])
 
     @cached_property
     def least_forward_s(self) -> float:
@@ -148,15 +148,15 @@ class LayerColumns(SegmentFigures):
     @cached_property
     def micro_batch_s(self) -> float:
         """Device seconds of both passes over all layers and both ends, without recompute."""
-        return float(self._counts @ (self.forward_s + self.backward_s)[:-2]) + self.ends_s
+        return float(self.counts @ (self.forward_s + self.backward_s)[:-2]) + self.ends_s
 
     @cached_property
     def host_micro_batch_s(self) -> float:
         """Seconds in which the host launches both passes over all layers, without recompute."""
-        return float(self._counts @ self._launches_s[:2].sum(axis=0))
+        return float(self.counts @ self._launches_s[:2].sum(axis=0))
 
     @cached_property
-    def _counts(self) -> Ints:
+    def counts(self) -> Ints:
         """[K] Layers of each kind."""
         return np.bincount(np.array(self.units.layers, dtype=np.int64), minlength=len(self.units.blocks))
 

@@ -3,6 +3,8 @@
 Products count at the rate that no kernel exceeds, with all else that layers compute, and with the part of a replica's collectives that
 nothing can hide. Where no ceiling of the rate is known, products count as nothing. Activations count as what is kept when all else is
 recomputed.
+
+Dims: K = kinds of layers.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
+from ahp.arrays import Floats, Ints
 from ahp.engines.traits import ContextWay, Traits
 from ahp.forecast.compute import is_causal
 from ahp.forecast.dispatch import Routed, pass_waits_s
@@ -45,9 +48,6 @@ class LeastLayers:
         forward = [list(block.phase("forward")) for block in self._graph.blocks]
         self._attention = [[op for op in of_block if "attention" in op.name] for of_block in forward]
         self._grouped = [next((op for op in of_block if op.name in GROUPED), None) for of_block in forward]
-        share = np.bincount(self._graph.layers, minlength=len(self._graph.blocks)) / max(self._graph.num_layers, 1)
-        self._share = share.tolist()
-        """Each kind's share of all layers."""
         self._traits = cache(self._traits_of)
         self._group = cache(lambda size, local: Group(size, local, -(-size // local)))
         self._of_tensor, self._of_context, self._of_experts = map(
@@ -64,12 +64,12 @@ class LeastLayers:
         return min([hidden, *inputs])
 
     @cached_property
-    def parameters(self) -> tuple[int, int]:
-        """Least parameters of a layer: those outside experts, and those of experts."""
+    def parameters(self) -> tuple[Ints, Ints]:
+        """[K] each: the parameters of a layer outside experts, and those of experts."""
         stacked = [(expert_parameters(block), block.parameters) for block in self._graph.blocks]
         dense = [sum(p.numel for p in parameters if p.name not in names) for names, parameters in stacked]
         experts = [sum(p.numel for p in parameters if p.name in names) for names, parameters in stacked]
-        return min(dense, default=0), min(experts, default=0)
+        return np.array(dense, dtype=np.int64), np.array(experts, dtype=np.int64)
 
     def products_s(self) -> float:
         """Seconds of a single device for the products of a step, without attention's."""
@@ -87,18 +87,17 @@ class LeastLayers:
         passes = [sum(map(self._least_s, block.phase("forward"))) for block in self._graph.blocks]
         return min(passes, default=0.0) / self._graph.micro_batch_size
 
-    def layer_products_s(self) -> tuple[float, float, float]:
-        """Seconds of a single device for the products of a layer on one sequence, without attention's: of the forward pass, of the backward
-        pass, and of the backward pass without weight gradients; for the layer with the least of each."""
-        passes = [[0.0, 0.0, 0.0] for _ in self._graph.blocks] or [[0.0, 0.0, 0.0]]
-        for block, sums in zip(self._graph.blocks, passes, strict=False):
+    def products_of_kinds_s(self) -> Floats:
+        """[3, K] Seconds of a single device for the products of a layer on one sequence, without attention's: of the forward pass, of the
+        backward pass, and of the backward pass without weight gradients."""
+        found = np.zeros((3, len(self._graph.blocks)))
+        for kind, block in enumerate(self._graph.blocks):
             for op in block.operators:
                 if op.flops and "attention" not in op.name:
                     backward = op.phase == "backward"
-                    sums[backward] += self._least_s(op)
-                    sums[2] += self._least_s(op) if backward and not is_weight_gradient(op) else 0.0
-        forward, backward, inputs = (min(each) / self._graph.micro_batch_size for each in zip(*passes, strict=True))
-        return forward, backward, inputs
+                    found[int(backward), kind] += self._least_s(op)
+                    found[2, kind] += self._least_s(op) if backward and not is_weight_gradient(op) else 0.0
+        return found / self._graph.micro_batch_size
 
     def _least_s(self, op: Operator) -> float:
         """Least seconds of an operator; 0 for one that only moves data."""
@@ -114,16 +113,15 @@ class LeastLayers:
 
     def beside_products_s(
         self, tensor: int, context: int, expert: int, sequence: int, folded: int, micro_batch: int
-    ) -> float:
-        """Seconds of all that a layer of average kind computes besides products, for one micro-batch."""
+    ) -> tuple[float, ...]:
+        """[K] Seconds of all that a layer computes besides products, for one micro-batch."""
         traits, in_parts = self._traits(tensor, context, expert, sequence, folded), bool(sequence) and tensor > 1
-        each = self._pricer.unit_pricer.beside_products_s(traits, micro_batch, tensor, in_parts, context)
-        return self._of_kinds(each.__getitem__)
+        return self._pricer.unit_pricer.beside_products_s(traits, micro_batch, tensor, in_parts, context)
 
     def collectives_s(
         self, tensor: int, context: int, expert: int, sequence: int, folded: int, micro_batch: int, *local: int
-    ) -> float:
-        """Least exposed seconds of the collectives of a layer of average kind, for one micro-batch.
+    ) -> Floats:
+        """[K] Least exposed seconds of the collectives of a layer, for one micro-batch.
 
         ``local``: how many ranks of the tensor, the context and the expert group share a node.
         """
@@ -152,9 +150,10 @@ class LeastLayers:
         )
         return self._pricer.traits(layout)
 
-    def _of_kinds(self, each_s: Callable[[int], float]) -> float:
-        """Seconds of a layer of average kind, from those of a layer of each kind."""
-        return sum(share * each_s(kind) for kind, share in enumerate(self._share))
+    def _of_kinds(self, group: Group, each_s: Callable[[int], float]) -> Floats:
+        """[K] Seconds of each kind's collectives in a group."""
+        kinds = range(len(self._graph.blocks))
+        return np.array([each_s(kind) if group.size > 1 else 0.0 for kind in kinds])
 
     def _time_s(self, kind: CollectiveKind, tensors: Iterable[TensorSpec], group: Group, size: float) -> float:
         # Weight products in 8 bits can gather what they read in 8 bits.
@@ -170,8 +169,8 @@ class LeastLayers:
         forward_shown: float,
         backward_shown: float,
         again: bool,
-    ) -> float:
-        """Seconds of the tensor-parallel collectives of both passes.
+    ) -> Floats:
+        """[K] Seconds of the tensor-parallel collectives of both passes.
 
         ``in_parts``: under sequence parallelism; ``size``: of the hidden states, over those traced; ``forward_shown``: the least
         exposed share of a forward pass's collectives; ``again``: whether the backward pass gathers what products read.
@@ -183,7 +182,7 @@ class LeastLayers:
             forward, backward = self._passes_s(parts, group, in_parts, size, again=again)
             return forward_shown * forward + backward_shown * backward
 
-        return self._of_kinds(of_kind) if group.size > 1 else 0.0
+        return self._of_kinds(group, of_kind)
 
     def _split_of(self, kind: int, way: KeysWay, folded: bool) -> TensorSplit:
         whole, block = self._of_engine.experts.whole_biased, self._graph.blocks[kind]
@@ -201,13 +200,13 @@ class LeastLayers:
         backward = self._time_s("all_gather", (*hidden, *(parts.backward_reduce if again else ())), group, size)
         return forward, backward + self._time_s("reduce_scatter", parts.backward_reduce, group, size)
 
-    def _contexts_s(self, group: Group, ways: tuple[ContextWay, ...], size: float) -> float:
-        """Seconds to exchange keys, values and their gradients between context ranks. ``size``: all ranks' keys, over those traced."""
+    def _contexts_s(self, group: Group, ways: tuple[ContextWay, ...], size: float) -> Floats:
+        """[K] Seconds to exchange keys, values and their gradients between context ranks. ``size``: all ranks' keys, over those traced."""
 
         def of_kind(kind: int) -> float:
             return sum(min(self._context_s(op, way, group, size) for way in ways) for op in self._attention[kind])
 
-        return self._of_kinds(of_kind) if group.size > 1 else 0.0
+        return self._of_kinds(group, of_kind)
 
     def _context_s(self, op: Operator, way: ContextWay, group: Group, size: float) -> float:
         """Least seconds that attention of both passes waits for other context ranks."""
@@ -218,8 +217,8 @@ class LeastLayers:
         shown = shown_s(1.0, np.inf, 1.0 if way == "ring" else 0.0)
         return 3 * shown * self._network.time_s("all_gather", keys, group)
 
-    def _experts_s(self, group: Group, size: float) -> float:
-        """Seconds to send tokens to expert ranks and back, in both passes. ``size``: what a rank sends, over what was traced."""
+    def _experts_s(self, group: Group, size: float) -> Floats:
+        """[K] Seconds to send tokens to expert ranks and back, in both passes. ``size``: what a rank sends, over what was traced."""
         tokens, how = self._graph.micro_batch_size * self._graph.sequence_length, self._how
         once, overlap = how.experts.tokens_once_to_a_node, how.expert_overlap(group.nodes)
 
@@ -230,4 +229,4 @@ class LeastLayers:
             routed = Routed.of(first, size, tokens)
             return 2 * pass_waits_s(routed, group, self._network, np.inf, once_to_a_node=once, overlap=overlap)
 
-        return self._of_kinds(of_kind) if group.size > 1 else 0.0
+        return self._of_kinds(group, of_kind)

@@ -20,6 +20,7 @@ from ahp.forecast.candidates.sharding_columns import ShardingColumns
 from ahp.forecast.candidates.shardings import Shardings
 from ahp.forecast.turns import least_share
 from ahp.schedule.bounds import in_flight
+from ahp.search.bounds.paths import Path
 from ahp.search.bounds.pipelines import Pipelines
 from ahp.search.choices import ScheduleChoice
 from ahp.search.problem import Problem
@@ -34,12 +35,12 @@ def layers_before(asked: Problem, p: Floats | Ints | int) -> Any:
 def work_bounds_s(
     asked: Problem, space: Space, which: Ints, stages: Sequence[LayerColumns], copies_s: Floats
 ) -> Floats:
-    """[number of these] Lower bound in seconds of every layout of some blocks; ``stages``, ``copies_s``: one for each block."""
+    """[number of these] Lower bound in seconds of every layout of some blocks; ``stages``, ``copies_s`` [number of these, K]: of each block."""
     blocks = space.blocks.at(which)
     p, m = blocks.pipeline, blocks.micro_batches
     figures = [(of.least_forward_s, of.micro_batch_s, of.host_micro_batch_s) for of in stages]
     forward_s, micro_batch_s, host_s = np.array(figures).reshape(-1, 3).T
-    micro_batch_s = np.maximum(micro_batch_s + asked.graph.num_layers * copies_s, host_s)
+    micro_batch_s = np.maximum(micro_batch_s + copies_s @ _counts(asked), host_s)
     before_s, work_s = layers_before(asked, p) * forward_s, m * micro_batch_s / p
     pricer = asked.pricer
     return np.maximum(work_s, (before_s + work_s) * least_share(pricer.turns, p)) * pricer.stretch
@@ -54,21 +55,21 @@ def block_bounds_s(
     pipeline, m = blocks.pipeline, blocks.micro_batches
     folded = space.folded(blocks)
     columns = blocks.tensor, blocks.context, blocks.expert, blocks.sequence_parallel, folded, blocks.micro_batch
-    keys, at, _ = unique_rows(*columns)
-    per_layer = np.array([found.beside_products_s(*key) for key in keys.tolist()], dtype=float)[at]
-    keys, at, _ = unique_rows(*columns, *space.local(blocks.mesh).T)
-    per_layer += np.array([found.collectives_s(*key) for key in keys.tolist()])[at]
-    per_layer += copies_s
+    beside_s = copies_s.copy()  # [number of these, K]
+    for price, more in ((found.beside_products_s, ()), (found.collectives_s, space.local(blocks.mesh).T)):
+        keys, at, _ = unique_rows(*columns, *more)
+        beside_s += np.array([price(*key) for key in keys.tolist()], dtype=float).reshape(len(keys), copies_s.shape[1])[
+            at
+        ]
     products_s = found.products_s() / asked.cluster.num_devices
     # Mean over the ranks: work, and the forwards of earlier stages, each with the fewest layers that any cut leaves it.
     shortest = layers // (pipeline * np.maximum(asked.most_stages // pipeline, 1))
-    per_replica = blocks.tensor * blocks.context
-    forward_s = found.layer_forward_s() * blocks.micro_batch / per_replica
-    fill_s = (pipeline - 1) / 2 * shortest * forward_s
-    work_s = products_s + m * per_layer * layers / pipeline
+    of_replica = blocks.micro_batch / (blocks.tensor * blocks.context)
+    fill_s = (pipeline - 1) / 2 * shortest * found.layer_forward_s() * of_replica
+    work_s = products_s + m * (beside_s @ _counts(asked)) / pipeline
     bound = np.maximum(work_s, (fill_s + work_s) * least_share(asked.pricer.turns, pipeline)) * asked.pricer.stretch
-    layer_s = np.outer(blocks.micro_batch / per_replica, (*found.layer_products_s(), 0.0, 0.0, 0.0, 0.0, 0.0))
-    beside_s = per_layer if len(asked.graph.blocks) == 1 else np.zeros(len(which))  # unknown for several kinds
+    layer_s = np.zeros((len(which), len(Path._fields), len(asked.graph.blocks)))
+    layer_s[:, :3] = of_replica[:, None, None] * found.products_of_kinds_s()
     return bound, np.maximum(bound, schedule_bounds_s(asked, space, pipelines, which, layer_s, beside_s))
 
 
@@ -77,13 +78,17 @@ def schedule_bounds_s(
 ) -> Floats:
     """[number of these] Lower bound in seconds of the schedule of every row of some blocks, whatever its memory.
 
-    ``layer_s``: [number of these, parts of a ``Path``] of the fastest layer; ``either_s``: further seconds of it, in the pass with fewer layers.
+    ``layer_s``: [number of these, parts of a ``Path``, K] of a layer; ``either_s``: [number of these, K] further seconds of it, in the pass
+    with fewer layers.
     """
     blocks, found = space.blocks.at(which), np.zeros(len(which))
+    if not layer_s.size:
+        return found
+    each_s = np.concatenate([layer_s, either_s[:, None]], axis=1).reshape(len(which), -1)
     for (p, m), of in _alike(blocks.pipeline, blocks.micro_batches):
-        paths = pipelines.paths(space.legal_pipes(p, m), p, m).sum(axis=-1)
-        counts = np.concatenate([paths, paths[..., :2].min(axis=-1, keepdims=True)], axis=-1)
-        paths_s = counts @ np.column_stack([layer_s[of], either_s[of]]).T  # [L, C, blocks]
+        paths = pipelines.paths(space.legal_pipes(p, m), p, m)
+        counts = np.concatenate([paths, paths[..., :2, :].min(axis=-2, keepdims=True)], axis=-2)
+        paths_s = counts.reshape(*counts.shape[:2], -1) @ each_s[of].T  # [L, C, blocks]
         found[of] = paths_s.max(axis=0).min(axis=0)
     return found * asked.pricer.stretch * least_share(asked.pricer.turns, blocks.pipeline)
 
@@ -103,17 +108,17 @@ def block_needs_bytes(asked: Problem, space: Space, which: Ints, splits: Callabl
 
 
 def least_copies_s(asked: Problem, space: Space, splits: Callable[[int], Shardings]) -> Floats:
-    """[blocks] Seconds per micro-batch to copy a layer's gradients, with the way to share states that copies least.
+    """[blocks, K] Seconds per micro-batch to copy a layer's gradients, with the way to share states that copies least.
 
     ``splits``: as in ``block_needs_bytes``.
     """
     of = space.blocks
     if not len(of):
-        return np.zeros(0)
+        return np.zeros((0, len(asked.graph.blocks)))
     columns = of.tensor, of.context, of.pipeline, of.expert, of.sequence_parallel, of.data, of.micro_batches
     _, at, first = unique_rows(*columns)
     each = [splits(block) for block in first.tolist()]
-    states = _States({id(one): one for one in each}.values(), *LeastLayers(asked.pricer).parameters)
+    states = _States({id(one): one for one in each}.values(), LeastLayers(asked.pricer).parameters, _counts(asked))
     rows, block, starts = states.rows(each)
     copied = states.copied_bytes(rows, of.micro_batches[first][block])
     return np.minimum.reduceat(copied, starts)[at] / asked.pricer.unit_pricer.rates.bytes_per_s
@@ -132,12 +137,16 @@ def fewest_in_flight(pipes: tuple[ScheduleChoice, ...], pipeline: int, micro_bat
     return found[no_fewer.sum(axis=1) == 1]
 
 
-def fullest_of_any_cut(each: Floats, num_layers: int) -> Floats:
-    """Least that the fullest rank holds, for any division of ``num_layers`` among ranks that hold ``each`` [..., p] of a layer.
+def fullest_of_any_cut(each: Floats, counts: Ints) -> Floats:
+    """Least that the fullest rank holds, for any division of ``counts`` [K] layers of each kind among ranks that hold ``each`` [..., p, K] of a
+    layer.
 
-    The least is reached when all ranks are equally full.
+    A rank holds no less than the mean of all, whatever their weights. Weights that make layers of average kind equally heavy on all ranks
+    give the least itself where there is one kind.
     """
-    return num_layers / (1.0 / np.maximum(each, 1e-9)).sum(axis=-1)
+    weights = 1.0 / np.maximum(each @ (counts / max(counts.sum(), 1)), 1e-9)
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return (weights[..., None] * each).min(axis=-2) @ counts
 
 
 def _needs_bytes(asked: Problem, space: Space, which: Ints, splits: Sequence[Shardings]) -> Floats:
@@ -145,50 +154,59 @@ def _needs_bytes(asked: Problem, space: Space, which: Ints, splits: Sequence[Sha
     of, layers = space.blocks.at(which), LeastLayers(asked.pricer)
     cut = of.context * np.where(of.sequence_parallel > 0, of.tensor, 1)
     kept = layers.kept_bytes * of.micro_batch / asked.graph.micro_batch_size / cut
-    states = _States({id(one): one for one in splits}.values(), *layers.parameters)
+    states = _States({id(one): one for one in splits}.values(), layers.parameters, _counts(asked))
     rows, block, starts = states.rows(splits)
     found = np.empty(len(rows))
     for (p, m), at in _alike(of.pipeline[block], of.micro_batches[block]):
         in_flight = fewest_in_flight(space.pipes(int(which[block[at[0]]])), p, m)
-        found[at] = states.needs_bytes(rows[at], kept[block[at]], in_flight, m, asked.graph.num_layers)
+        found[at] = states.needs_bytes(rows[at], kept[block[at]], in_flight, m)
     return np.minimum.reduceat(found, starts)
 
 
 class _States:
-    """The states of a layer under each of several ways to share them, one block's ways after the other's."""
+    """The states of a layer of each kind under each of several ways to share them, one block's ways after the other's."""
 
-    def __init__(self, splits: Iterable[Shardings], dense: int, experts: int) -> None:
-        """``dense``, ``experts``: least parameters of a layer outside its experts, and in its experts."""
-        each = list(splits)
-        counts = [len(one.layouts) for one in each]
+    def __init__(self, splits: Iterable[Shardings], parameters: tuple[Ints, Ints], counts: Ints) -> None:
+        """``parameters``: [K] each, of a layer outside its experts, and in its experts; ``counts``: [K] layers of each kind."""
+        each, (dense, experts) = list(splits), parameters
+        lengths = [len(one.layouts) for one in each]
         self._number = {id(one): number for number, one in enumerate(each)}
-        self._counts, self._starts = np.array(counts), np.cumsum([0, *counts[:-1]])
-        self._columns = ShardingColumns.joined([one.columns for one in each])
-        own = [(int(dense / one.tensor), int(experts / one.ranks_of_an_expert)) for one in each]
-        of_rank = np.repeat(np.array(own, dtype=float), counts, axis=0)
-        self._parameters = of_rank.sum(axis=1)
+        self._lengths, self._starts = np.array(lengths), np.cumsum([0, *lengths[:-1]])
+        self._columns, self._counts = ShardingColumns.joined([one.columns for one in each]), counts
+        ranks = np.repeat([[one.tensor, one.ranks_of_an_expert] for one in each], lengths, axis=0)
+        own = dense // ranks[:, :1], experts // ranks[:, 1:]
+        self._parameters = own[0] + own[1]
+        """[N, K]"""
         # A rank's states depend only on whether there are several micro-batches.
-        self._of_layer = [self._columns.states_of_layer(of_rank[:, :1], of_rank[:, 1:], m) for m in (1, 2)]
+        self._of_layer = [self._columns.states_of_layer(*own, m) for m in (1, 2)]
 
     def rows(self, splits: Sequence[Shardings]) -> tuple[Ints, Ints, Ints]:
         """The ways of some blocks, the block that has each, and where each block's ways begin."""
         numbers = np.array([self._number[id(one)] for one in splits])
-        counts = self._counts[numbers]
-        starts = np.cumsum(counts) - counts
-        rows = np.repeat(self._starts[numbers] - starts, counts) + np.arange(counts.sum())
-        return rows, np.repeat(np.arange(len(splits)), counts), starts
+        lengths = self._lengths[numbers]
+        starts = np.cumsum(lengths) - lengths
+        rows = np.repeat(self._starts[numbers] - starts, lengths) + np.arange(lengths.sum())
+        return rows, np.repeat(np.arange(len(splits)), lengths), starts
 
     def copied_bytes(self, rows: Ints, micro_batches: Ints) -> Floats:
-        """[rows] Bytes moved per micro-batch to copy a layer's gradients; ``micro_batches``: [rows]."""
+        """[rows, K] Bytes moved per micro-batch to copy a layer's gradients; ``micro_batches``: [rows]."""
         _, copied = self._columns.part(rows).moved_bytes(micro_batches[:, None])
-        return copied[:, 0] * self._parameters[rows]
+        return copied * self._parameters[rows]
 
-    def needs_bytes(self, rows: Ints, kept: Floats, in_flight: Ints, micro_batches: int, num_layers: int) -> Floats:
+    def needs_bytes(self, rows: Ints, kept: Floats, in_flight: Ints, micro_batches: int) -> Floats:
         """[rows] Least bytes that the fullest rank needs; ``kept``: [rows] bytes of activations of a layer and a micro-batch."""
-        states, gradients = (part[rows][..., None] for part in self._of_layer[micro_batches > 1])
-        each = states + np.maximum(in_flight * kept[:, None, None] - gradients, 0.0)
-        least = fullest_of_any_cut(each, num_layers).min(axis=-1, keepdims=True)
+        states, gradients = (part[rows] for part in self._of_layer[micro_batches > 1])
+        held = (in_flight * kept[:, None, None])[..., None]  # [rows, C, p, 1]
+        gradients = np.broadcast_to(gradients, states.shape)[:, None, None]
+        average = gradients @ (self._counts / max(self._counts.sum(), 1))
+        beyond = np.where(held > average[..., None], held - gradients, 0.0)
+        least = fullest_of_any_cut(states[:, None, None] + beyond, self._counts).min(axis=-1, keepdims=True)
         return self._columns.part(rows).device_bytes(least)[:, 0]
+
+
+def _counts(asked: Problem) -> Ints:
+    """[K] Layers of each kind."""
+    return np.array(asked.graph.layers_of_kinds, dtype=np.int64)
 
 
 def _alike(*columns: Ints) -> Iterator[tuple[list[int], Ints]]:

@@ -215,5 +215,4 @@ class LayerBounds:
     @cached_property
     def _shares(self) -> Floats:
         """[K] Share of each kind among all layers."""
-        graph = self.asked.graph
-        return np.bincount(graph.layers, minlength=len(graph.blocks)) / graph.num_layers
+        return np.array(self.asked.graph.layers_of_kinds) / self.asked.graph.num_layers

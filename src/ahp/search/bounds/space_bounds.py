@@ -94,7 +94,8 @@ class Bounds:
         layers, which = [self._layers.of(block) for block in blocks], np.array(blocks, dtype=np.int64)
         asked = self.problem, self.space, self._pipelines, which
         device_s = schedule_bounds_s(*asked, np.array([of.least_s for of in layers]), self._copies_s[which])
-        host_s = schedule_bounds_s(*asked, np.array([of.least_host_s for of in layers]), np.zeros(len(which)))
+        hosts_s = np.array([of.least_host_s for of in layers])
+        host_s = schedule_bounds_s(*asked, hosts_s, np.zeros_like(hosts_s[:, 0]))
         return np.maximum(self.work_s(blocks), np.maximum(device_s, host_s))
 
     def _of_layers(self, priced: dict[int, PricedBlock], seconds_s: Callable[[CutBounds], Floats]) -> dict[int, float]:
