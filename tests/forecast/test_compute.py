@@ -1,16 +1,19 @@
 """Times of operators: closed forms, measured tables, and what division and fusion change."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from ahp.cluster.model import AttentionSample, ElementWiseSample, MatmulSample, Measurements, MemorySample
-from ahp.forecast.compute import BACKWARD_LAUNCHES, Launched, is_causal, operator_s
+from ahp.cluster.model import AttentionSample, Cluster, ElementWiseSample, MatmulSample, Measurements, MemorySample
+from ahp.forecast.compute import BACKWARD_LAUNCHES, Launched, is_causal, operator_s, reads_mask
 from ahp.forecast.division import Division
 from ahp.forecast.efficiency import CPU_ATTENTION, Rates
 from ahp.forecast.kernels import Kernels, kernels
 from ahp.forecast.segment import recomputed
 from ahp.forecast.split import TensorSplit, split
+from ahp.graph.kept import analyze
+from ahp.job import Job
 
 from .conftest import make_cluster, op, spec
 
@@ -186,3 +189,24 @@ def test_a_second_run_ends_before_the_last_product(mlp_block, tiny):
 def test_a_shifted_loss_means_causal(tiny, hand_graph):
     assert is_causal(tiny)
     assert not is_causal(hand_graph)
+
+
+def test_a_kernel_that_reads_a_mask_computes_all_scores():
+    """transformers gives a sliding window to torch's attention as a mask, if the sequence is longer than the window."""
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    model = {"model_type": "mistral", "num_hidden_layers": 2, "num_key_value_heads": 4, **sizes}
+    job = Job(sequence_length=128, global_batch_size=2, precision="bf16")
+    windows, whole = (analyze({**model, "sliding_window": window}, job) for window in (64, 256))
+    rates = Rates(Cluster.parse("1xA100-SXM-80GB").groups[0].device, None, 1)
+
+    def seconds(graph, phase):
+        block = graph.blocks[0]
+        attention = next(one for one in block.operators if "attention" in one.name and one.phase == phase)
+        assert reads_mask(attention) == (graph is windows)
+        return operator_s(attention, kernels(block, "modules"), Division(split(block, "block")), rates, causal=True)
+
+    for phase in ("forward", "backward"):
+        alike: dict[str, Any] = {"sequence": 128, "head_dim": 64, "precision": "bf16", "backward": phase == "backward"}
+        flops = (2 if phase == "forward" else 5) * 2 * 4 * 128 * 128 * 64
+        assert seconds(windows, phase) == rates.attention_s(flops, **alike, kernel="masked", causal=False)
+        assert seconds(whole, phase) == rates.attention_s(flops / 2, **alike, causal=True)

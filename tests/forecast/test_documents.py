@@ -174,7 +174,7 @@ def test_prices_follow_the_reason_that_people_are_told(
             how = found.unit_pricer.how(traits, traits.context.ways[0], layout.context_parallel_degree)
             reason = needs_masks(graph, cluster.groups[0].device, job, layout, choice)
             assert how.by_lengths == (reason is None)
-            assert how.attention == ("torch_flash2" if reason is None else "masked")
+            assert (how.attention == "torch_flash2") == (reason is None)
 
 
 def test_what_people_are_told(packed: ModelGraph) -> None:

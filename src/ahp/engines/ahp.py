@@ -198,10 +198,8 @@ def _host(job: Job, *, split: bool, wrapped: bool, fuses: bool) -> HostTraits:
     )
 
 
-def _attention(job: Job, choice: EngineChoice) -> Literal["masked", "lengths"] | None:
-    if not job.document_mask:
-        return None
-    return "masked" if needs_masks(job, Parallelism(), choice) else "lengths"
+def _attention(job: Job, choice: EngineChoice) -> Literal["lengths"] | None:
+    return "lengths" if job.document_mask and not needs_masks(job, Parallelism(), choice) else None
 
 
 def needs_masks(job: Job, p: Parallelism, choice: EngineChoice) -> str | None:

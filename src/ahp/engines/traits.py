@@ -238,10 +238,9 @@ class KernelTraits(NamedTuple):
     """Which element-wise operators run as one kernel: none, those of one module (a norm, an activation), whole chains."""
     fusion_at_the_ends: Fusion | None = None
     """The same for the embedding, the last norm, the head and the loss; None = as in blocks."""
-    attention: Literal["flash1", "flash2", "cudnn", "masked", "lengths"] | None = None
+    attention: Literal["flash1", "flash2", "cudnn", "lengths"] | None = None
     """Fused attention on a GPU: FlashAttention of the first or second generation, cuDNN's, or None = what torch's scaled_dot_product_attention takes;
-    masked: what that takes to read a mask; lengths: a kernel that goes by the lengths of documents where the model, the device and the way of
-    sharing tokens allow it, else masked."""
+    lengths: a kernel that goes by the lengths of documents where the model, the device and the way of sharing tokens allow it, else None."""
     flash2_on: tuple[str, ...] = ()
     """Generations of GPUs (forecast/kernels.yaml) on which attention is torch's FlashAttention-2, whatever torch takes now."""
     recent_cudnn: bool = False

@@ -94,9 +94,20 @@ def is_causal(graph: ModelGraph) -> bool:
     """Whether attention's kernel can skip later tokens: a model whose loss shifts the labels predicts the next token.
 
     torch counts the FLOPs of fused attention over all S x S scores; a causal kernel computes half of the scores, a kernel that reads
-    a mask (``masked``) does all.
+    a mask (``reads_mask``) does all.
     """
     return any(op.name == "aten.constant_pad_nd" and op.module == "loss" for op in graph.head.operators)
+
+
+BEFORE_MASK = {"forward": 3, "backward": 6}
+"""Tensors that fused attention reads before its mask: queries, keys and values; and the gradient, these, the output and the sums of its rows."""
+
+
+def reads_mask(op: Operator) -> bool:
+    """Whether fused attention gets a mask for each query, of documents or of a sliding window; where documents start is one row for all."""
+    if "attention" not in op.name or len(op.inputs) <= (before := BEFORE_MASK[op.phase]):
+        return False
+    return len(op.inputs[before].shape) > 1 and op.inputs[before].shape[-2] > 1
 
 
 class Launched:
@@ -258,6 +269,7 @@ def operator_s(
     dtype = op.inputs[0].dtype
     named = PRECISION_OF.get(dtype, "fp32")
     if "attention" in op.name:
+        kernel, causal = ("masked", False) if reads_mask(op) else (kernel, causal)
         flops = op.flops * share * (0.5 if causal else 1.0)
         sequence, head_dim = op.inputs[0].shape[-2:]
         if fp8 is not None and fp8.attention:

@@ -64,10 +64,11 @@ class KernelOptions(NamedTuple):
         if fp8 is not None and one_graph:
             fp8 = replace(fp8, attention=True, fused_experts=True)
 
-        attention = traits.kernels.attention or ("recent" if traits.kernels.recent_cudnn else None)
+        recent: AttentionKernel | None = "recent" if traits.kernels.recent_cudnn else None
+        attention = traits.kernels.attention or recent
         of_lengths = kernel_of_lengths(generation) if attention == "lengths" and whole_documents else None
         if attention == "lengths":
-            attention = of_lengths or "masked"
+            attention = of_lengths or recent
 
         def on_device(fusion: Fusion) -> Fusion:
             """On a CPU torch has no fused kernels except for those of its compiler."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from ahp.arrays import Floats, Ints
 from ahp.engines.traits import ContextWay, Traits
-from ahp.forecast.compute import is_causal
+from ahp.forecast.compute import is_causal, reads_mask
 from ahp.forecast.dispatch import Routed, pass_waits_s
 from ahp.forecast.division import GROUPED, expert_parameters, is_weight_gradient
 from ahp.forecast.efficiency import is_cpu
@@ -42,8 +42,7 @@ class LeastLayers:
         self._of_engine = self._traits_of(1, 1, 1, 0, 0)
         ways = self._of_engine.context.ways
         self._how = pricer.unit_pricer.how(self._of_engine, ways[0], 1)
-        self._causal = is_causal(self._graph) and self._how.attention != "masked"
-        """Whether attention skips later tokens where it computes least: on ranks that have whole documents."""
+        self._causal = is_causal(self._graph)
         self._split = cache(self._split_of)
         forward = [list(block.phase("forward")) for block in self._graph.blocks]
         self._attention = [[op for op in of_block if "attention" in op.name] for of_block in forward]
@@ -106,7 +105,9 @@ class LeastLayers:
         precision = PRECISION_OF.get(op.inputs[0].dtype, "fp32")
         fused = "attention" in op.name
         rates = [self._rates.fastest(name, attention=fused) for name in {precision, self._job.precision}]
-        seconds = op.flops * (0.5 if fused and self._causal else 1.0) / max(rates)
+        # Ranks that have whole documents skip later tokens, whatever the mask.
+        skips = fused and self._causal and (self._how.by_lengths or not reads_mask(op))
+        seconds = op.flops * (0.5 if skips else 1.0) / max(rates)
         # A weight's gradient is written once for however many sequences, and experts' kernels hide what they write.
         is_hidden = fused or op.name in GROUPED or is_weight_gradient(op)
         return seconds if is_hidden else seconds + self._rates.output_s(LEAST_WRITTEN * op.outputs[0].numel)
