@@ -112,9 +112,8 @@ def test_more_generous_hardware_is_never_slower(asked: Problem, kind: str) -> No
     if before is None:
         return
     assert after is not None
-    if (
-        after.certificate.found_s >= before.certificate.found_s
-    ):  # where not all devices can be used, fewer can be faster
+    # Where not all devices can be used, fewer can be faster.
+    if after.certificate.found_s >= before.certificate.found_s:
         assert after.fastest.parallelism.world_size >= before.best.parallelism.world_size
     # Under fixed patterns. A cut into stages that shortens the step by less than WORTH_S is not taken.
     assert after.certificate.found_s <= before.certificate.found_s * (1 + WORTH_S)
