@@ -53,29 +53,49 @@ def fake_run(subject: Subject, batch: int, sequence: int) -> FakeRun:
     """Run once with ``input_ids`` int64 [batch, sequence]; the module is left as it was found."""
     where = Where(EMBEDDING)
     run = FakeRun([])
+    with _prepared(subject, batch, sequence, where, run) as (parameters, buffers, forward):
+        labels = torch.empty(batch, sequence, dtype=torch.int64)
+        with Recorder(where, parameters, buffers) as recorder:
+            with recorder.saving():
+                logits = forward()
+                run.outputs.setdefault(EMBEDDING, spec(logits))
+                where.place, where.modules = HEAD, ["loss"]
+                loss = next_token_loss(logits, labels, shift=not subject.masked)
+            recorder.begin_backward()
+            loss.backward()
+            run.operators = recorder.finish()
+            run.vocab_size = int(logits.shape[-1])
+    return run
+
+
+@contextmanager
+def forward_run(subject: Subject, batch: int, sequence: int, where: Where) -> Iterator[Callable[[], torch.Tensor]]:
+    """The forward alone of ``fake_run``, as a function that returns the logits; ``where`` moves as it runs."""
+    with _prepared(subject, batch, sequence, where, FakeRun([])) as (_, _, forward), torch.no_grad():
+        yield forward
+
+
+@contextmanager
+def _prepared(
+    subject: Subject, batch: int, sequence: int, where: Where, run: FakeRun
+) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Callable[[], torch.Tensor]]]:
+    """Stand-ins for parameters and buffers, and a function that runs the forward with them and returns the logits."""
     with ExitStack() as stack:
         stack.enter_context(in_training(subject.module))
         stack.enter_context(others_pass_on(subject.blocks, subject.kept))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(as_on_data(document_mask=subject.documents is not None))
         parameters, buffers = _without_data(subject)
-        input_ids, labels, positions = (torch.empty(batch, sequence, dtype=torch.int64) for _ in range(3))
+        input_ids, positions = (torch.empty(batch, sequence, dtype=torch.int64) for _ in range(2))
         places = positions if subject.documents else None
         args, kwargs = model_arguments(subject.module, input_ids, places, subject.documents)
         stack.enter_context(_follow(subject, where, run))
-        recorder = stack.enter_context(Recorder(where, parameters, buffers))
-        stack.enter_context(_AttentionWithoutMask(subject.fused_attention))
-        with recorder.saving():
-            output = torch.func.functional_call(subject.module, (parameters, buffers), args, kwargs)
-            logits = logits_of(output)
-            run.outputs.setdefault(EMBEDDING, spec(logits))
-            where.place, where.modules = HEAD, ["loss"]
-            loss = next_token_loss(logits, labels, shift=not subject.masked)
-        recorder.begin_backward()
-        loss.backward()
-        run.operators = recorder.finish()
-        run.vocab_size = int(logits.shape[-1])
-    return run
+
+        def forward() -> torch.Tensor:
+            with _AttentionWithoutMask(subject.fused_attention):
+                return logits_of(torch.func.functional_call(subject.module, (parameters, buffers), args, kwargs))
+
+        yield parameters, buffers, forward
 
 
 def next_token_loss(logits: torch.Tensor, labels: torch.Tensor, *, shift: bool) -> torch.Tensor:

@@ -29,6 +29,7 @@ from ahp.graph.operators import ModelGraph, Operator, Parameter, Segment
 from ahp.graph.outline import why_uncuttable
 from ahp.graph.positions import warn_of_longer
 from ahp.graph.record import Recorded
+from ahp.graph.sequences import warn_of_mixed
 from ahp.job import Job
 from ahp.plan import validated
 
@@ -76,6 +77,7 @@ def _analyzed(model: Any, contract: Job, micro_batch_size: int, attention: str) 
     warn_of_longer(module, contract.sequence_length)
     tracer = _Tracer(module, model, contract, attention)
     graph = tracer.grown(micro_batch_size, tracer.documents)
+    warn_of_mixed(tracer.subjects(tracer.documents), contract.sequence_length)
     # The kernels that go by lengths compute in 16 bits.
     if tracer.documents is None or attention != "flash" or contract.precision == "fp32":
         return graph
@@ -152,11 +154,8 @@ class _Tracer:
             return None
 
     def _run(self, micro_batch_size: int, documents: Documents | None) -> FakeRun:
-        """Run with one block of each kind, or with all blocks if the model does not run that way."""
-        everything = frozenset(range(len(self._kinds)))
         error: Exception | None = None
-        for kept in dict.fromkeys([self._kept, everything]):
-            subject = Subject(self._module, self._blocks, kept, self._masked, self._dtype, self._fused, documents)
+        for subject in self.subjects(documents):
             try:
                 return fake_run(subject, micro_batch_size, self._job.sequence_length)
             except Exception as caught:
@@ -175,6 +174,14 @@ class _Tracer:
                     "; forward must take token ids [batch, sequence] alone and return logits, and AHP computes the loss"
                 )
         raise BadInput(f"model = {self._name!r}: {why}") from error
+
+    def subjects(self, documents: Documents | None) -> list[Subject]:
+        """The model with one block of each kind, and with all blocks if it does not run that way."""
+        everything = frozenset(range(len(self._kinds)))
+        return [
+            Subject(self._module, self._blocks, kept, self._masked, self._dtype, self._fused, documents)
+            for kept in dict.fromkeys([self._kept, everything])
+        ]
 
     def _prefix(self, position: int) -> str:
         assert self._blocks is not None

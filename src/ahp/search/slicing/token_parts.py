@@ -2,7 +2,7 @@
 
 By the rules of slicing (``ahp.search.slicing.strategies``), every operator must be able to work on separate tokens, one on each of
 as many ranks as tokens; only attention reads all tokens. Routers put the tokens of all sequences in one row and sort them to their
-experts. What happens to such a row is not checked, because nothing may mix across sequences.
+experts. What happens to such a row is not checked: ``ahp.graph.sequences`` tells whether sequences mix.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from ahp.errors import BadInput
 from ahp.graph.capture import Capture
+from ahp.graph.sequences import DIMS_THIRD, MIXING
 from ahp.search.slicing.placement import (
     Context,
     P,
@@ -42,14 +43,6 @@ UNIFORM = {
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
 }  # fmt: skip
 """Operators that make tensors of one value, of which any part is like the whole."""
-
-
-MIXING = {
-    "mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm", "amax", "amin", "max", "min", "logsumexp",
-    "softmax", "log_softmax", "cumsum", "cumprod", "flip", "roll", "sort", "argsort",
-}  # fmt: skip
-"""Operators that reduce, normalize or move along the dims in their second argument, or in their third: ``DIMS_THIRD``."""
-DIMS_THIRD = {"norm", "linalg_vector_norm", "roll"}
 
 
 class Special(Enum):
