@@ -21,6 +21,10 @@ class BadInput(AhpError, ValueError):
     exit_code = 2
 
 
+class OtherJob(BadInput):
+    """The run in the folder has another job: the command is wrong, and nothing is wrong with that run."""
+
+
 class NothingFits(AhpError):
     """No legal plan fits into the memory there is."""
 

@@ -237,6 +237,17 @@ def test_another_job_leaves_the_older_runs_files(plan_file: Path) -> None:
     assert "job.seed = 0 (the run has 5)" in (status.cause or "")
 
 
+def test_another_job_leaves_the_status_of_a_run_that_was_interrupted(plan_file: Path) -> None:
+    """It was ``failed`` then, because somebody had named the wrong folder."""
+    run, old = RunFolder(plan_file.parent / "run"), Plan(job=Job(steps=STEPS, seed=5))
+    run.create()
+    save(run, 1, job=old.job.model_dump(mode="json"), model=old.model)
+    was = Status("interrupted", 1, "stopped by SIGTERM", 143)
+    run.write_status(was)
+    assert main.main(args(plan_file)) == 2
+    assert run.status() == was
+
+
 def files(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 

@@ -28,7 +28,7 @@ from ahp.cli.options import options_of
 from ahp.cli.overrides import CONFIG_ROOTS, refuse_unknown, split_overrides
 from ahp.cli.plan_job import with_job
 from ahp.config import Config, Run, config_help, load_config, read_yaml, set_dotted
-from ahp.errors import AhpError, BadInput, bad_input
+from ahp.errors import AhpError, BadInput, OtherJob, bad_input
 from ahp.graph.catalogue import CATALOGUE
 from ahp.job import Job
 from ahp.optional import Flag, OptionalNumber, OptionalText
@@ -402,7 +402,8 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _refusal_in_status(folder: Any) -> Iterator[None]:
-    """Record the cause of a refusal in status.json, which launchers do not hide; a finished run, and one that trains, keep their own status."""
+    """Record the cause of a refusal in status.json, which launchers do not hide. A finished run, one that trains, and one of another job keep
+    their own status."""
     try:
         yield
     except AhpError as error:
@@ -419,7 +420,7 @@ def _refusal_in_status(folder: Any) -> Iterator[None]:
                 run.create()
                 with run.held(wait_s=0.0):
                     status = run.status()
-                    if status is None or status.state != "done":
+                    if status is None or not (status.state == "done" or isinstance(error, OtherJob)):
                         failure.report(run, str(error), error.exit_code)
         raise
 

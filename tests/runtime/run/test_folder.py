@@ -483,8 +483,33 @@ def test_a_start_of_several_nodes_waits_for_workers_that_a_cut_network_left(
         pass
 
 
+def test_a_folder_stays_locked_without_the_logs_that_somebody_deleted(folder: RunFolder) -> None:
+    """The lock was among them: a second start made another one, and both wrote."""
+    with folder.held(), folder.held_by_workers():
+        shutil.rmtree(folder.log_folder)
+        second = RunFolder(folder.path)
+        second.create()
+        with pytest.raises(BadInput, match="another run is writing there"), second.held():
+            pass
+    with second.held():
+        pass
+
+
+def test_metrics_that_somebody_deleted_are_told(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their lines were lost without a word."""
+    for step in (1, 2):
+        folder.append_metrics({"step": step})
+    assert not capsys.readouterr().err
+    folder.metrics_file.unlink()
+    for step in (3, 4):
+        folder.append_metrics({"step": step})
+    told = f"{folder.metrics_file} is gone, and with it the lines of the steps before 3; it begins again\n"
+    assert capsys.readouterr().err == folder.notes_file.read_text() == told
+    assert [record["step"] for record in folder.metrics()] == [3, 4]
+
+
 def test_folder_that_takes_no_file_is_named(folder: RunFolder) -> None:
-    (folder.log_folder / "lock").mkdir()
+    (folder.path / ".lock").mkdir()
     with pytest.raises(BadInput, match=r"run\.folder = .*cannot be written \(Is a directory\)"), folder.held():
         pass
 

@@ -138,8 +138,8 @@ class RunFolder:
         if wait_s is None:
             there = run_of_changing_nodes() is not None
             wait_s = 0.0 if not there else LET_GO_S if starts_since_launch() == 1 else WAKE_S
-        with self._locked("lock", "another run is writing there", wait_s):
-            with self._locked("lock.workers", WORKERS_WRITE, wait_s):
+        with self._locked(".lock", "another run is writing there", wait_s):
+            with self._locked(".lock.workers", WORKERS_WRITE, wait_s):
                 pass
             if (fault := self.fault_of_writing()) is not None:
                 raise self._unwritable(fault)
@@ -161,14 +161,16 @@ class RunFolder:
     @contextmanager
     def held_by_workers(self) -> Iterator[None]:
         """The first worker's lock, taken once all have joined: that worker can outlive a killed launcher by a step."""
-        with self._locked("lock.workers", WORKERS_WRITE):
+        with self._locked(".lock.workers", WORKERS_WRITE):
             self.joined_file.touch()
             yield
 
     @contextmanager
     def _locked(self, name: str, why_not: str, wait_s: float = 0.0) -> Iterator[None]:
         try:
-            lock = (self.log_folder / name).open("w")
+            lock = (self.path / name).open(
+                "w"
+            )  # not in log/: a second start would hold another lock once that is deleted
         except OSError as error:
             raise self._unwritable(error) from None
         with lock:
@@ -245,7 +247,7 @@ class RunFolder:
     def is_in_use(self) -> bool:
         """Whether a start holds the folder now."""
         try:
-            with self._locked("lock", ""):
+            with self._locked(".lock", ""):
                 return False
         except BadInput:
             return True
@@ -301,9 +303,14 @@ class RunFolder:
     # metrics.jsonl
 
     def append_metrics(self, record: dict[str, Any]) -> None:
-        """Append one step's line to metrics.jsonl."""
+        """Append one step's line to metrics.jsonl. Notes that the file is gone if it held lines of earlier steps."""
+        is_gone = self.step > 0 and not self.metrics_file.exists()
         with self.metrics_file.open("a") as file:
             file.write(json.dumps(record) + "\n")
+        if is_gone:
+            self.note(
+                f"{self.metrics_file} is gone, and with it the lines of the steps before {record['step']}; it begins again"
+            )
         self.step = record["step"]
 
     def metrics(self) -> list[dict[str, Any]]:

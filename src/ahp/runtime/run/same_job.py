@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ahp.errors import BadInput
+from ahp.errors import BadInput, OtherJob
 from ahp.job import Job, Optimizer
 from ahp.plan import Plan
 from ahp.runtime.optimizer.learning_rate import learning_rate
@@ -29,8 +29,8 @@ def check_same_job(folder: RunFolder, plan: Plan, *, extend: bool = False) -> st
     Under a schedule that does not look ahead, more steps change no past step. Under another schedule, and for the other keys of
     ``MAY_CHANGE``, ``extend`` is needed: past steps keep what they had, and future steps follow the job as it is now.
 
-    Returns what the user must know about such a change, None if nothing. Raises BadInput that names every key that differs, or states
-    that the run's checkpoints are lost.
+    Returns what the user must know about such a change, None if nothing. Raises OtherJob that names every key that differs, or BadInput
+    that states that the run's checkpoints are lost.
     """
     if not folder.checkpoints():
         if folder.finished(plan.job) is None:
@@ -59,7 +59,7 @@ def check_same_job(folder: RunFolder, plan: Plan, *, extend: bool = False) -> st
     if not differ and before.get("model_described") is not None:
         differ = list(model_differences(before["model_described"], described(plan.model)))
     if differ:
-        raise BadInput(
+        raise OtherJob(
             f"run.folder = {str(folder.path)!r} holds a run of another job: {'; '.join(differ)}. "
             "Start a new run with another --run.folder, or give the old values to continue this one"
         )
