@@ -49,6 +49,28 @@ def test_refused_by_the_users_own_key(parallelism, job, choice, key):
     assert "valid: " in reason
 
 
+def test_each_way_out_that_a_refusal_of_selective_recompute_names_is_one():
+    """With a ring and divided experts it named all-to-all alone, which is refused for the experts."""
+    ring = {"context_parallel_degree": 2, "context_parallel_method": "ring"}
+    experts = {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}
+    named = {
+        "context_parallel_method all-to-all": {"context_parallel_method": "all-to-all"},
+        "expert_parallel_degree 1": {"expert_parallel_degree": 1},
+    }
+    for layout in (ring, experts, ring | experts):
+        both = layout | {"activation_checkpoint": "selective"}
+        reason = _refused_compiled(both)
+        assert reason is not None
+        others, _, changes = reason.partition("(valid: ")[2].rstrip(")").partition("; or ")
+        ways = [{"activation_checkpoint": kind} for kind in others.split(", ")]
+        ways.append({key: value for change in changes.split(" with ") for key, value in named[change].items()})
+        assert [_refused_compiled(both | way) for way in ways] == [None] * 3
+
+
+def _refused_compiled(layout):
+    return AhpEngine().refuses(Job(), Parallelism(**layout), EngineChoice(compile=True))
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])

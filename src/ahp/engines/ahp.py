@@ -280,9 +280,13 @@ def _refuses_compiled(job: Job, p: Parallelism, choice: EngineChoice) -> str | N
         return f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule} in fp8 (valid: {valid})"
     if not needs_one_graph(p, choice):
         return None
-    outside = "stays outside of a block's graph, and of one graph alone it is known what to keep"
-    if p.context_parallel_degree > 1 and p.context_parallel_method == "ring":
-        return f"activation_checkpoint = 'selective': {rule}: the ring {outside} (valid: none, full; or context_parallel_method all-to-all)"
-    if p.expert_parallel_degree > 1:
-        return f"activation_checkpoint = 'selective': {rule}: what divided experts do {outside} (valid: none, full; or expert_parallel_degree 1)"
+    ring = p.context_parallel_degree > 1 and p.context_parallel_method == "ring"
+    divided = p.expert_parallel_degree > 1
+    stay = [words for words, found in (("the ring", ring), ("what divided experts do", divided)) if found]
+    if stay:
+        changes = ["context_parallel_method all-to-all"] * ring + ["expert_parallel_degree 1"] * divided
+        outside = f"{' and '.join(stay)} {'stay' if ring and divided else 'stays'} outside of a block's graph, and of one graph alone it is known what to keep"
+        return (
+            f"activation_checkpoint = 'selective': {rule}: {outside} (valid: none, full; or {' with '.join(changes)})"
+        )
     return None
