@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ahp.errors import BadInput
-from ahp.graph.host_numbers import drawn_since, from_state, seeded, state
+from ahp.graph.host_numbers import Generators
 from ahp.graph.outline import outline, why_uncuttable
 from ahp.search.slicing.model import slice_model
 from tests.runtime.models import Block, Custom
@@ -112,6 +112,13 @@ def test_a_model_that_may_leave_out_blocks_is_not_cut_whichever_it_runs_now(trai
 
 
 def test_generators_go_on_from_where_they_were() -> None:
+    generators = Generators()
+    state, from_state, seeded, drawn_since = (
+        generators.state,
+        generators.from_state,
+        generators.seeded,
+        generators.drawn_since,
+    )
     start = state()
     assert drawn_since(start) is None
     with seeded(3):

@@ -8,11 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from ahp.graph.host_numbers import Generators
+
 
 def plain_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
     """Tensors that are plain attributes, neither parameters nor buffers, keyed by their id."""
     held = (value for part in module.modules() for value in vars(part).values())
     return {id(value): value for value in held if isinstance(value, torch.Tensor)}
+
+
+def _generators(module: nn.Module) -> dict[int, Any]:
+    """torch's generators that modules hold, keyed by their id: copies share them, for under a FakeTensorMode torch cannot copy one."""
+    return {id(each.value): each.value for each in Generators(module).own if each.of_torch}
 
 
 def fake_copy(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
@@ -21,7 +28,7 @@ def fake_copy(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     Frozen weights are trainable in the copy: hidden states between blocks then still have a gradient, and the origin of the logits is
     read from autograd's graph.
     """
-    memo: dict[int, Any] = {}
+    memo = _generators(module)
     held = plain_tensors(module).values()  # such as TrOCR's table of positions
     for tensor in [*module.parameters(), *module.buffers(), *held]:
         to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -36,7 +43,7 @@ def copy_without_memory(module: nn.Module) -> nn.Module:
     It shares tensors that are plain attributes: a traced graph holds their values, and one that autograd made (the old ``weight_norm``) cannot be
     copied.
     """
-    memo: dict[int, Any] = dict(plain_tensors(module))
+    memo: dict[int, Any] = {**plain_tensors(module), **_generators(module)}
     for tensor in [*module.parameters(), *module.buffers()]:
         empty = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

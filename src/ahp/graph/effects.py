@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ahp.graph import host_numbers
+from ahp.graph.host_numbers import Generators
 
 HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 PLAIN = (bool, int, float, str, type(None))
@@ -63,10 +63,10 @@ class PlainAttributes:
 @contextmanager
 def in_graph_alone(block: nn.Module) -> Iterator[None]:
     """Raises NotInGraph at the end if a call of the block within changes what a second call would read: a generator or an attribute."""
-    numbers, attributes = host_numbers.state(), PlainAttributes(block)
-    before = attributes.values()
+    generators, attributes = Generators(block), PlainAttributes(block)
+    numbers, before = generators.state(), attributes.values()
     yield
-    if (drawn := host_numbers.drawn_since(numbers)) is not None:
+    if (drawn := generators.drawn_since(numbers)) is not None:
         raise NotInGraph(f"draws numbers from {drawn}, of which its graph would hold those of one call")
     if (path := attributes.changed(before)) is not None:
         raise NotInGraph(
@@ -75,20 +75,21 @@ def in_graph_alone(block: nn.Module) -> Iterator[None]:
 
 
 class Draws:
-    """Whether a model draws from the generators of Python or NumPy outside of its blocks."""
+    """Whether a model draws from generators other than torch's default outside of its blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        self._generators = Generators(module)
         self.source: str | None = None
-        """The module whose generator it draws from."""
+        """The generator that it draws from."""
         self.enter()
 
     def enter(self) -> None:
         """To be called where a part outside of the blocks begins."""
-        self.before = host_numbers.state()
+        self.before = self._generators.state()
 
     def leave(self) -> None:
         """To be called where one ends."""
-        self.source = self.source or host_numbers.drawn_since(self.before)
+        self.source = self.source or self._generators.drawn_since(self.before)
 
     def why_uncuttable(self) -> str | None:
         """A reason if the model could leave out blocks by what it draws, else None. Another call, or another stage, draws other numbers."""
@@ -104,6 +105,8 @@ class AsInGraph(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]  # each access makes another wrapper
             return args[0].detach()
+        if any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values())):
+            raise NotInGraph("draws numbers from a generator of its own, of which ranks would not get theirs")
         if func in HOOKS:
             raise NotInGraph("registers a hook on the gradient of a tensor, which its graph would not run")
         return func(*args, **(kwargs or {}))

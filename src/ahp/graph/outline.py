@@ -23,7 +23,7 @@ from ahp.graph.experts import Watch
 from ahp.graph.fake_mode import DEPENDS_ON_VALUES, NeedsValues, as_on_data
 from ahp.graph.fake_run import others_pass_on
 from ahp.graph.flow import BEFORE, Flow
-from ahp.graph.host_numbers import seeded
+from ahp.graph.host_numbers import Generators
 from ahp.graph.likeness import ModulesUsed, Values, watched
 from ahp.graph.torch_compat import FakeTensorMode, pytree
 
@@ -138,7 +138,7 @@ def _run(
         mode,
         torch.enable_grad(),
         record.flow,
-        seeded(0),
+        Generators(record.fake).seeded(0),
     ):
         input_ids = torch.zeros((batch_size, sequence_length), dtype=torch.int64)
         position_ids = torch.zeros_like(input_ids) if documents else None
@@ -212,7 +212,7 @@ class _Record:
         self.changes: str | None = None
         self.shared: list[torch.Tensor] | None = None
         self.uncuttable: str | None = None
-        self.draws = Draws()
+        self.draws = Draws(fake)
         self.used = ModulesUsed(self.blocks)
         self.experts = Watch(fake, [f"{blocks_path}.{number}" for number in range(len(self.blocks))])
         self.inside = {m for block in self.blocks for m in block.modules()}

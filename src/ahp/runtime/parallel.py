@@ -14,6 +14,7 @@ from torch import nn
 
 from ahp.errors import BadInput, bad_input
 from ahp.graph.document_mask import documents_apart
+from ahp.graph.host_numbers import Generators
 from ahp.graph.lora import base_alone, with_adapters
 from ahp.graph.models import is_masked
 from ahp.graph.outline import Outline
@@ -180,20 +181,9 @@ class Parallel:
         self.stages = {i: stages[i] for i in stages_of_rank(mesh.rank("pp"), p)}
         self.sharding = Sharding(mesh, p.zero_stage, plan.job.precision)
         prepare = StageSetup(
-            own,
-            mesh,
-            self.names,
-            self.sharding,
-            path,
-            num_layers,
-            found,
-            sliced,
-            balance,
-            self.tokens,
-            self.documents,
-            start.streamed,
+            own, mesh, self.names, self.sharding, path, num_layers, found, sliced, balance, self.tokens, self.documents, start.streamed,
             ends_of(module, found),
-        )
+        )  # fmt: skip
         for index, stage in self.stages.items():
             prepare(index, stage)
         self.state = self._training_state(stages, prepare, start, matrices)
@@ -202,6 +192,7 @@ class Parallel:
         vocabulary = bool(sliced and sliced.vocabulary)
         self.loss = self._loss(found, vocabulary, balance, causal=not is_masked(module))
         self.runner = self._runner(found, vocabulary)
+        self._generators = Generators(*self.runner.stages.values())
         self.copies = {name: self._num_copies(name) for name in self.parameters}
         mark_taken(module)
 
@@ -364,7 +355,8 @@ class Parallel:
             forget_step(self.runner, state.local, self.sharding)
         refuse_gradients(state.local, self.sharding)
         self._in_step = True
-        with numbers_of_step(self.mesh, job.seed, state.num_steps_done), deterministic(job.deterministic):
+        numbers = numbers_of_step(self.mesh, job.seed, state.num_steps_done, self._generators)
+        with numbers, deterministic(job.deterministic):
             loss = self.runner.run(inputs, labels, num_micro_batches)
         absent = self.given.absent(self.sharding.finish())
         gradients = state.local.gradients()
@@ -409,7 +401,7 @@ class Parallel:
         ``part``, ``result``: what ``step`` took and returned. Collective; the result is the same on every rank.
         """
         size, bad = self.layout.micro_batch_size, result.bad_gradients
-        with numbers_of_step(self.mesh, self.plan.job.seed, result.index):
+        with numbers_of_step(self.mesh, self.plan.job.seed, result.index, self._generators):
             return find_fault(self.runner, size, *self._checked(part), names=list(self.names.shapes), bad_gradients=bad)
 
     def _checked(self, part: dict[str, torch.Tensor]) -> tuple[Inputs, torch.Tensor]:

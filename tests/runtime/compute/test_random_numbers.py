@@ -1,8 +1,11 @@
-"""Layers that Python's or NumPy's own generator drops: the same on ranks that share tokens. The program's own numbers stay as they were."""
+"""Layers that Python's or NumPy's own generator drops: the same on ranks that share tokens; generators that modules hold. The program's own numbers stay as they
+were."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,8 @@ import torch
 from torch import nn
 from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 
-from tests.runtime.models import JOB, VOCABULARY, Custom, batch
+from benchmarks.workers import WorkerFailed
+from tests.runtime.models import JOB, VOCABULARY, Block, Custom, batch
 from tests.runtime.workers import Pool
 from tests.search.families import build
 
@@ -78,3 +82,68 @@ def test_ranks_that_share_experts_drop_the_same_layers(pool: Pool, recompute: st
     shared = {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "micro_batch_size": 4}
     for each in pool.run(train_experts, 2, {**shared, "activation_checkpoint": recompute}):
         assert np.array(each) == pytest.approx(np.array(one), rel=1e-4)
+
+
+GENERATORS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.Generator().manual_seed(1),
+    "python": lambda: random.Random(1),
+    "numpy": lambda: np.random.default_rng(1),
+    "legacy numpy": lambda: np.random.RandomState(1),
+}
+
+
+class DropsByItsOwn(Block):
+    """Drops a share of its output by a generator that it has made."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(32, 4)
+        self.numbers = GENERATORS[kind]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        if isinstance(self.numbers, torch.Generator):
+            return x * (torch.rand(x.shape, generator=self.numbers) > 0.3)
+        return x * float(0.5 + self.numbers.random())
+
+
+def train_own(rank: int, world: int, kind: str, layout: dict[str, Any], stop: int, folder: str) -> Any:
+    """Runs in each worker: the figures of each step, with a restart before step ``stop``."""
+    from ahp.runtime.parallel import Parallel, parallelize
+
+    def begun() -> Parallel:
+        torch.manual_seed(0)
+        model = Custom(32, layers=2)
+        model.blocks = nn.Sequential(DropsByItsOwn(kind), DropsByItsOwn(kind))
+        return parallelize(model, {"job": JOB, "parallelism": layout})
+
+    parallel, found = begun(), []
+    for step in range(STEPS):
+        if step == stop:
+            parallel.save(folder)
+            parallel = begun()
+            parallel.load(folder)
+        result = parallel.step(parallel.shard(batch(step)))
+        found.append((result.loss, result.grad_norm))
+    return found
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_generators_of_modules_draw_the_same_after_a_restart_and_when_a_block_runs_again(
+    pool: Pool, kind: str, tmp_path: Path
+) -> None:
+    """They began anew after a restart, and a recomputed block dropped other elements than its forward had: its gradients were wrong."""
+    (once,) = pool.run(train_own, 1, kind, {}, STEPS, str(tmp_path / "none"))
+    assert len({loss for loss, _ in once}) == STEPS
+    for number, recompute in enumerate(("none", "full", "selective")):
+        (again,) = pool.run(train_own, 1, kind, {"activation_checkpoint": recompute}, 2, str(tmp_path / str(number)))
+        assert np.array(again) == pytest.approx(np.array(once), rel=1e-5)
+    stages = {"pipeline_parallel_degree": 2, "micro_batch_size": 4}
+    runs = [pool.run(train_own, 2, kind, stages, stop, str(tmp_path / f"stages-{stop}")) for stop in (STEPS, 1)]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_blocks_with_generators_of_their_own_are_not_sliced(pool: Pool, kind: str, tmp_path: Path) -> None:
+    """Their graph held the numbers of one call, or torch failed at the copy of its generator."""
+    with pytest.raises(WorkerFailed, match="tensor_parallel_degree = 2: block DropsByItsOwn draws numbers from"):
+        pool.run(train_own, 2, kind, {"tensor_parallel_degree": 2}, STEPS, str(tmp_path))

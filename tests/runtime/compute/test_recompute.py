@@ -21,7 +21,7 @@ from ahp.forecast.selective import last_read
 from ahp.forecast.split import is_weight_product, split
 from ahp.graph.blocks import find_blocks
 from ahp.graph.call import call_model, logits_of
-from ahp.graph.host_numbers import seeded
+from ahp.graph.host_numbers import Generators
 from ahp.graph.operators import ModelGraph, Operator
 from ahp.graph.trace import analyze
 from ahp.job import Job
@@ -162,7 +162,7 @@ def test_a_block_of_its_own_kind_has_the_gradients_of_one_without(build: Callabl
         if kind is not None:
             recompute(block, kind)
         torch.manual_seed(1)
-        with seeded(1):
+        with Generators().seeded(1):
             for _ in range(3):
                 block(x).square().sum().backward()
             found.append([x.grad, *(p.grad for p in block.parameters()), torch.tensor(random.random())])

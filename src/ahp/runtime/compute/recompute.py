@@ -17,8 +17,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ahp.graph import host_numbers
 from ahp.graph.effects import PlainAttributes
+from ahp.graph.host_numbers import Generators
 from ahp.runtime.compute.kept_results import FirstRun, KeptResults, SecondRun, is_random
 
 Results = tuple[torch.Tensor, ...]
@@ -51,13 +51,13 @@ def recompute(block: nn.Module, kind: Literal["selective", "full"], forward_cont
     forward = block.forward
     owners = [module for module in block.modules() if next(module.buffers(recurse=False), None) is not None]
 
-    attributes = PlainAttributes(block)
+    attributes, generators = PlainAttributes(block), Generators(block)
 
     def contexts() -> Contexts:
         known = _Known()
         first, second = _replacing(_KNOWN, known.learn), _both(_replacing(_KNOWN, known.recall), forward_context())
-        # ``checkpoint`` gives the second run the state of torch's generators alone.
-        second = _both(host_numbers.from_state(host_numbers.state()), _both(attributes.as_now(), second))
+        # ``checkpoint`` gives the second run the state of torch's default generators alone.
+        second = _both(generators.from_state(generators.state()), _both(attributes.as_now(), second))
         if owners:
             buffers = BuffersOfFirstRun(owners)
             first, second = _both(buffers.keep(), first), _both(buffers.give_back(), second)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from ahp.graph.host_numbers import Generators
 from ahp.runtime.compute.loss import PendingCount, count_scored
 from ahp.runtime.compute.random_numbers import numbers_of_step
 from ahp.runtime.part import RowsOfRanks
@@ -25,6 +26,7 @@ def evaluate(
     evaluation too, the same at each validation.
     """
     stages = runner.stages.values()
+    generators = Generators(*stages)
     for stage in stages:
         stage.eval()
     runner.loss.scale = 1.0
@@ -33,7 +35,7 @@ def evaluate(
         # FSDP2 would keep what inference mode, around this, makes of the weights.
         with torch.inference_mode(False), torch.no_grad():
             for number, part in enumerate(parts):
-                with numbers_of_step(mesh, seed, number):
+                with numbers_of_step(mesh, seed, number, generators):
                     mean, count = _batch(runner, mesh, of_ranks, *part)
                 total, tokens = total + mean * count, tokens + count
     finally:
