@@ -332,6 +332,9 @@ def context(graph: ModelGraph, parallelism: Parallelism, engine: EngineChoice) -
     if not all(heads):
         rule = "some blocks of the model have no fused attention, which alone may read tokens of other ranks"
         return _broken("context_parallel_degree", degree, rule, [1])
+    if attention_heads(graph.head):
+        rule = "attention runs after the model's blocks, where a rank would see its own tokens alone"
+        return _broken("context_parallel_degree", degree, rule, [1])
     ranks = degree * parallelism.tensor_parallel_degree
     if any(count % ranks for count in heads):
         rule = (

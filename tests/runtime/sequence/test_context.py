@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ahp.forecast.rules import context
+from ahp.graph.trace import analyze
+from ahp.plan import EngineChoice, Parallelism
 from ahp.runtime.sequence import partial_attention
 from ahp.runtime.sequence.partial_attention import Rule, hidden_value
 from tests.marks import cases
@@ -144,7 +147,29 @@ class Averaged(nn.Module):
         return (x - x.mean(1, keepdim=True)) @ self.tokens.weight.T
 
 
-BUILDERS.update({"packed": packed, "single keys": single_keys, "rotated": Rotated, "averaged": Averaged})
+class AttendsAgain(Averaged):
+    """What comes after its blocks is one more of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = Block(32, 4)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) @ self.tokens.weight.T
+
+
+BUILDERS.update(
+    {
+        "packed": packed,
+        "single keys": single_keys,
+        "rotated": Rotated,
+        "averaged": Averaged,
+        "attends again": AttendsAgain,
+    }
+)
 
 
 def run(rank: int, world: int, model: str, layout: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -247,10 +272,12 @@ def refused(rank: int, world: int, model: str, layout: dict[str, Any], job: dict
         ("llama", RING, {"sequence_length": 18}, ("context_parallel_degree = 2", "sequence_length 18")),
         ("rotated", RING, {}, ("context_parallel_degree = 2", "aten.mul.Tensor", "positions", "(valid: 1)")),
         ("averaged", RING, {}, ("context_parallel_degree = 2", "aten.mean.dim", "(valid: 1)")),
+        ("attends again", RING, {}, ("context_parallel_degree = 2: attention runs after the blocks blocks", "(valid: 1)")),
+        ("attends again", HEADS, {}, ("context_parallel_degree = 2: attention runs after the blocks blocks", "(valid: 1)")),
         ("biased", RING, {}, ("context_parallel_method = 'ring'", "trainable", "all-to-all")),
         ("llama", {**HEADS, "context_parallel_degree": 8}, {}, ("context_parallel_method = 'all-to-all'", "4 attention heads", "ring")),
     ],
-    ids=["order", "uneven", "positions", "mixed after the blocks", "trainable", "heads"],
+    ids=["order", "uneven", "positions", "mixed after the blocks", "attends after the blocks, ring", "attends after the blocks", "trainable", "heads"],
 )  # fmt: skip
 def test_what_cannot_be_shared_is_refused(
     pool: Pool, model: str, layout: dict[str, Any], job: dict[str, Any], words: tuple[str, ...]
@@ -258,6 +285,17 @@ def test_what_cannot_be_shared_is_refused(
     ranks = layout["context_parallel_degree"] * layout.get("data_parallel_shard_degree", 1)
     message = pool.run(refused, ranks, model, layout, job)[0]
     assert all(word in message for word in words), message
+
+
+def test_a_forecast_refuses_attention_after_the_blocks() -> None:
+    layout = Parallelism(context_parallel_degree=2)
+    told = [
+        context(analyze(model, {"sequence_length": 16}), layout, EngineChoice())
+        for model in (AttendsAgain(), Averaged())
+    ]
+    assert told[0] is not None
+    assert "context_parallel_degree = 2: attention runs after the model's blocks" in told[0]
+    assert told[1] is None
 
 
 @pytest.mark.parametrize("form", ["all", "causal", "mask"])

@@ -31,6 +31,7 @@ from ahp.runtime.sequence.context import Context
 from ahp.runtime.sequence.ulysses import InContext
 from ahp.runtime.torch_compat import FakeTensorMode, pytree
 from ahp.search.slicing.token_parts import (
+    ATTENTION,
     BATCH,
     Attention,
     TokenParts,
@@ -132,6 +133,10 @@ def _parts_of_kinds(module: nn.Module, found: Outline, job: Job, documents: Docu
     blocks, after = _traced(module, length, dtype, documents)
     kinds = tuple(token_parts(block, length) for block in blocks)
     check_tokens_apart(after, (1, None), length)
+    if any(node.target is ATTENTION for node in after.nodes):
+        raise BadInput(
+            f"attention runs after the blocks {found.blocks_path}, where a rank would see its own tokens alone"
+        )
     others, after_others = _traced(module, traced_length(sizes, length - 1), dtype, documents)
     for one, other in zip((*blocks, after), (*others, after_others), strict=True):
         check_numbers(one, other)
