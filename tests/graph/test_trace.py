@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -315,6 +316,30 @@ def test_a_module_that_gives_no_logits() -> None:
 class _Scalar(Plain):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return super().forward(input_ids).sum()
+
+
+class _Hidden(nn.Module):
+    """A model without its head."""
+
+    def __init__(self, width: int, rows: int) -> None:
+        super().__init__()
+        self.tokens, self.mix = nn.Embedding(rows, 8), nn.Linear(8, width)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.mix(self.tokens(input_ids))
+
+
+def test_hidden_states_in_place_of_logits_are_told() -> None:
+    """They were planned without a word, and the first step ended at a token past their width."""
+    told = (
+        r"returns \[batch, sequence, 8\], as wide as its embedding of 16 tokens.*needs logits \[batch, sequence, 16\]"
+    )
+    with pytest.warns(UserWarning, match=told):
+        analyze(_Hidden(8, 16), JOB)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for width, rows in ((16, 16), (12, 16), (8, 8), (8, 4)):
+            analyze(_Hidden(width, rows), JOB)
 
 
 def test_two_traces_are_the_same_graph() -> None:

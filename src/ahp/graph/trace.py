@@ -6,6 +6,7 @@ their input on, so that a 405 B model costs as much as one of its layers.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from dataclasses import replace
 from functools import cached_property
@@ -77,6 +78,7 @@ def _analyzed(model: Any, contract: Job, micro_batch_size: int, attention: str) 
     warn_of_longer(module, contract.sequence_length)
     tracer = _Tracer(module, model, contract, attention)
     graph = tracer.grown(micro_batch_size, tracer.documents)
+    _warn_of_hidden_states(graph)
     warn_of_mixed(tracer.subjects(tracer.documents), contract.sequence_length)
     # The kernels that go by lengths compute in 16 bits.
     if tracer.documents is None or attention != "flash" or contract.precision == "fp32":
@@ -85,6 +87,15 @@ def _analyzed(model: Any, contract: Job, micro_batch_size: int, attention: str) 
     if isinstance(found, DocumentStarts):
         return replace(graph, by_lengths=tracer.grown(micro_batch_size, found.documents))
     return replace(graph, needs_masks=found)
+
+
+def _warn_of_hidden_states(graph: ModelGraph) -> None:
+    """Warn if what the model returns is as wide as the rows of its first embedding, and this has more rows: so many tokens have no logits."""
+    looked_up = (op.inputs[0].shape for op in graph.embedding.operators if op.name == "aten.embedding")
+    rows, width = next(looked_up, (0, 0))
+    if graph.config["vocab_size"] == width < rows:
+        told = f"its forward returns [batch, sequence, {width}], as wide as its embedding of {rows} tokens: hidden states, by their shape"
+        warnings.warn(f"model = {graph.name!r}: {told}; training needs logits [batch, sequence, {rows}]", stacklevel=4)
 
 
 class _Tracer:

@@ -477,7 +477,10 @@ def test_a_start_of_several_nodes_waits_for_workers_that_a_cut_network_left(
         threading.Timer(0.8, kept.close).start()
         with RunFolder(folder.path).held():
             pass
-    assert "still writing there; waiting for it to let go" in capsys.readouterr().err
+    assert (
+        "still writing there; waiting up to 900 s for it to let go: until it is done, or its node is gone"
+        in capsys.readouterr().err
+    )
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"ahp{ROUND}1")
     with folder.held_by_workers(), pytest.raises(BadInput, match="still writing"), RunFolder(folder.path).held():
         pass

@@ -33,6 +33,7 @@ from ahp.run_files import (
 )
 from ahp.runtime.files import crc32, flush, write_aside, write_over
 from ahp.runtime.ranks.environment import run_of_changing_nodes, starts_since_launch
+from ahp.words import seconds
 
 LET_GO_S = 15.0
 """How long a start of several nodes waits for the last start's workers on a node that is cut off: their launcher ends them within seconds."""
@@ -180,7 +181,8 @@ class RunFolder:
                 except BlockingIOError:
                     if wait_s <= LET_GO_S:
                         raise
-                    print(f"{self.path}: {why_not}; waiting for it to let go", file=sys.stderr, flush=True)
+                    told = f"waiting up to {seconds(wait_s)} for it to let go: until it is done, or its node is gone"
+                    print(f"{self.path}: {why_not}; {told}", file=sys.stderr, flush=True)
                     _lock(lock, time.monotonic() + wait_s - LET_GO_S)
             except BlockingIOError:
                 raise BadInput(
