@@ -178,7 +178,7 @@ def test_a_file_that_the_user_may_not_read_is_bad_input(command, capsys: pytest.
     assert capsys.readouterr().err == "error: path = 'plan.yaml': permission denied\n"
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EFBIG])
 def test_a_disk_that_takes_nothing_is_told_in_one_line(
     command, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:

@@ -51,7 +51,7 @@ FIRST: dict[str, str] = {
 WRONG_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 """Error numbers for a path that the user may not open, or that no file can have."""
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 """Error numbers for a full or read-only disk, or a file of another user: not AHP's fault."""
 INTERNAL, INTERRUPTED, BROKEN_PIPE = 1, 128 + 2, 128 + 13
 """Exit codes besides those of ``ahp.errors``; 128 + a signal's number is what shells report for a signal."""

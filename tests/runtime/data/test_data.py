@@ -535,6 +535,23 @@ def test_cache_that_cannot_be_written_is_named(folder: Path, tmp_path: Path, mon
         prepare(str(folder), VOCABULARY)
 
 
+def test_a_limit_of_file_sizes_is_told_with_the_way_on(folder: Path, own_cache: Path) -> None:
+    """It was an internal error."""
+    resource = pytest.importorskip("resource")
+    numbers = np.random.default_rng(0).integers(10**9, size=20_000)
+    (folder / "long.txt").write_text(" ".join(map(str, numbers)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(
+            BadInput, match=r"cannot be written \(File too large\); raise the limit of a file's size \(ulimit -f\)"
+        ):
+            prepare(str(folder), VOCABULARY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list((own_cache / "corpora").iterdir()) == []
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=4, max_size=30),

@@ -115,9 +115,10 @@ def prepare(
         maker.write(aside, maker.tokenizer(vocab_size, masked, tokenizer_file))
         return _publish(aside, entry)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        rule = "make room there, or name another folder in AHP_CACHE"
+        way_on = "raise the limit of a file's size (ulimit -f)" if error.errno == errno.EFBIG else "make room there"
+        rule = f"{way_on}, or name another folder in AHP_CACHE"
         raise BadInput(f"AHP_CACHE = {str(cache_folder())!r}: cannot be written ({error.strerror}); {rule}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
