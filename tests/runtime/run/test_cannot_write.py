@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 import tempfile
 from pathlib import Path
@@ -91,6 +92,39 @@ def test_a_full_disk_is_told_with_the_way_on(trainer: Trainer, monkeypatch: pyte
     assert (why.step, why.kind) == (7, "CannotWrite")
     told = cannot_write(trainer.folder, "checkpoint of step 8", RuntimeError("archive"), 4)
     assert str(told).endswith("the checkpoint of step 4 is kept; make room there, and start the same command again")
+
+
+ARCHIVE = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+"""What torch's archive writer says of each error of the disk."""
+
+
+def test_a_limit_of_file_sizes_is_told_and_the_checkpoint_not_written_three_times(trainer: Trainer) -> None:
+    told = cannot_write(trainer.folder, "checkpoint of step 8", ARCHIVE, 4)
+    assert told.may_pass
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            (trainer.folder.open_checkpoint(8) / "0.distcp").write_bytes(bytes(1 << 17))
+        told = cannot_write(trainer.folder, "checkpoint of step 8", ARCHIVE, 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not told.may_pass
+    assert (
+        "no file may be larger than 65,536 bytes; the checkpoint of step 4 is kept; raise that limit (ulimit -f), and"
+        in str(told)
+    )
+
+
+def test_a_quota_is_told_like_a_full_disk_whatever_torch_says(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunFolder, "fault_of_writing", lambda self: fault(errno.EDQUOT))
+    told = cannot_write(trainer.folder, "checkpoint of step 8", ARCHIVE, 4)
+    assert str(told).endswith(
+        "the disk is full; the checkpoint of step 4 is kept; make room there, and start the same command again"
+    )
+    assert not told.may_pass
 
 
 @pytest.mark.parametrize(

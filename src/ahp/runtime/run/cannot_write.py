@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 from typing import Any
 
 from ahp.errors import AhpError, first_line
@@ -14,6 +15,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 COMES_AGAIN = (*NO_SPACE, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENAMETOOLONG)
 """Error numbers that a new start meets again until a person has changed something; others (EIO, ESTALE) may be a storage's or a network's moment."""
 ROOM = "make room there, and start the same command again"
+LARGER = "raise that limit (ulimit -f), and start the same command again"
 
 
 class CannotWrite(AhpError):
@@ -29,8 +31,12 @@ def cannot_write(folder: RunFolder, what: str, error: BaseException, saved: int 
     may_pass, way_on = False, "start the same command again once it can be written"
     if not folder.path.is_dir():
         return CannotWrite(_gone(folder))
+    if not _has_number(error, COMES_AGAIN):  # torch's archive writer reports each of them as a RuntimeError
+        error = folder.fault_of_writing() or error
     if has_no_space(error) or is_full(folder.path):
         reason, way_on = "the disk is full", ROOM
+    elif (limit_bytes := _limit_reached(folder)) is not None:
+        reason, way_on = f"no file may be larger than {limit_bytes:,} bytes", LARGER
     else:
         reason, may_pass = reason_of(error), not _has_number(error, COMES_AGAIN)
     kept = f"; the checkpoint of step {saved} is kept" if saved is not None else ""
@@ -57,6 +63,15 @@ def _gone(folder: RunFolder) -> str:
         f"run.folder = {str(folder.path)!r}: the folder is gone (deleted, moved, or its disk is not mounted any more); bring it back before you "
         "start the same command again, or the run begins with step 1"
     )
+
+
+def _limit_reached(folder: RunFolder) -> int | None:
+    """The limit of a file's size in bytes, if a file of the run has reached it."""
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit_bytes == resource.RLIM_INFINITY:
+        return None
+    sizes = (file.stat().st_size for file in folder.path.rglob("*") if file.is_file())
+    return limit_bytes if any(size >= limit_bytes for size in sizes) else None
 
 
 def has_no_space(error: BaseException | None) -> bool:
