@@ -23,7 +23,14 @@ def test_a_plan_is_read_from_its_file_or_its_folder(tmp_path: Path) -> None:
         (None, "a folder without a plan.yaml"),
         (b"a: [1\n", "not YAML"),
         (b"\x89PNG\xff", "not YAML"),
-        (b"7", "not a plan"),
+        (b"7", "a mapping of keys was expected, not a int"),
+        (b"", "a mapping of keys was expected, and the file is empty"),
+        (
+            b"groups: [{device: H100}]\nschema_version: 1\n",
+            "this is a cluster; write a plan with: ahp plan MODEL CLUSTER",
+        ),
+        (b"a: b\nc", "not YAML: it ends too early: could not find expected ':'"),
+        (b"versions: {ahp: 0.0.9}\ntp: 2\n", r" \(made by ahp '0.0.9', and this is .*\): tp: unknown key"),
         (b"model: tiny\nmodel: llama3-8b\n", "the key 'model' is given twice"),
     ],
 )
@@ -32,6 +39,15 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, content: bytes | None, told:
         (tmp_path / "plan.yaml").write_bytes(content)
     with pytest.raises(BadInput, match=told):
         Plan.load(tmp_path)
+
+
+def test_a_plan_that_was_cut_off_is_refused_wherever_it_ends(tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.yaml")
+    lines = (tmp_path / "plan.yaml").read_text().splitlines(keepends=True)
+    for end in range(lines.index("init_from: null\n") + 1, lines.index("versions: {}\n")):
+        (tmp_path / "plan.yaml").write_text("".join(lines[:end]))
+        with pytest.raises(BadInput, match="the file is cut off; copy it again"):
+            Plan.load(tmp_path)
 
 
 DEGREES = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}

@@ -23,7 +23,7 @@ from ahp.plan import (
     validated,
 )
 from ahp.words import number_of
-from ahp.yaml_text import NotYaml, no_file_words, read_yaml_text
+from ahp.yaml_text import read_mapping
 
 Tracker = Literal["tensorboard", "wandb"]
 OnNan = Literal["stop", "skip", "rollback"]
@@ -369,19 +369,8 @@ def set_dotted(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """A YAML mapping from a file. Raises BadInput when it is missing, not YAML, or not a mapping."""
-    path = Path(path)
-    if not path.is_file():
-        raise BadInput(f"config = {str(path)!r}: {no_file_words(path)}")
-    try:
-        data = read_yaml_text(path)
-    except NotYaml as error:
-        raise BadInput(f"config = {str(path)!r}: not YAML: {error}") from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise BadInput(f"config = {str(path)!r}: a mapping of keys was expected, not a {type(data).__name__}")
-    return data
+    """The keys in a config's file, none if it is empty. Raises BadInput when it is missing, not YAML, or not a mapping."""
+    return read_mapping(Path(path), "config", may_be_empty=True)
 
 
 def _default(key: str) -> str:

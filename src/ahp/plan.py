@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
+from ahp.about import __version__
 from ahp.errors import BadInput
 from ahp.job import Job, Record, Release
 from ahp.stage_place import StagePlace as StagePlace
@@ -23,7 +24,7 @@ from ahp.step_forecast import Forecast as Forecast
 from ahp.violations import broken_rules, first_few, shortened, taken_for_numbers
 from ahp.whole_files import save
 from ahp.words import count, counted
-from ahp.yaml_text import NotYaml, no_file_words, read_yaml_text, written_yaml
+from ahp.yaml_text import mapping, read_mapping, written_yaml
 
 Pattern = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 ScheduleName = Literal[Pattern, "Synthesized"]
@@ -459,26 +460,27 @@ class Plan(Record):
         """Read plan.yaml, or the one in a run's folder. Raises BadInput when it is missing or is not a plan."""
         if not str(path):  # an empty word of a command line, which Path takes for the current folder
             raise BadInput("plan = '': must be a plan.yaml, or a run's folder")
-        path = Path(path)
-        file = path / "plan.yaml" if path.is_dir() else path
-        if not file.is_file():
-            what = "a folder without a plan.yaml" if path.is_dir() else no_file_words(path)
-            raise BadInput(f"plan = {str(path)!r}: {what}; write one with: ahp plan MODEL CLUSTER")
-        try:
-            data = read_yaml_text(file)
-        except NotYaml as error:
-            raise BadInput(f"plan = {str(path)!r}: not YAML: {error}") from None
-        if not isinstance(data, dict):
-            raise BadInput(f"plan = {str(path)!r}: not a plan (a YAML mapping was expected)")
-        for key, what in (("run", "config, not a plan; give the run's folder, or"), ("model_type", "model;")):
-            if "schema_version" not in data and key in data:
-                raise BadInput(f"plan = {str(path)!r}: this is a {what} write a plan with: ahp plan MODEL CLUSTER")
-        version = data.get("schema_version", PLAN_SCHEMA_VERSION)
-        if version != PLAN_SCHEMA_VERSION:
-            raise BadInput(
-                f"schema_version = {shortened(version)}: this version of AHP reads {PLAN_SCHEMA_VERSION}; plan again"
-            )
-        return validated(cls, data, str(path))
+        path, remedy = Path(path), "; write one with: ahp plan MODEL CLUSTER"
+        if path.is_dir() and not (path / "plan.yaml").is_file():
+            raise BadInput(f"plan = {str(path)!r}: a folder without a plan.yaml{remedy}")
+        data = read_mapping(path / "plan.yaml" if path.is_dir() else path, "plan", remedy)
+        _refuse_no_plan(data, str(path))
+        made_by = mapping(data.get("versions") or {}, "versions").get("ahp", __version__)
+        note = "" if made_by == __version__ else f" (made by ahp {shortened(made_by)}, and this is {__version__})"
+        return validated(cls, data, f"{path}{note}")
+
+
+def _refuse_no_plan(data: Mapping[str, Any], path: str) -> None:
+    """Raises BadInput for a file of another kind or schema, and for a plan that AHP wrote whose end is missing: it would have the default layout."""
+    another = {"run": "config, not a plan; give the run's folder, or", "model_type": "model;", "groups": "cluster;"}
+    for key in another.keys() & data.keys():
+        if key == "groups" or "schema_version" not in data:
+            raise BadInput(f"plan = {path!r}: this is a {another[key]} write a plan with: ahp plan MODEL CLUSTER")
+    if (version := data.get("schema_version", PLAN_SCHEMA_VERSION)) != PLAN_SCHEMA_VERSION:
+        told = f"this version of AHP reads {PLAN_SCHEMA_VERSION}; plan again"
+        raise BadInput(f"schema_version = {shortened(version)}: {told}")
+    if data.get("init_from", "") is None and "versions" not in data:  # only AHP writes keys that are null
+        raise BadInput(f"plan = {path!r}: its last key, versions, is missing: the file is cut off; copy it again")
 
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)

@@ -10,6 +10,8 @@ import yaml
 from yaml.constructor import ConstructorError
 from yaml.scanner import ScannerError
 
+from ahp.errors import BadInput
+
 MOST_CHARACTERS = 4_000_000
 """The most characters of one file: forty times a plan for a thousand devices, and some seconds of reading."""
 MOST_VALUES = 200_000
@@ -47,6 +49,8 @@ def parse_yaml(text: str) -> Any:
         mark = error.problem_mark or error.context_mark
         place = "" if mark is None else f" (line {mark.line + 1}, column {mark.column + 1})"
         problem = _one_line(error.problem or error.context or "")
+        if mark is not None and not text[mark.index :].strip():
+            problem = f"it ends too early: {problem}"
         raise NotYaml(PLAINER.get(problem, problem) + place) from None
     except yaml.YAMLError as error:
         raise NotYaml(_one_line(str(error))) from None
@@ -62,7 +66,30 @@ def read_yaml_text(path: Path) -> Any:
         raise NotYaml(f"byte {error.start} ({error.object[error.start]:#04x}) is not UTF-8") from None
 
 
-def no_file_words(path: Path) -> str:
+def read_mapping(path: Path, what: str, remedy: str = "", *, may_be_empty: bool = False) -> dict[str, Any]:
+    """The keys in a file of YAML; none in an empty one, if it may be empty.
+
+    Raises BadInput for any other file. ``what`` is the user's word for the file, ``remedy`` says how to write one where there is none.
+    """
+    where = f"{what} = {str(path)!r}"
+    if not path.is_file():
+        raise BadInput(f"{where}: {_no_file_words(path)}{remedy}")
+    try:
+        data = read_yaml_text(path)
+    except NotYaml as error:
+        raise BadInput(f"{where}: not YAML: {error}") from None
+    return {} if data is None and may_be_empty else mapping(data, where)
+
+
+def mapping(data: Any, where: str) -> dict[str, Any]:
+    """The data parsed from a file's text. Raises BadInput, which begins with ``where``, if it is not a mapping."""
+    if not isinstance(data, dict):
+        found = "and the file is empty" if data is None else f"not a {type(data).__name__}"
+        raise BadInput(f"{where}: a mapping of keys was expected, {found}")
+    return data
+
+
+def _no_file_words(path: Path) -> str:
     """Why a path from which a file should be read is none. Pipes are refused, since some files are read twice."""
     if path.is_dir():
         return "a folder, not a file"

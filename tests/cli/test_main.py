@@ -16,9 +16,7 @@ from types import ModuleType
 import pytest
 
 from ahp.cli import main as frame
-from ahp.cli import plan
 from ahp.cli.main import COMMANDS, main
-from ahp.cli.overrides import refuse_unknown
 from ahp.errors import BadInput, HardwareMismatch, NotExpressible, NothingFits
 
 
@@ -76,6 +74,13 @@ def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     assert captured.out == ""
     assert "command = 'trian'" in captured.err
     assert "nearest: train" in captured.err
+    assert main(["--versoin"]) == 2
+    assert (
+        "command = '--versoin': no such command; ahp --help lists them (valid: --help, --version"
+        in capsys.readouterr().err
+    )
+    assert main(["export", "plan.yaml", "slurm"]) == 2
+    assert "the target comes first: ahp export TARGET PLAN (valid: slurm)" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -265,7 +270,7 @@ def test_wrong_options_are_data_too_where_data_is_asked_for(capsys: pytest.Captu
             ["explain", "plan.yaml", "--why-not", "tp4", "pp2"],
             "'pp2': ahp explain takes no such word; ahp explain --help",
         ),
-        (["report", "runs/demo", "--ou", "page.html"], "--ou: no option of ahp report (did you mean: --out, "),
+        (["report", "runs/demo", "--ou", "page.html"], "--ou: no option of ahp report (did you mean: --out?)"),
         (["simulate", "plan.yaml", "--zzzz", "4x8xH100"], "--zzzz: no option of ahp simulate; ahp simulate --help"),
         (["plan", "--config", "config.yaml"], "--config: no option of ahp plan"),
         (
@@ -332,6 +337,9 @@ def test_a_worker_that_failed_does_not_wait_for_its_threads() -> None:
         ),
         (["simulate", "plan.yaml", "--steps", "4"], "no option of ahp simulate; keys are given whole"),
         (["check", "ds.json", "--clustr", "8xH100"], "(did you mean: --cluster?)"),
+        (["plan", "tiny", "8xH100", "--no-wide"], "--no-wide: no option of ahp plan (did you mean: --wide?)"),
+        (["plan", "tiny", "8xH100", "--", "--precision"], "--precision: no option of ahp plan; ahp plan --help lists"),
+        (["plan", "tiny", "8xH100", "-x"], "-x: no option of ahp plan; ahp plan --help lists"),
     ],
 )
 def test_an_option_that_is_none_is_told_with_those_near_it(
@@ -339,8 +347,3 @@ def test_an_option_that_is_none_is_told_with_those_near_it(
 ) -> None:
     assert main(words) == 2
     assert told in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["--no-wide"], ["--no-json"], ["--", "--precision"]])
-def test_the_commands_own_options_are_left_to_its_parser(words: list[str]) -> None:
-    refuse_unknown(["tiny", "8xH100", *words], plan.Arguments, plan.ROOTS, "ahp plan")

@@ -119,6 +119,8 @@ def test_files_that_are_no_clusters(tmp_path: Path) -> None:
         Cluster.resolve(file)
     with pytest.raises(BadInput, match=r"device = 'tpu': not in the catalogue; .* \(nearest: "):
         Cluster.parse("8xtpu")
+    with pytest.raises(BadInput, match=r"device = 'H100é': not in the catalogue; .* \(nearest: H100-SXM-80GB"):
+        Cluster.parse("8xH100é")
 
 
 def test_this_machine_is_timed_once() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ahp.errors import BadInput
 from ahp.graph.catalogue import CATALOGUE, GPT3
+from ahp.graph.kept import analyze
 from ahp.graph.models import build_model, describe, is_factory, is_masked, load_config, plain
 from tests.graph.small import CONFIGS, Custom
 
@@ -83,6 +84,15 @@ def test_a_config_file_or_its_folder(tmp_path: Path, in_folder: bool) -> None:
     assert plain(model) == model
 
 
+def test_a_folder_with_a_name_of_the_catalogue_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(CONFIGS["gpt2"]))
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match=r"model = 'gpt2': the catalogue's; of the folder here it is \./gpt2"):
+        assert analyze("gpt2").num_layers == 12
+    assert analyze("./gpt2", {"sequence_length": 32}).num_layers == CONFIGS["gpt2"]["n_layer"]
+
+
 def test_a_factory() -> None:
     assert is_factory(FACTORY)
     assert load_config(FACTORY) is None
@@ -128,7 +138,7 @@ LLAMA, GPT2 = CONFIGS["llama"], CONFIGS["gpt2"]
         (GPT2 | {"n_head": 5}, ["n_head = 5", "n_embd = 64"]),
         (LLAMA | {"rms_norm_eps": math.nan}, ["rms_norm_eps = nan", "finite"]),
         (LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": math.inf}}, ["rope_parameters.rope_theta"]),
-        (LLAMA | {"vocab_size": "many"}, ["vocab_size = 'many'"]),
+        (LLAMA | {"vocab_size": "many"}, ["vocab_size = 'many': expected int, got str"]),
         (LLAMA | {"hidden_act": "silo"}, ["hidden_act = 'silo'", "silu"]),
         (LLAMA | {"rope_theta": "x"}, ["rope_theta = 'x'", "a number"]),
         (

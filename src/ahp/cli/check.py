@@ -19,7 +19,7 @@ import tyro
 
 from ahp.cli.following import show_next
 from ahp.cli.options import options_of
-from ahp.cli.overrides import refuse_unknown, split_overrides
+from ahp.cli.overrides import split_overrides
 from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
 from ahp.export.table import Settings, Unreadable
 from ahp.optional import Flag, OptionalText
@@ -116,8 +116,7 @@ class Checked:
 def run(argv: list[str]) -> int:
     """``ahp check FILE --cluster CLUSTER``. Returns the exit code; raises AhpError."""
     overrides, rest = split_overrides(argv, ROOTS)
-    refuse_unknown(rest, Arguments, ROOTS, "ahp check")
-    arguments = options_of(Arguments, rest, "ahp check", __doc__)
+    arguments = options_of(Arguments, rest, "ahp check", __doc__, ROOTS)
     foreign, plan = understood(arguments, overrides)
     print("searching the engine's layouts ...", file=sys.stderr)
     found = judged(foreign, plan, tuple(overrides))

@@ -34,7 +34,7 @@ import tyro
 from ahp.cli.following import next_words
 from ahp.cli.options import in_columns, options_of
 from ahp.cli.writable import require_writable
-from ahp.errors import BadInput, bad_input
+from ahp.errors import bad_input
 from ahp.optional import Flag, OptionalText
 from ahp.report.tables import console
 from ahp.whole_files import save
@@ -63,6 +63,8 @@ def run(argv: list[str]) -> int:
         told = (__doc__ or "").format(**{name: target.what for name, target in TARGETS.items()})
         print(in_columns(told, console().width))
         return 0
+    if argv[0] not in TARGETS and argv[1:] and argv[1] in TARGETS:
+        raise bad_input("target", argv[0], "the target comes first: ahp export TARGET PLAN", [argv[1]])
     target = get(argv[0])
     arguments, options = _parsed(target, argv[1:])
     source = read(arguments.plan)
@@ -137,9 +139,7 @@ def read(path: str) -> Source:
     from ahp.plan import Plan
 
     file = Path(path)
-    if not file.exists():
-        raise BadInput(f"plan = {path!r}: no such file; write one with: ahp plan MODEL CLUSTER")
-    if file.is_dir() or "schema_version" in read_yaml(path):
+    if not file.is_file() or "schema_version" in read_yaml(path):
         return Source(file / "plan.yaml" if file.is_dir() else file, plan=Plan.load(path))
     return Source(file, config=load_config(path, {}))
 

@@ -143,7 +143,8 @@ def _dispatch(words: list[str]) -> int:
         print(f"ahp {ahp.__version__}")
         return 0
     if words[0] not in COMMANDS:
-        raise bad_input("command", words[0], "no such command; ahp --help lists them", COMMANDS)
+        known = ("--help", "--version", "--traceback") if words[0].startswith("-") else COMMANDS
+        raise bad_input("command", words[0], "no such command; ahp --help lists them", known)
     _find_users_modules()
     with _short_warnings():
         return import_module(f"ahp.cli.{words[0]}").run(words[1:])

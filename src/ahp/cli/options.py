@@ -5,43 +5,53 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
+from dataclasses import fields
 from inspect import cleandoc
 from textwrap import wrap
-from typing import Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, TypeVar, get_type_hints
 
 import tyro
 
 from ahp.errors import BadInput
 
-Options = TypeVar("Options")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
 
 
-def options_of(options: type[Options], words: Sequence[str], command: str, about: str | None = None) -> Options:
+def options_of(
+    options: type[Options], words: Sequence[str], command: str, about: str | None = None, roots: Sequence[str] = ()
+) -> Options:
     """The options in ``words``. Ends the program after --help, and if a word is missing or has a wrong value. Raises BadInput for the first word
     that the command does not take, and for the name of a positional argument.
 
-    ``about``: what the command does, by default the docstring of the class.
+    Args:
+        options: the dataclass of the command's own options.
+        words: what ``split_overrides`` left, or all words of a command that takes no keys.
+        command: as it is typed, ``ahp plan``.
+        about: what the command does, by default the docstring of the class.
+        roots: the first parts of the keys that the command takes, which an unknown option may mean.
     """
-    refuse_names_of_positionals(options, words, command)
+    before_end = words[: words.index("--")] if "--" in words else words
+    _refuse_names_of_positionals(options, before_end, command)
+    mine = [field.name for field in fields(options)]
+    for word in before_end:
+        name = word.partition("=")[0]
+        short = name.removeprefix("--").replace("-", "_")
+        if name.startswith("--") and " " not in name and short not in (*mine, "help"):
+            from ahp.cli.overrides import meant
+
+            raise BadInput(f"{name}: no option of {command}{meant(short, mine, roots)}; {command} --help lists them")
     told = in_columns(about or options.__doc__ or "", shutil.get_terminal_size().columns)
     found, unknown = tyro.cli(options, args=words, prog=command, description=told, return_unknown_args=True)
+    if unknown and unknown[0].startswith("-"):
+        raise BadInput(f"{unknown[0]}: no option of {command}; {command} --help lists them")
     if unknown:
-        word = unknown[0]
-        if word.startswith("-"):
-            raise BadInput(f"{word}: no option of {command}{_meant(word, options)}; {command} --help lists them")
         raise BadInput(
-            f"{word!r}: {command} takes no such word; {command} --help says what it takes, and a value of several words needs quotes"
+            f"{unknown[0]!r}: {command} takes no such word; {command} --help says what it takes, and a value of several words needs quotes"
         )
     return found
-
-
-def _meant(word: str, options: type[Any]) -> str:
-    """The options that are spelled nearly like a word, for an error."""
-    names = [f"--{field.name.replace('_', '-')}" for field in fields(options)] if is_dataclass(options) else []
-    near = get_close_matches(word.partition("=")[0], names)
-    return f" (did you mean: {', '.join(near)}?)" if near else ""
 
 
 def in_columns(text: str, width: int) -> str:
@@ -57,7 +67,7 @@ def in_columns(text: str, width: int) -> str:
     return "\n\n".join(paragraphs)
 
 
-def refuse_names_of_positionals(options: type[object], words: Sequence[str], command: str) -> None:
+def _refuse_names_of_positionals(options: type[object], words: Sequence[str], command: str) -> None:
     """Raises BadInput for the name of a positional argument: of ``ahp plan llama3-8b --cluster 8xH100`` the parser would only say that CLUSTER is
     missing."""
     parts = {name: getattr(of, "__metadata__", ()) for name, of in get_type_hints(options, include_extras=True).items()}
@@ -67,7 +77,7 @@ def refuse_names_of_positionals(options: type[object], words: Sequence[str], com
         if tyro.conf.Positional in of
     }
     names = {*metavars, *re.findall("[a-z]+", " ".join(metavars.values()).lower())} - (parts.keys() - metavars.keys())
-    for word in words[: words.index("--")] if "--" in words else words:
+    for word in words:
         if (name := word.partition("=")[0]).removeprefix("--") in names and name.startswith("--"):
             usage = " ".join([command, *metavars.values()])
             raise BadInput(f"{name}: is no option; its value stands alone, without the name: {usage}")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
-from ahp.cli.options import refuse_names_of_positionals
 from ahp.config import HELP
 from ahp.errors import BadInput
 from ahp.violations import MOST_MEANT, MOST_SHOWN
@@ -64,29 +62,20 @@ def split_overrides(argv: Sequence[str], roots: Sequence[str] = CONFIG_ROOTS) ->
     return overrides, rest
 
 
-def refuse_unknown(words: Sequence[str], own: type[Any], roots: Sequence[str], command: str) -> None:
-    """Raises BadInput for an option that a command does not have, with the keys whose name, whole or short, is its name or near it.
+def meant(name: str, own: list[str], roots: Sequence[str]) -> str:
+    """The keys whose name, whole or short, is that of an option that a command does not have, else the options and keys whose names are near it, in
+    words that follow "no option of COMMAND"; empty if there are none.
 
     Args:
-        words: what ``split_overrides`` left for the command's parser, which refuses all else.
-        own: the dataclass of the command's options.
+        name: the option, with underscores and without ``--``.
+        own: the command's own options, written likewise.
         roots: the first parts of the keys that the command takes.
-        command: as it is typed, ``ahp plan``.
     """
-    refuse_names_of_positionals(own, words, command)
-    mine, keys = [field.name for field in dataclasses.fields(own)], _keys(roots)
-    for word in words[: words.index("--")] if "--" in words else words:
-        name = word.partition("=")[0]
-        short = name.removeprefix("--").replace("-", "_")
-        if not name.startswith("--") or {short, short.removeprefix("no_")} & {*mine, "help"}:
-            continue
-        whole = _whole_keys(short, keys)
-        near = whole or _near(short, [*mine, *keys])
-        if not near:
-            raise BadInput(f"{name}: no option of {command}; {command} --help lists them")
-        rule = "; keys are given whole" if whole else ""
-        meant = ", ".join(map(_option, near))
-        raise BadInput(f"{name}: no option of {command}{rule} (did you mean: {meant}?)")
+    keys = _keys(roots)
+    whole = _whole_keys(name, keys)
+    near = whole or _near(name, [*own, *keys])
+    rule = "; keys are given whole" if whole else ""
+    return f"{rule} (did you mean: {', '.join(map(_option, near))}?)" if near else ""
 
 
 def _keys(roots: Sequence[str]) -> list[str]:

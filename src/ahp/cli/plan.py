@@ -30,7 +30,7 @@ from rich.console import Console, Group
 from ahp.cli.following import RUNS, after, default_data_words, show_next
 from ahp.cli.layout_words import layout_of
 from ahp.cli.options import options_of
-from ahp.cli.overrides import refuse_unknown, split_overrides
+from ahp.cli.overrides import split_overrides
 from ahp.cli.plan_measured import by_measurement, require_here
 from ahp.cli.planning_job import given_job, precision_for, with_batch, with_sequence
 from ahp.cli.waiting import waiting
@@ -112,10 +112,9 @@ class Found:
 def run(argv: list[str]) -> int:
     """``ahp plan MODEL CLUSTER``. Returns the exit code; raises AhpError."""
     overrides, rest = split_overrides(argv, ROOTS)
-    refuse_unknown(rest, Arguments, ROOTS, "ahp plan")
     if "objective" in overrides:  # the option itself, not one of its keys
         rest += ["--objective", str(overrides.pop("objective"))]
-    arguments = options_of(Arguments, rest, "ahp plan", __doc__)
+    arguments = options_of(Arguments, rest, "ahp plan", __doc__, ROOTS)
     require_writable(arguments.out, "--out")  # before the search, which may take a while
     if arguments.top < 1:
         raise bad_input("--top", arguments.top, "must be 1 or more")

@@ -17,7 +17,7 @@ import tyro
 
 from ahp.cli.following import after, show_next
 from ahp.cli.options import options_of
-from ahp.cli.overrides import refuse_unknown, split_overrides
+from ahp.cli.overrides import split_overrides
 from ahp.cli.writable import require_writable
 from ahp.cluster.plain_groups import plain_groups
 from ahp.config import set_dotted
@@ -61,8 +61,7 @@ def run(argv: list[str]) -> int:
     from ahp.report.binding import binding_of
 
     overrides, rest = split_overrides(argv, ROOTS)
-    refuse_unknown(rest, Arguments, ROOTS, "ahp simulate")
-    arguments = options_of(Arguments, rest, "ahp simulate", __doc__)
+    arguments = options_of(Arguments, rest, "ahp simulate", __doc__, ROOTS)
     if arguments.all_ranks and arguments.trace is None:
         raise bad_input("--all-ranks", True, "is an option of the timeline; give its file: --trace FILE", [False])
     if arguments.trace is not None:

@@ -25,7 +25,7 @@ from ahp.about import __version__
 from ahp.cli import nodes
 from ahp.cli.following import next_words
 from ahp.cli.options import options_of
-from ahp.cli.overrides import CONFIG_ROOTS, refuse_unknown, split_overrides
+from ahp.cli.overrides import CONFIG_ROOTS, split_overrides
 from ahp.cli.plan_job import with_job
 from ahp.config import Config, Run, config_help, load_config, read_yaml, set_dotted
 from ahp.errors import AhpError, BadInput, OtherJob, bad_input
@@ -111,8 +111,7 @@ class Request:
 def run(argv: list[str]) -> int:
     """``ahp train``. Returns the exit code; raises AhpError."""
     given, rest = split_overrides(argv)
-    refuse_unknown(rest, Arguments, CONFIG_ROOTS, "ahp train")
-    arguments = options_of(Arguments, rest, "ahp train", f"{__doc__}\n{config_help()}")
+    arguments = options_of(Arguments, rest, "ahp train", f"{__doc__}\n{config_help()}", CONFIG_ROOTS)
     overrides = given if arguments.config is not None else DEMO | given
     place = slurm.task()
     several = nodes.asked(arguments.nodes, arguments.rendezvous, arguments.workers_per_node, place)

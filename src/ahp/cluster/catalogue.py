@@ -102,7 +102,7 @@ def match(name: str, memory_bytes: int) -> Entry | None:
 
 
 def _words(name: str) -> str:
-    text = re.sub(r"[^a-z0-9]+", " ", name.lower())
+    text = re.sub(r"[\W_]+", " ", name.lower())
     return "".join(word for word in text.split() if word not in _NOISE)
 
 

@@ -25,7 +25,7 @@ from ahp.errors import BadInput, bad_input
 from ahp.job import Record
 from ahp.plan import validated
 from ahp.whole_files import save
-from ahp.yaml_text import NotYaml, no_file_words, read_yaml_text, written_yaml
+from ahp.yaml_text import read_mapping, written_yaml
 
 _SHORT = re.compile(
     r"(?:(?P<nodes>[-+.\d]+)x)??(?:(?P<devices>[-+.\d]+)x)?(?P<device>[a-z].*?)(?:@(?P<gbps>[^@]*))?", re.I
@@ -237,14 +237,7 @@ def _refuse_misspelled_groups(data: dict[str, Any], where: str) -> None:
 
 def from_file(path: Path) -> Cluster:
     """Read cluster.yaml (or the same as JSON)."""
-    if not path.is_file():
-        raise BadInput(f"cluster = {str(path)!r}: {no_file_words(path)}; write one with: ahp probe -o {path}")
-    try:
-        data = read_yaml_text(path)
-    except NotYaml as error:
-        raise BadInput(f"cluster = {str(path)!r}: not YAML: {error}") from None
-    if not isinstance(data, dict):
-        raise BadInput(f"cluster = {str(path)!r}: not a cluster (a YAML mapping was expected)")
+    data = read_mapping(path, "cluster", f"; write one with: ahp probe -o {path}")
     if "job" in data or "cluster" in data:
         raise BadInput(
             f"cluster = {str(path)!r}: a plan or a config, not a cluster; what it has under its key cluster may be a file of its own"

@@ -20,7 +20,6 @@ from ahp.export.table import (
     Subject,
     Unreadable,
     flat,
-    mapping,
     nested,
     one_kind_of_replicas,
     refuse_what_has_no_key,
@@ -28,6 +27,7 @@ from ahp.export.table import (
     whole,
 )
 from ahp.export.target import Shape
+from ahp.yaml_text import mapping
 
 P, ADAM = "parallelism.", "job.optimizer."
 BATCH, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"

@@ -13,7 +13,7 @@ from ahp.errors import BadInput, NotExpressible
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism, Plan, validated
 from ahp.schedule.stages import Ends, layers_of_stages
-from ahp.yaml_text import parse_yaml
+from ahp.yaml_text import mapping, parse_yaml
 
 Settings = dict[str, Any]
 """Keys of an engine's file, dotted where they are nested, with plain values."""
@@ -269,15 +269,6 @@ def nested(settings: Settings) -> dict[str, Any]:
             place = place.setdefault(parent, {})
         place[last] = value
     return found
-
-
-def mapping(data: Any, what: str) -> dict[str, Any]:
-    """The data parsed from a file's text. Raises BadInput if it is not a mapping."""
-    if not isinstance(data, dict):
-        raise BadInput(
-            f"{what}: a mapping of keys was expected, {'and the file is empty' if data is None else f'not a {type(data).__name__}'}"
-        )
-    return data
 
 
 def from_yaml(text: str, what: str) -> Settings:

@@ -65,6 +65,9 @@ def analyze(
     if attention not in ATTENTION:
         raise bad_input("attention", attention, "unknown kernel", ATTENTION)
 
+    if str(model) in CATALOGUE and (Path(str(model)) / "config.json").is_file():
+        warnings.warn(f"model = {str(model)!r}: the catalogue's; of the folder here it is ./{model}", stacklevel=2)
+
     def traced() -> ModelGraph:
         from ahp.graph import trace
 

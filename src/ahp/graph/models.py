@@ -212,7 +212,8 @@ def _from_keys(keys: dict[str, Any], *, known_only: bool) -> PretrainedConfig:
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         named = [key for key in rest if f"'{key}'" in str(error)]
         shown = ", ".join(f"{key} = {rest[key]!r}" for key in named) or f"model_type = {model_type!r}"
-        raise BadInput(f"{shown}: {str(error).strip().splitlines()[-1].strip()}") from None
+        told = re.sub(r"^\w+Error: (Field '\w+' )?", "", str(error).strip().splitlines()[-1].strip())
+        raise BadInput(f"{shown}: {told}") from None
     _check_experts(config)
     return config
 
