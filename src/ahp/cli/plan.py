@@ -43,7 +43,7 @@ from ahp.graph.catalogue import CATALOGUE
 from ahp.job import Job
 from ahp.optional import Flag, OptionalText
 from ahp.plan import EngineChoice, Parallelism, Plan, validated
-from ahp.words import count, number_of
+from ahp.words import count, gib, number_of
 
 if TYPE_CHECKING:
     from ahp.graph.operators import ModelGraph
@@ -324,7 +324,7 @@ def precision_note(found: Found) -> list[tuple[str, str]]:
 def cluster_words(cluster: Cluster) -> str:
     """``8 x 8 H100-SXM-80GB, 80.0 GiB each, datasheet figures``."""
     groups = [
-        f"{group.nodes} x {group.devices_per_node} {group.device.name}{_domain_words(group)}, {group.device.memory_bytes / 2**30:.1f} GiB each"
+        f"{group.nodes} x {group.devices_per_node} {group.device.name}{_domain_words(group)}, {gib(group.device.memory_bytes)} each"
         for group in cluster.groups
     ]
     return "; ".join(groups) + (", datasheet figures" if is_datasheet(cluster) else f", {cluster.source}")

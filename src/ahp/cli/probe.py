@@ -19,6 +19,7 @@ from ahp.cli.writable import require_writable
 from ahp.cluster.catalogue import CPU
 from ahp.cluster.model import Cluster, Device, Measurements, NodeGroup
 from ahp.optional import Flag, OptionalFigure, OptionalNumber, OptionalText
+from ahp.words import gib
 
 
 @dataclass
@@ -94,17 +95,17 @@ def machine(group: NodeGroup) -> list[str]:
     host, device = group.host, group.device
     disk = [host.storage_kind or "unknown"]
     if host.storage_free_bytes is not None:
-        disk.append(f"{host.storage_free_bytes / 2**30:.0f} GiB free")
+        disk.append(f"{gib(host.storage_free_bytes)} free")
     if host.storage_write_bytes_per_s is not None:
         disk.append(f"writes {host.storage_write_bytes_per_s / 1e6:.0f} MB/s")
     if host.storage_read_bytes_per_s is not None:
         disk.append(f"reads {host.storage_read_bytes_per_s / 1e6:.0f} MB/s")
     peaks = ", ".join(f"{name} {_flops(peak)}" for name, peak in device.peak_flops_per_s.items())
-    memory = f", {host.memory_bytes / 2**30:.1f} GiB" if host.memory_bytes is not None else ""
+    memory = f", {gib(host.memory_bytes)}" if host.memory_bytes is not None else ""
     granted = f", {host.processors:g} of their time" if host.processors is not None else ""
     return [
         f"processor  {host.cpu}, {host.cores} physical cores{granted}{memory}",
-        f"devices    {group.devices_per_node} x {device.name}, {device.memory_bytes / 2**30:.1f} GiB each; {peaks}",
+        f"devices    {group.devices_per_node} x {device.name}, {gib(device.memory_bytes)} each; {peaks}",
         f"link       {group.intra_node.bandwidth_bytes_per_s / 1e9:.2f} GB/s, {group.intra_node.latency_s * 1e6:.0f} us",
         f"launch     {device.kernel_launch_s * 1e6:.1f} us, {_smallest(device)}",
         f"storage    {', '.join(disk)}",

@@ -12,9 +12,9 @@ from ahp.errors import BadInput
 from ahp.job import Record
 from ahp.shipped import shipped
 from ahp.violations import shortened
+from ahp.words import GIB
 
 MIB_BYTES = 2**20
-GIB_BYTES = 2**30
 BYTES_PER_S_PER_GBPS = 1.0e9 / 8
 """Networks count in 10^9 bits per second."""
 
@@ -137,7 +137,7 @@ def _entries() -> dict[str, Entry]:
 
 def _entry(name: str, raw: dict[str, Any], data: dict[str, Any]) -> Entry:
     memory_bytes = int(raw["driver_mib"] * MIB_BYTES)
-    held_by_driver_bytes = max(0, memory_bytes - int(raw["torch_gib"] * GIB_BYTES))
+    held_by_driver_bytes = max(0, memory_bytes - int(raw["torch_gib"] * GIB))
     sources = raw["sources"]
     device = Device(
         name=name,

@@ -13,6 +13,7 @@ from ahp.cluster import catalogue, sense
 from ahp.cluster.gpus import NVLINK, Connection, Gpu, gpus, topology
 from ahp.cluster.model import Cluster, Device, Link, NodeGroup
 from ahp.errors import BadInput
+from ahp.words import gib
 
 # [Empirical] gloo over the loopback of a 2-core AMD EPYC (Zen 4) virtual machine, torch 2.13, 2026-11, by probe: send
 # and receive of two workers. What a CPU "device" has until probe has measured it.
@@ -43,7 +44,7 @@ def gpu_group(found: list[Gpu], connections: list[Connection]) -> NodeGroup:
     entry = catalogue.match(first.name, first.memory_bytes)
     if entry is None:
         raise BadInput(
-            f"cluster = 'local': {first.name!r} with {first.memory_bytes / 2**30:.1f} GiB is not in the catalogue; "
+            f"cluster = 'local': {first.name!r} with {gib(first.memory_bytes)} is not in the catalogue; "
             "measure it with: ahp probe"
         )
     return NodeGroup(

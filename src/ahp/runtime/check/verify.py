@@ -34,7 +34,7 @@ from ahp.runtime.ranks.device import choose_device
 from ahp.runtime.run.worker import end_process
 from ahp.runtime.shard.fsdp import COMPUTE_DTYPE
 from ahp.runtime.torch_compat import with_weights
-from ahp.words import number_of
+from ahp.words import gib, number_of
 
 TOLERANCES: dict[str, tuple[float, float]] = {
     "fp32": (1e-5, 1e-4),
@@ -216,8 +216,8 @@ def _refuse_too_large(plan: Plan) -> None:
     free = psutil.virtual_memory().available
     if needed > free:
         raise HardwareMismatch(
-            f"world size {plan.parallelism.world_size}: verifying needs about {needed / 2**30:.1f} GiB on this machine, which has "
-            f"{free / 2**30:.1f} GiB free; verify the same layout on a smaller model (fewer layers, smaller widths)"
+            f"world size {plan.parallelism.world_size}: verifying needs about {gib(needed)} on this machine, which has "
+            f"{gib(free)} free; verify the same layout on a smaller model (fewer layers, smaller widths)"
         )
 
 

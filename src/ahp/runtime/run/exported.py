@@ -19,6 +19,7 @@ from ahp.plan import Parallelism, Plan
 from ahp.runtime.data.tokenizer import copy_for_transformers, opened, save_for_transformers, tokenizer_of
 from ahp.runtime.run.folder import EXPORT_MARK, RunFolder
 from ahp.runtime.run.given import GENERATION
+from ahp.words import gib
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -92,7 +93,7 @@ def _refuse_without_room(num_bytes: int) -> None:
     free = memory_available_bytes()
     if free < num_bytes * ROOM:
         raise BadInput(
-            f"weights: in fp32 they take {num_bytes / 2**30:.1f} GiB, and this machine has {free / 2**30:.1f} GiB free; "
+            f"weights: in fp32 they take {gib(num_bytes)}, and this machine has {gib(free)} free; "
             "generate on a larger one"
         )
 

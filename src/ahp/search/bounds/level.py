@@ -31,8 +31,7 @@ class Level:
 
     def __call__(self, block: int) -> float:
         if block not in self.known:
-            if self._before is None:  # the block is not searched
-                return 0.0
+            assert self._before is not None, "the first level knows all blocks that are searched"
             together = sorted({block, *self._before.soon(SOON * self._before(block), self.known)})
             for one, seconds in zip(together, self._closer(together), strict=True):
                 self.known[one] = max(seconds, self._before(one))
