@@ -318,7 +318,7 @@ class _AtTheLimit:
     def by_memory(self, kind: str, of: Shapes) -> Shapes:
         return of
 
-    def by_replicas(self, of: Shapes, limit_s: float) -> Shapes:
+    def by_replicas(self, of: Shapes, limit_s: float, *, closely: bool = False) -> Shapes:
         self.calls += 1
         assert self.calls < 20, "the same floor again and again"
         return of._replace(floor_s=np.maximum(of.floor_s, np.nextafter(limit_s, 0.0)))

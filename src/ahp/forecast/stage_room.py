@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ahp.arrays import Floats, Ints
+from ahp.arrays import Floats, Ints, Mask
 from ahp.forecast.cell_columns import BETWEEN, WHOLE, CellColumns
 from ahp.forecast.memory import in_tensors
 
@@ -50,6 +50,8 @@ class Positions(NamedTuple):
     """The fewest further micro-batches of which each stage keeps what lies besides the layers of a stage."""
     received: Floats | float = 1.0
     """What each stage receives at least, as a multiple of what one stage between others does."""
+    head: Mask | bool = False
+    """Whether the head is known to lie there."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def with_own_orders(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
     """The ranking with schedules made for its plans' own stages: for all pipelines if the user asks for it; for the first plan if the user
     leaves it open and such a schedule beats everything under a fixed pattern by more than the forecast can tell apart.
 
-    The certificate does not change: it is a proof about fixed patterns. ``Ranking.own_order`` has what is known beyond that.
+    The certificate stays a proof about fixed patterns. ``Ranking.own_order`` has what is known beyond that.
     """
     if asked.own_order:
         return _of_all(asked, ranking, keep)
@@ -197,6 +197,7 @@ def _ranked(asked: Problem, ranking: Ranking, entries: list[_Entry], keep: int) 
     return replace(
         ranking,
         plans=(best, *others[: keep - 1]),
+        certificate=ranking.certificate.led_by(_step_s(best)),
         too_large=large,
         losers=(*large, *lost[keep - 1 :], *rest),
         current=None if today is None else compared(today, (first.layout, first.forecast), used),

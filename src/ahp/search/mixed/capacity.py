@@ -18,10 +18,10 @@ done before or after, so c <= 1 + (m - 1) (F + G) / t too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -29,11 +29,14 @@ from ahp.arrays import Floats, Ints, Mask
 from ahp.forecast.cell_columns import BETWEEN, FIRST, LAST, CellColumns
 from ahp.forecast.stage_room import ANYWHERE, ROUNDING, Positions, StageRoom
 from ahp.schedule.bounds import in_flight
-from ahp.search.mixed.replicas import Ahead, Crewed, Crews, longest_s, selected
+from ahp.search.mixed.replicas import FINE, ROUGH, Ahead, Crewed, Crews, Times, longest_s, selected
 from ahp.search.mixed.space import SEVERAL, all_forwards_first, splits_backward
 
 FEWER = np.unique(np.round(1.2 ** np.arange(60)).astype(np.int64))
 """The numbers of micro-batches kept by a stage that floors distinguish; numbers between them are rounded down."""
+
+Kind = Literal["loops", "split", "V"]
+"""How ranks with several stages go through them: in loops, in loops with a split backward pass, or down and up again."""
 
 
 class Pipelines(NamedTuple):
@@ -57,6 +60,8 @@ class Depth:
     """[N, G] Cells of each group."""
     schedule: str
     p: int
+    kind: Kind | None = None
+    """The only kind of schedules with several stages on a rank that is meant; None = any."""
 
     def hold(self, of: Pipelines) -> Mask:
         """[n] Whether memory holds all layers in every replica."""
@@ -85,26 +90,36 @@ class Depth:
     def crewed(self, of: Pipelines, mix: Ints) -> Crewed:
         """The replicas of shapes whose floors are to get closer."""
         each = list(_each(self._counted(of.total // of.replicas)))
-        found = [self._crewed(of.where(some), heavy, mix) for heavy, some in each]
+        found = [self._crewed(of.where(some), (1, heavy), mix, ROUGH) for heavy, some in each]
         return Crewed.all(found).where(np.argsort(np.concatenate([some for _, some in each])))
 
-    def _crewed(self, of: Pipelines, heavy: int, mix: Ints) -> Crewed:
-        """The same for shapes whose replicas have ``heavy`` micro-batches or more on average."""
-        columns, work = self.columns, self.columns.work
+    def crewed_closely(self, of: Pipelines, mix: Ints) -> list[Crewed]:
+        """The same, closer and slower: for each kind of schedules, with replicas by their micro-batches up to the number from which on they
+        keep no more."""
+        numbers = tuple(1 << at for at in range((2 * self.p).bit_length()))
+        kinds = get_args(Kind) if self.schedule == SEVERAL else (None,)
+        return [replace(self, kind=kind)._crewed(of, numbers, mix, FINE) for kind in kinds]
+
+    def _crewed(self, of: Pipelines, numbers: Sequence[int], mix: Ints, times: Times) -> Crewed:
+        """The same, with replicas by these ``numbers`` of micro-batches; the shapes' replicas have at least the largest on average if there are two."""
         rows, which = np.unique(of.rows, return_inverse=True)
-        stages = positions(self.schedule, self.p, heavy)
-        room = StageRoom.of(columns, rows, stages, heavy)
-        fewest = (2 if self.schedule == SEVERAL else 1) * columns.alike  # one layer in each stage of a rank
-        head_s = work.head_s[rows][..., None] * (stages.place == LAST)
-        longest = partial(
-            longest_s, mix=mix, num_layers=columns.num_layers, fewest=fewest, head_s=head_s, alike=columns.alike
+        alone = len(numbers) == 2 and int(of.replicas.max()) == 1  # the one replica has all micro-batches
+        crews = tuple(
+            self._crews(rows, number, mix, times, there=number == numbers[-1] or not alone) for number in numbers
         )
-        heavy_s, light_s = longest(room, stages), np.full((len(rows), len(mix)), np.inf)
-        if heavy > 1 and bool(of.replicas.max() > 1):
-            one = StageRoom.of(columns, rows, light_of(stages), 1)
-            light_s = longest(one, stages)
-        crews = Crews.of(heavy_s, light_s, heavy, self._ahead(rows, room, heavy), mix, columns.num_layers)
         return Crewed(mix, crews, which, self.cells[of.rows], of.replicas, of.total)
+
+    def _crews(self, rows: Ints, fewest: int, mix: Ints, times: Times, *, there: bool) -> Crews:
+        """Replicas of some rows with ``fewest`` micro-batches or more; ``there``: whether there are any."""
+        columns = self.columns
+        stages = positions(self.schedule, self.p, fewest, self.kind, exact=times is FINE)
+        room = StageRoom.of(columns, rows, stages, fewest)
+        longest = np.full((len(rows), len(mix)), np.inf)
+        if there:
+            layers = (2 if self.schedule == SEVERAL else 1) * columns.alike  # one in each stage of a rank
+            head_s = columns.work.head_s[rows][..., None] * stages.head
+            longest = longest_s(room, stages, mix, columns.num_layers, layers, head_s, times, alike=columns.alike)
+        return Crews.of(longest, fewest, self._ahead(rows, room, fewest), mix, columns.num_layers)
 
     def _ahead(self, rows: Ints, room: StageRoom, heavy: int) -> Ahead:
         layer_s = room.layer_s.min(axis=2)
@@ -145,22 +160,24 @@ class Late(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def positions(schedule: str, p: int, m: int) -> Positions:
-    """The stages of a replica with m micro-batches or more, those with the most room first. Stages that keep about as many micro-batches
-    all count as the stage that keeps the fewest. With ``SEVERAL``, it is not known which ranks have the first and the last stage."""
+def positions(schedule: str, p: int, m: int, kind: Kind | None = None, *, exact: bool = False) -> Positions:
+    """The stages of a replica with m micro-batches or more, those with the most room first. Unless ``exact``, stages that keep about as many
+    micro-batches all count as the stage that keeps the fewest. With ``SEVERAL``, it is not known which ranks have the first and the last
+    stage; with one ``kind`` of schedules, the head lies on the rank that keeps the fewest."""
+    place, last = np.full(p, BETWEEN), np.arange(p) == p - 1
     if schedule == SEVERAL:
-        return _alike(np.full(p, ANYWHERE), *of_several(p, m))
-    place = np.full(p, BETWEEN)
+        return _alike(np.full(p, ANYWHERE), last[::-1] & (kind is not None), *of_several(p, m, kind), exact=exact)
     place[0], place[-1] = FIRST, LAST
-    return _alike(place, in_flight(schedule, p, 1, m)[:, 0])
+    return _alike(place, last, in_flight(schedule, p, 1, m)[:, 0], exact=exact)
 
 
-def _alike(place: Ints, held: Ints, *others: Ints | Floats) -> Positions:
-    """Stages in the same place that keep about as many micro-batches, with the least ``others`` of these stages."""
-    held = FEWER[np.searchsorted(FEWER, held, side="right") - 1]
-    found, which, count = np.unique(np.stack([held, place]), axis=1, return_inverse=True, return_counts=True)
+def _alike(place: Ints, head: Mask, held: Ints, *others: Ints | Floats, exact: bool) -> Positions:
+    """Stages in the same place that keep (about) as many micro-batches, with the least ``others`` of these stages."""
+    held = held if exact else FEWER[np.searchsorted(FEWER, held, side="right") - 1]
+    found, which, count = np.unique(np.stack([held, place, head]), axis=1, return_inverse=True, return_counts=True)
     order, first = np.argsort(which.ravel(), kind="stable"), np.cumsum(count) - count
-    return Positions(found[0], found[1], count, *(np.minimum.reduceat(of[order], first) for of in others))
+    least = (np.minimum.reduceat(of[order], first) for of in others)
+    return Positions(found[0], found[1], count, *least, head=found[2] > 0)
 
 
 def light_of(stages: Positions) -> Positions:
@@ -169,10 +186,10 @@ def light_of(stages: Positions) -> Positions:
     return stages._replace(held=np.ones_like(stages.held), beside=none, outside=outside)
 
 
-def of_several(p: int, m: int) -> tuple[Ints, Ints, Ints, Floats]:
-    """What each of p ranks with several stages keeps and receives at least, the rank with the fewest micro-batches first, under any schedule,
-    with a layer or more per stage and m micro-batches or more: micro-batches of all its layers, further ones of one layer, further ones of what
-    a stage keeps besides its layers, and how many times as much as one stage it receives.
+def of_several(p: int, m: int, kind: Kind | None = None) -> tuple[Ints, Ints, Ints, Floats]:
+    """What each of p ranks with several stages keeps and receives at least, the rank with the fewest micro-batches first, under any schedule
+    or those of one ``kind``, with a layer or more per stage and m micro-batches or more: micro-batches of all its layers, further ones of one
+    layer, further ones of what a stage keeps besides its layers, and how many times as much as one stage it receives.
 
     A rank keeps at least h_i micro-batches of one stage and e_i more of another, so with n layers it keeps n h_i + e_i, and
     2 h_i + e_i times what a stage keeps besides its layers:
@@ -180,13 +197,21 @@ def of_several(p: int, m: int) -> tuple[Ints, Ints, Ints, Floats]:
         loops    h = min(m, p, 2 i - 1), e = min(m, p) - h      with a split backward h = min(m, p), e = 0
         a V      h = min(m, i), e = min(m, 2 p - i) - h
 
-    so the i-th rank in this order has the least h of these, and as e what the least with two layers has more. Each stage receives once from
-    either side, except for the ends: in loops they are on the first and on the last of these ranks, in a V both on the first.
+    so under any schedule the i-th rank in this order has the least h of these, and as e what the least with two layers has more. Each stage
+    receives once from either side, except for the ends: in loops they are on the first and on the last of these ranks, in a V both on the
+    first. The first rank has the last stage, with the head.
     """
     i = np.arange(1, p + 1)
-    loops, split, v = np.minimum(np.minimum(m, p), 2 * i - 1), np.full(p, min(m, p)), np.minimum(m, i)
-    with_two = np.minimum.reduce([loops + min(m, p), 2 * split, v + np.minimum(m, 2 * p - i)])
-    return v, with_two - 2 * v, with_two - v, (4 - 2 * (i == 1) - (i == p)) / 2
+    every = np.full(p, min(m, p))
+    of_kinds: dict[Kind, tuple[Ints, Ints, Ints]] = {
+        "loops": (np.minimum(every, 2 * i - 1), every, 4 - (i == 1) - (i == p)),
+        "split": (every, every, 4 - (i == 1) - (i == p)),
+        "V": (np.minimum(m, i), np.minimum(m, 2 * p - i), 4 - 2 * (i == 1)),
+    }
+    some = [of for name, of in of_kinds.items() if kind in (None, name)]
+    held, received = (np.minimum.reduce([of[at] for of in some]) for at in (0, 2))
+    with_two = np.minimum.reduce([least + most for least, most, _ in some])
+    return held, with_two - 2 * held, with_two - held, received / 2
 
 
 def _find_room(most: Floats, number: Ints, which: Ints, cells: Ints, replicas: Ints, p: int, num_layers: int) -> Mask:

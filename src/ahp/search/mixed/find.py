@@ -68,6 +68,14 @@ REACHED = 2
 """Closer floors are computed up to this many such factors above the lowest."""
 
 
+CLOSELY = 64
+"""How many shapes get the closest floors at once."""
+
+
+UNTIL = 0.84
+"""[Empirical] Floors are first made closer up to this share of the best time: most proofs end a little below it."""
+
+
 AT_LIMIT = 1 - 1e-9
 """A floor above this share of a limit is at the limit: floors are divided by the factor of the slowest device and multiplied by it again."""
 
@@ -78,13 +86,16 @@ REACH = (4.0, 32.0, 256.0, float("inf"))
 
 class Queue:
     """The shapes of one kind in the order of their floors, which get closer as shapes come up: by work and speed, then by memory, then from
-    priced stages for shapes without a pipeline. With ``closest``, pipelines are also floored by all replicas together."""
+    priced stages for shapes without a pipeline. With ``closest``, pipelines are also floored by all replicas together, and then closely."""
 
-    def __init__(self, floors: ShapeFloors, kind: ShapeKind, limit_s: float, *, closest: bool = False) -> None:
-        self._floors, self._closest = floors, closest and kind != "alone"
+    def __init__(
+        self, floors: ShapeFloors, kind: ShapeKind, limit_s: float, *, closest: bool = False, until_s: float = 0.0
+    ) -> None:
+        """``until_s``: floors that are not as close as can be get closer in one step up to here."""
+        self._floors, self._closest, self._until_s = floors, closest and kind != "alone", until_s * closest
         self.kind: ShapeKind = kind
-        self._rough, self._open = floors.by_work(kind, limit_s), Shapes.all([])
-        """Shapes with floors by work and speed (``_rough``), and by memory too (``_open``), the lowest first."""
+        self._rough, self._open, self._close = floors.by_work(kind, limit_s), Shapes.all([]), Shapes.all([])
+        """Shapes with floors by work and speed (``_rough``), by memory too (``_open``), and by all replicas (``_close``), the lowest first."""
         self._limit_s, self._step = limit_s, FURTHER
         self.number = count()  # breaks ties between equal floors
         self._some: list[tuple[float, int, Shapes, int]] = []
@@ -102,23 +113,30 @@ class Queue:
     def pop(self, below_s: float) -> tuple[float, Shape] | None:
         """The next shape and its floor; None where no floor is below ``below_s``. Floors never fall from one pop to the next."""
         while True:
-            rough_s, open_s = self._rough.lowest_s, self._open.lowest_s
-            some_s = self._some[0][0] if self._some else float("inf")
+            rough_s, open_s, close_s = (of.lowest_s for of in (self._rough, self._open, self._close))
             each_s = self._each[0][0] if self._each else float("inf")
-            if min(rough_s, open_s, some_s, each_s) >= below_s:
+            left_s = min(rough_s, open_s, close_s)
+            if min(left_s, self._some_s, each_s) >= below_s:
                 return None
-            if each_s <= min(some_s, open_s, rough_s):
+            if each_s <= min(self._some_s, left_s):
                 floor_s, _, shape = heapq.heappop(self._each)
                 return floor_s, shape
-            if some_s <= min(open_s, rough_s):
+            if self._some_s <= left_s:
                 floor_s, _, of, at = heapq.heappop(self._some)
                 for shape in self._floors.shapes(self.kind, of, at):
                     closer_s = self._floors.closer_s(shape) if self.kind == "alone" else floor_s
                     heapq.heappush(self._each, (max(floor_s, closer_s), next(self.number), shape))
-            elif open_s <= rough_s:
+            elif rough_s < max(left_s, min(self._until_s, below_s)) or rough_s == left_s < open_s:
+                self._by_memory(below_s)
+            elif open_s <= close_s:
                 self._by_replicas(below_s)
             else:
-                self._by_memory(below_s)
+                self._by_replicas_closely(below_s)
+
+    @property
+    def _some_s(self) -> float:
+        """The lowest floor of those as close as rows share them."""
+        return self._some[0][0] if self._some else float("inf")
 
     def popped(self, below_s: float) -> Iterator[tuple[float, Shape]]:
         """All shapes that come up, with their floors."""
@@ -126,7 +144,7 @@ class Queue:
             yield found
 
     def _by_memory(self, below_s: float) -> None:
-        of, self._rough = self._rough.split(min(self._step * self._rough.lowest_s, below_s))
+        of, self._rough = self._rough.split(min(max(self._step * self._rough.lowest_s, self._until_s), below_s))
         of = self._floors.by_memory(self.kind, of)
         held = of.where(of.floor_s < np.inf)
         self.too_large += len(of.floor_s) - len(held.floor_s)
@@ -139,14 +157,28 @@ class Queue:
 
     def _by_replicas(self, below_s: float) -> None:
         lowest_s = self._open.lowest_s
-        known_s = self._some[0][0] if self._some else float("inf")  # floors beyond this need not be closer yet
-        of, self._open = self._open.split(min(FURTHER * lowest_s, known_s))
-        limit_s = min(below_s, FURTHER**REACHED * lowest_s)
-        of = self._floors.by_replicas(of.where(of.floor_s < below_s), limit_s)
+        known_s = min(self._some_s, self._close.lowest_s)  # floors beyond this need not be closer yet
+        of, self._open = self._open.split(min(max(FURTHER * lowest_s, self._until_s), max(known_s, lowest_s)))
+        limit_s = min(below_s, max(FURTHER**REACHED * lowest_s, self._until_s))
+        known, left = self._closer(of, limit_s, below_s)
+        self._close, self._open = Shapes.all([self._close, known]).sorted(), Shapes.all([self._open, left]).sorted()
+
+    def _by_replicas_closely(self, below_s: float) -> None:
+        lowest_s = self._close.lowest_s
+        number = int(np.searchsorted(self._close.floor_s, self._some_s, side="right"))
+        of, self._close = (
+            self._close.where(at) for at in np.split(np.arange(len(self._close.rows)), [min(number, CLOSELY)])
+        )
+        known, left = self._closer(of, min(below_s, FURTHER**REACHED * lowest_s), below_s, closely=True)
+        self._push(known)
+        self._close = Shapes.all([self._close, left]).sorted()
+
+    def _closer(self, of: Shapes, limit_s: float, below_s: float, *, closely: bool = False) -> tuple[Shapes, Shapes]:
+        """Shapes with closer floors: those below the limit, and those at the limit, whose floors are higher."""
+        of = self._floors.by_replicas(of.where(of.floor_s < below_s), limit_s, closely=closely)
         known = of.floor_s < limit_s * AT_LIMIT
-        self._push(of.where(known))
         # Drop shapes whose floor equals ``below_s`` up to rounding: they would come up again forever.
-        self._open = Shapes.all([self._open, of.where(~known & (of.floor_s < below_s * AT_LIMIT))]).sorted()
+        return of.where(known), of.where(~known & (of.floor_s < below_s * AT_LIMIT))
 
     def _push(self, of: Shapes) -> None:
         for at, floor_s in enumerate(of.floor_s.tolist()):
@@ -264,7 +296,8 @@ class Finder:
     def _lowest_floor(self, kind: ShapeKind) -> None:
         """Lower the outcome's floor to that of the kind's lowest unsettled shape, as close as it can be known, whose memory may suffice."""
         limit_s = min(self.outcome.floor_s, self.best_s)
-        for floor_s, shape in Queue(self.floors, kind, limit_s, closest=True).popped(limit_s):
+        queue = Queue(self.floors, kind, limit_s, closest=True, until_s=UNTIL * self.best_s)
+        for floor_s, shape in queue.popped(limit_s):
             settled = shape in self._placed and shape not in self._unsettled
             if not settled and self.columns_hold(self.task(shape)):
                 self.outcome.floor_s = floor_s

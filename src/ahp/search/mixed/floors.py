@@ -23,7 +23,7 @@ from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.stage_room import Positions, StageRoom
 from ahp.plan import Parallelism
 from ahp.search.mixed.capacity import Depth, Late, Pipelines
-from ahp.search.mixed.replicas import Crewed, mixes, selected
+from ahp.search.mixed.replicas import FINE, ROUGH, Crewed, mixes, selected
 from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of
 from ahp.search.mixed.tables import LayoutTables
 
@@ -136,28 +136,36 @@ class ShapeFloors:
             found[some[~hold]] = np.inf
         return of._replace(floor_s=found)
 
-    def by_replicas(self, of: Shapes, limit_s: float) -> Shapes:
-        """The same pipelines with floors by what all replicas do together, as far as these are below the limit."""
+    def by_replicas(self, of: Shapes, limit_s: float, *, closely: bool = False) -> Shapes:
+        """The same pipelines with floors by what all replicas do together, as far as these are below the limit; ``closely``: higher ones, for
+        which many shapes take long."""
         found, stages = of.floor_s.copy(), of.pipeline[:, None]
         most = np.minimum(self._cells[of.rows], stages)
         alike, which = np.unique(np.concatenate([stages, most], axis=1), axis=0, return_inverse=True)
         for number, (p, *most) in enumerate(alike.tolist()):
             some = np.flatnonzero(which.ravel() == number)
-            found[some] = self._replicas_s(p, tuple(most), of.where(some), limit_s)
+            found[some] = self._replicas_s(p, tuple(most), of.where(some), limit_s, closely=closely)
         return of._replace(floor_s=found)
 
-    def _replicas_s(self, p: int, most: tuple[int, ...], of: Shapes, limit_s: float) -> Floats:
+    def _replicas_s(self, p: int, most: tuple[int, ...], of: Shapes, limit_s: float, *, closely: bool) -> Floats:
         """[n] Floors of shapes with ``p`` stages and at most ``most`` cells of each group in a replica."""
         if (mix := mixes(p, most)) is None:
             return of.floor_s
-        crews, order = [], []
-        for schedule in np.unique(of.schedule).tolist():
-            some = np.flatnonzero(of.schedule == schedule)
-            crews.append(self._depth(schedule, p).crewed(self._of_pipelines(of.where(some)), mix))
-            order.append(some)
-        crewed = Crewed.all(crews).where(np.argsort(np.concatenate(order)))
-        floors_s = crewed.floors_s(of.floor_s / of.slowest, limit_s / of.slowest)
-        return np.maximum(floors_s * of.slowest, of.floor_s)
+        known_s, limits_s, found = of.floor_s / of.slowest, limit_s / of.slowest, of.floor_s.copy()
+        if closely:
+            for schedule in np.unique(of.schedule).tolist():
+                some = np.flatnonzero(of.schedule == schedule)
+                each = self._depth(schedule, p).crewed_closely(self._of_pipelines(of.where(some)), mix)
+                found[some] = np.min([one.floors_s(known_s[some], limits_s[some], FINE.close) for one in each], axis=0)
+        else:
+            crews, order = [], []
+            for schedule in np.unique(of.schedule).tolist():
+                some = np.flatnonzero(of.schedule == schedule)
+                crews.append(self._depth(schedule, p).crewed(self._of_pipelines(of.where(some)), mix))
+                order.append(some)
+            crewed = Crewed.all(crews).where(np.argsort(np.concatenate(order)))
+            found = crewed.floors_s(known_s, limits_s, ROUGH.close)
+        return np.maximum(found * of.slowest, of.floor_s)
 
     def _depth(self, schedule: int, p: int) -> Depth:
         name = self.space.schedules(2)[schedule]

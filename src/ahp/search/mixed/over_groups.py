@@ -52,15 +52,22 @@ class MixedCertificate(Certificate):
     """How many rows are shapes over several groups."""
     placed: int = 0
     """Shapes whose placements were looked at."""
+    own_order_s: float | None = None
+    """The step of the first plan, where it has a schedule made for its stages."""
     unlike: int = 0
     """Layouts with stages of different width that were priced; they are not among the rows and have no bound."""
 
     @property
     def gap(self) -> float:
-        """The most by which another layout can be faster, as a share of the best time."""
+        """The most by which a layout with a bound can be faster, as a share of the time of the fastest that was found."""
         if self.lowest_bound_left_s is None or self.proven:
             return 0.0
-        return 1.0 - self.lowest_bound_left_s / self.best_s
+        fastest_s = self.found_s if self.own_order_s is None else min(self.found_s, self.own_order_s)
+        return max(1.0 - self.lowest_bound_left_s / fastest_s, 0.0)
+
+    def led_by(self, step_s: float) -> MixedCertificate:
+        """With its gap seen from the first plan."""
+        return replace(self, own_order_s=step_s)
 
     def plain(self) -> dict[str, Any]:
         """As data for JSON."""
@@ -134,7 +141,9 @@ def mixed_ranking(
         raise nothing_fits_anywhere(asked, over, [(one.name, one.refusal) for one in alone], remedies=remedies)
     best_alike_s = next((p for p, _ in plans if not p.parallelism.has_unlike_widths), plans[0][0]).priced.step_time_s
     certificate = _certificate(asked, over, alone, best_alike_s, perf_counter() - start)
-    certificate = replace(certificate, unlike=unlike.forecasts)
+    found_s = plans[0][0].priced.step_time_s
+    proven = found_s <= (certificate.lowest_bound_left_s or found_s)
+    certificate = replace(certificate, unlike=unlike.forecasts, found_s=found_s, proven=proven)
     not_spread = () if over is not None else (f"no layout over several groups: {refusal}",)
     parts = mixed_rules.together(asked.cluster)
     limits = not_spread

@@ -32,18 +32,23 @@ from ahp.forecast.stage_room import ROUNDING, Positions, StageRoom
 MOST_MIXES = 4000
 """With more ways than this to mix the groups in one replica, no bound is computed."""
 
-TIMES = 1.025 ** np.arange(40)
-"""Times tried for the longest stage, over the least that it can take: finest there, where the best replicas are. Further times are those at
-which a group has room for one layer more."""
 
-WHOLE_LAYERS = 12
-"""How many of these further times are tried for each group."""
+class Times(NamedTuple):
+    """Times that are tried for the longest stage."""
+
+    over_least: Floats
+    """As multiples of the least that it can take: finest there, where the best replicas are."""
+    whole_layers: int
+    """For each group, at how many times with room for one layer more."""
+
+    close: float
+    """The bisection for a shape's time starts at the limit and goes on until the time is known within this factor."""
+
+
+ROUGH, FINE = Times(np.power(1.025, np.arange(40)), 12, 1.004), Times(np.power(1.01, np.arange(100)), 60, 1.001)
 
 PIVOTS = 40
 """The most pivots of the simplex method; each gives a bound."""
-
-CLOSE = 1.004
-"""The bisection for a shape's time starts at the limit and goes on until the time is known within this factor."""
 
 SMALL = 1e-9
 """Values up to this count as zero."""
@@ -78,7 +83,15 @@ def mixes(p: int, most: tuple[int, ...]) -> Ints | None:
 
 
 def longest_s(
-    room: StageRoom, stages: Positions, mix: Ints, num_layers: int, fewest: int, head_s: Floats, *, alike: bool
+    room: StageRoom,
+    stages: Positions,
+    mix: Ints,
+    num_layers: int,
+    fewest: int,
+    head_s: Floats,
+    times: Times,
+    *,
+    alike: bool,
 ) -> Floats:
     """[n, K] Seconds of the longest stage in replicas of each mix, at least; infinite where they do not hold the layers.
 
@@ -87,7 +100,8 @@ def longest_s(
     least_s = room.least_s(num_layers, stages.number)
     found, there = np.full((len(least_s), len(mix)), np.inf), np.flatnonzero(np.isfinite(least_s))
     each, groups = room.mapped(lambda of: of), mix.shape[1]
-    size = max(1, AT_ONCE // (groups * (len(TIMES) + WHOLE_LAYERS * groups) * (int(stages.number.sum()) + 1)))
+    tried = len(times.over_least) + times.whole_layers * groups
+    size = max(1, AT_ONCE // (groups * tried * (int(stages.number.sum()) + 1)))
     for first in range(0, len(there), size):
         some = there[first : first + size]
         own = _Stages(each.mapped(lambda of, some=some: of[some]), stages, fewest, head_s[some], alike)
@@ -95,8 +109,8 @@ def longest_s(
         holds = ever >= num_layers * (1 - ROUNDING)
         rows, ways = np.flatnonzero(holds.any(axis=1)), np.flatnonzero(holds.any(axis=0))
         if len(rows):
-            times = own.where(rows).longest_s(mix[ways], num_layers, least_s[some[rows]])
-            found[np.ix_(some[rows], ways)] = np.where(holds[np.ix_(rows, ways)], times, np.inf)
+            longest = own.where(rows).longest_s(mix[ways], num_layers, least_s[some[rows]], times)
+            found[np.ix_(some[rows], ways)] = np.where(holds[np.ix_(rows, ways)], longest, np.inf)
     return found
 
 
@@ -114,12 +128,12 @@ class _Stages:
         """The same for the selected layouts."""
         return replace(self, room=self.room.mapped(lambda of: of[some]), head_s=self.head_s[some])
 
-    def longest_s(self, mix: Ints, num_layers: int, least_s: Floats) -> Floats:
+    def longest_s(self, mix: Ints, num_layers: int, least_s: Floats, times: Times) -> Floats:
         """[n, K] Seconds of the longest stage for each mix, at least."""
         layer_s, n = self.room.layer_s.min(axis=2), len(least_s)
-        whole = np.ceil(least_s[:, None] / layer_s)[..., None] + np.arange(WHOLE_LAYERS)
-        times = [least_s[:, None] * TIMES, (whole * layer_s[..., None]).reshape(n, -1)]
-        grid = np.sort(np.concatenate(times, axis=1), axis=1)
+        whole = np.ceil(least_s[:, None] / layer_s)[..., None] + np.arange(times.whole_layers)
+        tried = [least_s[:, None] * times.over_least, (whole * layer_s[..., None]).reshape(n, -1)]
+        grid = np.sort(np.concatenate(tried, axis=1), axis=1)
         held, number = self._held(grid), np.arange(n)[:, None]
         low, high = (np.full((n, len(mix)), of) for of in (0, grid.shape[1]))
         for _ in range(int(grid.shape[1]).bit_length()):  # the first grid time before which all layers have room
@@ -244,13 +258,11 @@ class Ahead(NamedTuple):
 
 
 class Crews(NamedTuple):
-    """Replicas of [u] layouts by their mix, each [u, K] or [u, 1]."""
+    """Replicas of [u] layouts with ``fewest`` micro-batches or more by their mix, each [u, K] or [u, 1]."""
 
     longest_s: Floats
-    """Seconds of the longest stage."""
-    light_s: Floats
-    """The same for replicas with fewer micro-batches than ``heavy``; infinite where there are none."""
-    heavy: Floats
+    """Seconds of the longest stage; infinite where there is no such replica."""
+    fewest: Floats
     way_s: Floats
     """Seconds of the first micro-batch with that longest stage, at least; each second more of the stage lowers this by ``fall`` seconds."""
     fall: Floats
@@ -260,34 +272,31 @@ class Crews(NamedTuple):
     inside: Floats
 
     @classmethod
-    def of(cls, longest_s: Floats, light_s: Floats, heavy: int, ahead: Ahead, mix: Ints, num_layers: int) -> Crews:
+    def of(cls, longest_s: Floats, fewest: int, ahead: Ahead, mix: Ints, num_layers: int) -> Crews:
         """Crews from figures by mix and by layout."""
+        one = (ahead.passes[:, None], ahead.inside[:, None])
+        each = np.full((len(longest_s), 1), float(fewest))
+        if not ahead.way_s.any():
+            none = np.zeros(each.shape)
+            return cls(longest_s, each, none, none, none, *one)
         there, way = mix > 0, ahead.way_s[:, None]
         most_way = np.where(there, way, 0.0).max(axis=2)
         fall = ((most_way[..., None] - way) * mix / ahead.layer_s[:, None]).sum(axis=2)
         least_way_s = np.where(there, way, np.inf).min(axis=2) * num_layers
         way_s = np.maximum(most_way * num_layers - fall * np.where(np.isfinite(longest_s), longest_s, 0.0), least_way_s)
-        each = np.full((len(way_s), 1), float(heavy))
-        return cls(longest_s, light_s, each, way_s, fall, least_way_s, ahead.passes[:, None], ahead.inside[:, None])
+        return cls(longest_s, each, way_s, fall, least_way_s, *one)
 
     def micro_batches(self, seconds: Floats) -> Floats:
-        """[u, K] The most micro-batches that a replica of each mix does in ``seconds`` [u]; ``NEVER`` where it does none."""
-        found = self._whole(seconds[:, None], self.longest_s, self.way_s)
-        if np.isfinite(self.light_s).any():
-            # Their longest stage may be shorter and their way longer: only the least way holds for both.
-            light = self._whole(seconds[:, None], self.light_s, self.least_way_s)
-            found = np.maximum(found, np.minimum(light, self.heavy - 1.0))
-        return found
-
-    def _whole(self, t: Floats, longest_s: Floats, way_s: Floats) -> Floats:
-        found = t / longest_s
+        """[u, K] The most micro-batches that a replica of each mix does in ``seconds`` [u]; ``NEVER`` where these are below ``fewest``."""
+        t = seconds[:, None]
+        found = t / self.longest_s
         if np.isfinite(self.passes).any():
-            left = np.maximum(t - self.least_way_s, 0.0) / longest_s
-            close = np.maximum((t - way_s) / longest_s, self.fall) + self.passes
+            left = np.maximum(t - self.least_way_s, 0.0) / self.longest_s
+            close = np.maximum((t - self.way_s) / self.longest_s, self.fall) + self.passes
             found = np.minimum.reduce([found, close, left + self.passes, 1.0 + left / self.inside])
             found = np.where(t < self.least_way_s, 0.0, found)
         found = np.floor(found + ROUNDING)
-        return np.where(found >= 1, found, NEVER)
+        return np.where(found >= self.fewest, found, NEVER)
 
 
 class Crewed(NamedTuple):
@@ -295,9 +304,10 @@ class Crewed(NamedTuple):
 
     mix: Ints
     """[K, G]"""
-    crews: Crews
+    crews: tuple[Crews, ...]
+    """By the fewest micro-batches of a replica, which is 1 in the first: replicas with more than others keep more."""
     which: Ints
-    """[n] Index of each shape's layout in ``crews``."""
+    """[n] Index of each shape's layout in each of ``crews``."""
     cells: Ints
     """[n, G]"""
     replicas: Ints
@@ -311,25 +321,31 @@ class Crewed(NamedTuple):
     @classmethod
     def all(cls, each: Sequence[Crewed]) -> Crewed:
         """The shapes of each, one after another."""
-        crews = Crews(*map(np.concatenate, zip(*(of.crews for of in each), strict=True)))
-        firsts = np.cumsum([0, *(len(of.crews.heavy) for of in each)])
+        of_crews = zip(*(of.crews for of in each), strict=True)
+        crews = tuple(Crews(*map(_joined, zip(*some, strict=True))) for some in of_crews)
+        firsts = np.cumsum([0, *(len(of.crews[0].fewest) for of in each)])
         which = np.concatenate([of.which + first for of, first in zip(each, firsts, strict=False)])
         return cls(each[0].mix, crews, which, *map(np.concatenate, zip(*(of[3:] for of in each), strict=True)))
 
     def hold(self) -> Mask:
         """[n] Whether the cells can form all replicas, each with all layers, however long they take."""
-        there = np.isfinite(np.minimum(self.crews.longest_s, self.crews.light_s))[self.which]
+        there = np.logical_or.reduce([np.isfinite(crews.longest_s) for crews in self.crews])[self.which]
         gain: Floats = np.where(there, 0.0, NEVER)
         none_left_out: Floats = np.full(len(self.which), -1.0)  # a replica left out in part is worth far less
         return most(gain, self.mix, self.cells, self.replicas, none_left_out) >= none_left_out
 
     def lack(self, seconds: Floats) -> Mask:
         """[n] Whether the replicas cannot do all micro-batches in ``seconds``."""
-        gain = selected(self.crews, self.which).micro_batches(seconds)
+        gain, below = np.full((len(seconds), len(self.mix)), NEVER), np.full((len(seconds), 1), np.inf)
+        for crews in reversed(self.crews):
+            own = selected(crews, self.which)
+            there = own.fewest < below  # else the crews above stand for these too
+            gain = np.maximum(gain, np.where(there, np.minimum(own.micro_batches(seconds), below - 1.0), NEVER))
+            below = own.fewest
         total = self.total.astype(np.float64)
         return most(gain, self.mix, self.cells, self.replicas, total) < total * (1 - ROUNDING)
 
-    def floors_s(self, floor_s: Floats, limit_s: Floats) -> Floats:
+    def floors_s(self, floor_s: Floats, limit_s: Floats, close: float) -> Floats:
         """[n] Seconds that the shapes take at least, from the known ``floor_s`` up to ``limit_s``; infinite where their cells do not suffice."""
         low, high = np.where(self.hold(), floor_s, np.inf), limit_s.copy()
         left, seconds = np.flatnonzero(np.isfinite(low)), high
@@ -338,5 +354,11 @@ class Crewed(NamedTuple):
             low[left[lack]] = seconds[left[lack]]
             high[left[~lack]] = seconds[left[~lack]]
             seconds = (low + high) / 2
-            left = np.flatnonzero(low * CLOSE < high)
+            left = np.flatnonzero(low * close < high)
         return low
+
+
+def _joined(each: Sequence[Floats]) -> Floats:
+    """Rows of each, one after another, each with all columns."""
+    most = max(of.shape[1] for of in each)
+    return np.concatenate([np.broadcast_to(of, (len(of), most)) for of in each])
