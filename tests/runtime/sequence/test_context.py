@@ -111,6 +111,26 @@ def single_keys() -> nn.Module:
     return Packed(single_keys=True)
 
 
+class WeightedKeys(Packed):
+    """Every head adds a trained number of its own to the products with a key, by the key's token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Embedding(VOCABULARY, 4)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device))
+        mask = self.weights(input_ids).transpose(1, 2).unsqueeze(2)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(self.norm(x))
+
+
+def weighted_keys() -> nn.Module:
+    torch.manual_seed(0)
+    return WeightedKeys()
+
+
 class Rotating(Block):
     """Makes its own positions, from the length of what it is given."""
 
@@ -165,6 +185,7 @@ BUILDERS.update(
     {
         "packed": packed,
         "single keys": single_keys,
+        "weighted keys": weighted_keys,
         "rotated": Rotated,
         "averaged": Averaged,
         "attends again": AttendsAgain,
@@ -189,7 +210,16 @@ def run_in_chunks(rank: int, world: int, layout: dict[str, Any]) -> list[float]:
 
 MODELS_OF: dict[str, tuple[str, ...]] = {
     "ring": ("llama", "gpt2", "family bert", "packed", "single keys", "family mixtral", "family gemma3_text"),
-    "all-to-all": ("llama", "custom", "family bert", "packed", "single keys", "family qwen3_moe", "biased"),
+    "all-to-all": (
+        "llama",
+        "custom",
+        "family bert",
+        "packed",
+        "single keys",
+        "weighted keys",
+        "family qwen3_moe",
+        "biased",
+    ),
     "all-to-all+1f1b": ("biased",),
     "ring-4-ways": ("packed",),
     "ring+1f1b": ("packed",),

@@ -17,8 +17,9 @@ from torch.overrides import TorchFunctionMode
 from ahp.errors import BadInput, bad_input
 from ahp.runtime.sequence.context import Context
 from ahp.runtime.sequence.ring import Mask, ring_attention
-from ahp.runtime.tensor.collectives import exchange_rows
+from ahp.runtime.tensor.collectives import exchange_rows, gather_shared
 from ahp.runtime.torch_compat import FakeTensor
+from ahp.search.slicing.placement import Split
 
 ATTENTION = {F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
 
@@ -69,9 +70,11 @@ def _whole(mask: torch.Tensor, own: int, context: Context) -> torch.Tensor:
     """A mask as [B or 1, H or 1, S or 1, S]. A mask of keys only was cut like the tokens, and is gathered."""
     mask = mask[(None,) * (4 - mask.dim())]
     rows, keys = mask.shape[-2:]
-    if rows == 1 and keys == own:
-        return context.gathered(mask, -1)
     length = own * context.size
+    if rows == 1 and keys == own:
+        # each rank's heads give a trainable mask a part of its gradient; a ring refuses one
+        trained = mask.requires_grad and context.method == "all-to-all"
+        return gather_shared(mask, Split(3, (length,)), context.group) if trained else context.gathered(mask, -1)
     if rows not in (1, length) or keys != length:
         raise BadInput(
             f"context_parallel_degree = {context.size}: a block makes a mask of {rows} x {keys} tokens from one of the sequence "

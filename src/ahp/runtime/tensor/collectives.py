@@ -175,6 +175,11 @@ def gather_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _Gather.apply(x, Split(1, (x.shape[1] * group.size(),)), group)  # type: ignore[no-any-return]
 
 
+def gather_shared(x: torch.Tensor, split: Split, group: dist.ProcessGroup) -> torch.Tensor:
+    """The whole of a split tensor, for work that the ranks share; backward gives each rank its part of the sum of their gradients."""
+    return _GatherAndSumGradient.apply(x, split, group)  # type: ignore[no-any-return]
+
+
 class _Exchange(torch.autograd.Function):
     """All-to-all of rows: ``sent[r]`` of each tensor's rows go to rank ``r``, ``received[r]`` come from it; in backward the
     gradients go back. Several tensors in one node of the graph, so that every rank sends them in the same order."""
