@@ -78,6 +78,33 @@ def test_math_attention_has_the_same_products_as_plain_matmuls() -> None:
     assert any(t.shape == (4, SEQUENCE, SEQUENCE) for o in scores for t in o.outputs)
 
 
+class WideValues(nn.Module):
+    """Attention whose values are ``wider`` times as wide as its queries."""
+
+    def __init__(self, wider: float, *, by_name: bool) -> None:
+        super().__init__()
+        self.by_name, self.embed = by_name, nn.Embedding(VOCABULARY, 16)
+        self.query, self.value = nn.Linear(16, 16), nn.Linear(16, int(16 * wider))
+        self.out = nn.Linear(int(16 * wider), VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        query, value = (product(x).unflatten(-1, (2, -1)).transpose(1, 2) for product in (self.query, self.value))
+        given = {"query": query, "key": query, "value": value}
+        scores = nn.functional.scaled_dot_product_attention
+        mixed = scores(**given, is_causal=True) if self.by_name else scores(*given.values(), None, 0.1, True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("wider", [0.5, 1, 2])
+def test_attention_is_one_operator_whatever_the_width_of_its_values(wider: float, by_name: bool) -> None:
+    graph = analyze(WideValues(wider, by_name=by_name), Job(**JOB))
+    found = [o.name for o in graph.embedding.operators if "attention" in o.name]
+    assert found == [f"aten._scaled_dot_product_flash_attention_for_cpu{end}" for end in ("", "_backward")]
+    assert not [o for o in graph.embedding.operators if o.name == "aten.bmm"]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_experts_cost_what_their_tokens_cost(precision: str) -> None:
     """Two of four experts for each token, three products each: 2 x 2 x 3 h f a token forward, twice that backward."""

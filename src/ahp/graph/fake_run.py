@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,7 +92,7 @@ def _prepared(
         stack.enter_context(_follow(subject, where, run))
 
         def forward() -> torch.Tensor:
-            with _AttentionWithoutMask(subject.fused_attention):
+            with _FusedAttention() if subject.fused_attention else nullcontext():
                 return logits_of(torch.func.functional_call(subject.module, (parameters, buffers), args, kwargs))
 
         yield parameters, buffers, forward
@@ -174,32 +174,27 @@ def in_training(module: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-class _AttentionWithoutMask(TorchFunctionMode):
-    """Turns off dropout in fused attention, which draws it from a seed: the CPU has no such kernel and would fall back to the plain one."""
-
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self._fused = fused
+class _FusedAttention(TorchFunctionMode):
+    """Keeps attention in one operator, as on a GPU, where the CPU would fall back to plain products: with dropout, and with values of another
+    width than queries. The kernels of GPUs take or pad values that are narrower (multi-head latent attention) or wider (differential attention).
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if self._fused and func is torch.nn.functional.scaled_dot_product_attention:
-            kwargs["dropout_p"] = 0.0
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-                kwargs.pop("dropout_p")
-            if len(args) >= 3 and args[2].shape[-1] < args[0].shape[-1]:
-                return _with_wide_values(func, args, kwargs)
-        return func(*args, **kwargs)
-
-
-def _with_wide_values(attention: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Attention with padded values, if they are narrower than queries (multi-head latent attention): GPU kernels take or
-    pad them, the CPU's would fall back to the plain one."""
-    query, value = args[0], args[2]
-    width = value.shape[-1]
-    value = nn.functional.pad(value, (0, query.shape[-1] - width))
-    return attention(*args[:2], value, *args[3:], **kwargs)[..., :width]
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        given: dict[str, Any] = dict(
+            zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)
+        )
+        given |= (kwargs or {}) | {"dropout_p": 0.0}
+        width, of_value = given["query"].shape[-1], given["value"].shape[-1]
+        if of_value < width:
+            given["value"] = nn.functional.pad(given["value"], (0, width - of_value))
+            return func(**given)[..., :of_value]
+        if of_value > width:
+            for name in ("query", "key"):
+                given[name] = nn.functional.pad(given[name], (0, of_value - width))
+            given["scale"] = given.get("scale") or width**-0.5
+        return func(**given)
 
 
 def _without_data(subject: Subject) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
