@@ -8,6 +8,7 @@ import yaml
 
 from ahp.cluster import catalogue
 from ahp.errors import BadInput
+from ahp.shipped import shipped
 
 NAMES = """V100-SXM-16GB V100-SXM-32GB V100-PCIe-16GB V100-PCIe-32GB T4-16GB L4-24GB A10G-24GB A40-48GB L40-48GB
 L40S-48GB A100-SXM-40GB A100-SXM-80GB A100-SXM-64GB A100-PCIe-40GB A100-PCIe-80GB A800-SXM-80GB H100-SXM-80GB
@@ -61,6 +62,14 @@ def test_precisions_that_are_not_there() -> None:
     assert "bf16" not in catalogue.find("V100-SXM-16GB").device.peak_flops_per_s
     assert "bf16" not in catalogue.find("T4").device.peak_flops_per_s
     assert "fp8" not in catalogue.find("A100").device.peak_flops_per_s
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "cpu"])
+def test_the_forecast_knows_every_device_by_name(name: str) -> None:
+    """Names that it does not know count as data-center devices of the Ampere generation."""
+    for file, starts in (("kernels.yaml", lambda row: [row["name"]]), ("nccl.yaml", lambda row: row["starts"])):
+        rows = shipped("ahp.forecast", file)["devices"]
+        assert any(start and name.startswith(start) for row in rows for start in starts(row)), file
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "cpu"])
