@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from ahp.cli.check import run
+from ahp.cluster.model import Cluster
 from ahp.errors import BadInput, NotExpressible
 from ahp.export import maxtext, nanotron, nemo
+from ahp.export.engine_target import EngineTarget, Format, Options
 from ahp.export.reading import Foreign, read_foreign
-from ahp.export.table import Subject, plan_of
-from ahp.plan import Plan
+from ahp.export.table import Subject, nested, plan_of
+from ahp.export.target import Source
+from ahp.plan import EngineChoice, Plan
 
 NANOTRON = """
 general: {project: debug, run: mine, seed: 7}
@@ -94,7 +98,7 @@ def test_a_nanotron_file_says_layout_job_and_model(tmp_path: Path) -> None:
         ("zero_stage: 1", "zero_stage: 2", r"optimizer.zero_stage = 2: .*\(valid: 0, 1\)"),
         ("tp: 2,", "tp: 2, expert_parallel_size: 2,", "expert_parallel_size = 2: its expert ranks"),
         ("tp: 2,", "tp: 2, context_parallel_size: 2,", "shards states over data-parallel ranks alone"),
-        ("1f1b", "zero_bubble", "parallelism.pp_engine = 'zero_bubble': nanotron has 1f1b, afab"),
+        ("1f1b", "zero_bubble", "parallelism.pp_engine = 'zero_bubble': AHP knows 1f1b, afab"),
         ("REDUCE_SCATTER", "SOME", "parallelism.tp_mode = 'SOME'"),
         ("dp: 2", "dp: two", "parallelism.dp = 'two': must be a whole number from 1 on"),
     ],
@@ -359,3 +363,28 @@ def test_another_programs_file_is_judged(tmp_path: Path, capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     assert "Forecast as ahp: AHP has no engine of it" in shown
     assert "Change   ici_tensor_parallelism: 2 -> not there" in shown
+
+
+ON_H100 = Cluster.resolve("1x8xH100").plain()
+
+
+@pytest.mark.parametrize(("name", "text", "precision"), [("a.yaml", NANOTRON, "fp8"), ("a.yml", MAXTEXT, "fp16")])
+def test_a_precision_that_a_program_lacks_is_refused(tmp_path: Path, name: str, text: str, precision: str) -> None:
+    found = foreign(tmp_path, name, text)
+    plan = plan_of(found.form.dialect, found.read.fields | {"job.precision": precision}, found.model or "", ON_H100)
+    with pytest.raises(NotExpressible, match=rf"job.precision = '{precision}': .* \(valid: bf16, "):
+        found.form.dialect.settings(Subject(plan, 32, ""))
+
+
+def test_a_program_without_an_engine_can_be_a_target(tmp_path: Path) -> None:
+    """It is priced as torchtitan, so the plan is exported as one of torchtitan, whatever engine it was made for."""
+    found = foreign(tmp_path, "mine.yaml", NANOTRON)
+    mine = layout(found, found.model)
+    plan = mine.model_copy(update={"engine": EngineChoice(), "cluster": ON_H100})
+    form = Format(nanotron.DIALECT, lambda kept, *_: yaml.safe_dump(nested(kept)), nanotron.parse, lambda shape: ("",))
+    target = EngineTarget("nanotron", "nanotron's YAML", ".yaml", {"0.5": form})
+    written = target.write(Source(tmp_path / "plan.yaml", plan), Options())
+    assert nanotron.DIALECT.read(nanotron.parse(written.text)).fields.items() >= found.read.fields.items()
+    assert "the layout was chosen for ahp; for torchtitan: ahp plan --engine.name torchtitan" in written.notices[0]
+    with pytest.raises(BadInput, match=r"a config has no layout yet.* --engine.name torchtitan"):
+        target.write(Source(tmp_path / "config.yaml"), Options())

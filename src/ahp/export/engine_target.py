@@ -56,7 +56,7 @@ def chosen(formats: Mapping[str, Format], plan: Plan, asked: str | None, engine:
 
 @dataclass
 class EngineTarget:
-    """A ``Target`` that writes a plan as an engine's own configuration."""
+    """A ``Target`` that writes a plan as the configuration of an engine, or of a program that is priced as an engine."""
 
     name: str
     what: str
@@ -72,13 +72,14 @@ class EngineTarget:
         """The plan as a file. Raises BadInput for a config or an unknown version, NotExpressible if the file cannot express it."""
         from ahp.export.model_shape import layers_of
 
-        engine = self.name
         if source.plan is None:
+            engine = next(iter(self.formats.values())).dialect.engine
             raise BadInput(
                 f"{source.file}: a config has no layout yet; write a plan with: ahp plan MODEL CLUSTER --engine.name {engine}"
             )
         plan, notices = source.plan, []
-        form = chosen(self.formats, plan, options.target_version, engine)
+        form = chosen(self.formats, plan, options.target_version, self.name)
+        engine = form.dialect.engine
         if plan.engine.name != engine:
             notices.append(
                 f"engine.name = {plan.engine.name!r}: the layout was chosen for {plan.engine.name}; for {engine}: ahp plan --engine.name {engine}"
@@ -97,7 +98,7 @@ class EngineTarget:
             raise NotExpressible(f"{refusal}; {made_for}: plan again with --engine.name {engine}") from None
         head = [
             f"{source.file.name}: {plan.parallelism.short()}, {shape.most} x {shape.workers} {shape.device}",
-            f"Written by ahp export {engine} --target-version {form.dialect.version}; keys as in {form.dialect.source}.",
+            f"Written by ahp export {self.name} --target-version {form.dialect.version}; keys as in {form.dialect.source}.",
             *([f"Not in this file: {notice}" for notice in (*notices, *left)]),
         ]
         text = form.render(settings, subject, shape, head)

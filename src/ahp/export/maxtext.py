@@ -11,7 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from ahp.errors import NotExpressible
-from ahp.export.table import Dialect, Fields, Rule, Settings, Subject, Unreadable, from_yaml, same, understood, whole
+from ahp.export.table import (
+    Dialect,
+    Fields,
+    Rule,
+    Settings,
+    Subject,
+    Unreadable,
+    from_yaml,
+    same,
+    understood,
+    value_of,
+    whole,
+    word_of,
+)
 from ahp.export.target import shape_of_plan
 from ahp.graph.catalogue import CATALOGUE
 
@@ -167,12 +180,7 @@ def _write_batch(s: Subject) -> Settings:
 
 
 def _write_policy(s: Subject) -> Settings:
-    kind = s.p.activation_checkpoint
-    if kind not in POLICIES.values():
-        raise NotExpressible(
-            f"activation_checkpoint = {kind!r}: MaxText has no such policy (valid: {', '.join(POLICIES.values())})"
-        )
-    return {POLICY: next(name for name, own in POLICIES.items() if own == kind)}
+    return {POLICY: word_of(s, P + "activation_checkpoint", POLICIES, "MaxText")}
 
 
 def _read_policy(settings: Settings) -> Fields:
@@ -202,17 +210,17 @@ def _custom(settings: Settings) -> str:
 
 
 def _read_type(settings: Settings) -> Fields:
-    given, eight = settings.get(TYPE, "bfloat16"), str(settings.get(QUANTIZED) or "")
+    eight = str(settings.get(QUANTIZED) or "")
     if eight and "fp8" not in eight:
         raise Unreadable(f"{QUANTIZED} = {eight!r}: AHP knows fp8")
-    if given not in TYPES:
-        raise Unreadable(f"{TYPE} = {given!r}: AHP knows {', '.join(TYPES)}")
-    return {J + "precision": "fp8" if eight else TYPES[given]}
+    plain = value_of(settings, TYPE, TYPES, "bfloat16")
+    return {J + "precision": "fp8" if eight else plain}
 
 
 def _write_type(s: Subject) -> Settings:
-    kind = s.job.precision
-    return {TYPE: "bfloat16", QUANTIZED: "fp8"} if kind == "fp8" else {TYPE: {v: k for k, v in TYPES.items()}[kind]}
+    if s.job.precision == "fp8":
+        return {TYPE: "bfloat16", QUANTIZED: "fp8"}
+    return {TYPE: word_of(s, J + "precision", TYPES, "MaxText")}
 
 
 def _read_betas(settings: Settings) -> Fields:

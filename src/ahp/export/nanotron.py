@@ -22,7 +22,9 @@ from ahp.export.table import (
     same,
     size,
     understood,
+    value_of,
     whole,
+    word_of,
 )
 
 P, J, ADAM = "parallelism.", "job.", "job.optimizer."
@@ -85,20 +87,13 @@ def _read_mode(settings: Settings) -> Fields:
 def _write_order(s: Subject) -> Settings:
     if s.p.pipeline_parallel_degree == 1:
         return {}
-    names = {name: key for key, name in ORDERS.items()}
-    name = s.p.pipeline_parallel_schedule
-    if name not in names:
-        raise NotExpressible(f"pipeline_parallel_schedule = {name!r}: nanotron has two (valid: {', '.join(names)})")
-    return {ORDER: names[name]}
+    return {ORDER: word_of(s, P + "pipeline_parallel_schedule", ORDERS, "nanotron")}
 
 
 def _read_order(settings: Settings) -> Fields:
     if whole(settings.get(PIPE, 1), PIPE) == 1:
         return {}
-    given = settings.get(ORDER, "afab")
-    if given not in ORDERS:
-        raise Unreadable(f"{ORDER} = {given!r}: nanotron has {', '.join(ORDERS)}")
-    return {P + "pipeline_parallel_schedule": ORDERS[given]}
+    return {P + "pipeline_parallel_schedule": value_of(settings, ORDER, ORDERS, "afab")}
 
 
 def _read_experts(settings: Settings) -> Fields:
@@ -114,13 +109,6 @@ def _write_recompute(s: Subject) -> Settings:
     if kind not in ("none", "full"):
         raise NotExpressible(f"activation_checkpoint = {kind!r}: nanotron recomputes whole layers (valid: none, full)")
     return {RECOMPUTE: kind == "full"}
-
-
-def _read_type(settings: Settings) -> Fields:
-    given = settings.get(TYPE, "bfloat16")
-    if given not in TYPES:
-        raise Unreadable(f"{TYPE} = {given!r}: AHP knows {', '.join(TYPES)}")
-    return {J + "precision": TYPES[given]}
 
 
 def _write_rate(s: Subject) -> Settings:
@@ -157,7 +145,8 @@ DIALECT = Dialect(
         Rule((RECOMPUTE,), (P + "activation_checkpoint",), _write_recompute,
              lambda settings: {P + "activation_checkpoint": "full" if settings.get(RECOMPUTE) else "none"}),
         Rule((), ("engine.compile",), lambda s: {}, lambda settings: {"engine.compile": False}),
-        Rule((TYPE,), (J + "precision",), lambda s: {TYPE: {v: k for k, v in TYPES.items()}[s.job.precision]}, _read_type),
+        Rule((TYPE,), (J + "precision",), lambda s: {TYPE: word_of(s, J + "precision", TYPES, "nanotron")},
+             lambda settings: {J + "precision": value_of(settings, TYPE, TYPES, "bfloat16")}),
         same("tokens.sequence_length", J + "sequence_length"),
         same("tokens.train_steps", J + "steps"),
         same("general.seed", J + "seed", 42),

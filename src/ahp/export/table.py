@@ -193,6 +193,24 @@ def same(key: str, name: str, default: Any = None, *, skip: Any = ...) -> Rule:
     return Rule((key,), (name,), write, read)
 
 
+def word_of(s: Subject, name: str, values: Mapping[str, str], program: str) -> str:
+    """The program's word for the value of a plan's field. Raises NotExpressible if it has none. ``values``: what each word means."""
+    value = _value(s, name)
+    found = next((word for word, meant in values.items() if meant == value), None)
+    if found is None:
+        key, valid = name.removeprefix("parallelism."), ", ".join(values.values())
+        raise NotExpressible(f"{key} = {value!r}: {program} has no such value (valid: {valid})")
+    return found
+
+
+def value_of(settings: Settings, key: str, values: Mapping[str, str], default: str) -> str:
+    """What the word of a key means. Raises Unreadable for a word that is not in ``values``."""
+    given = settings.get(key, default)
+    if given not in values:
+        raise Unreadable(f"{key} = {given!r}: AHP knows {', '.join(values)}")
+    return values[given]
+
+
 def size(key: str, name: str, least: int = 1) -> Rule:
     """A key that has a degree; if it is missing, the degree is ``least``."""
     field = f"parallelism.{name}"
