@@ -178,7 +178,8 @@ def _render(settings: Settings, subject: Subject, shape: Shape, head: list[str])
     return commented([*head, told]) + yaml.safe_dump(nested({**first, **settings}), sort_keys=False)
 
 
-def _parse(text: str) -> Settings:
+def parse(text: str) -> Settings:
+    """The settings of accelerate's YAML. Raises BadInput for text that is no YAML mapping."""
     return from_yaml(text, "accelerate's YAML")
 
 
@@ -191,7 +192,7 @@ def _next(shape: Shape) -> tuple[str, ...]:
     return (f"accelerate launch --config_file {{file}}{nodes} YOUR_SCRIPT.py",)
 
 
-FORMATS: dict[str, Format] = {DIALECT.version: Format(DIALECT, _render, _parse, _next)}
+FORMATS: dict[str, Format] = {DIALECT.version: Format(DIALECT, _render, parse, _next)}
 
 TARGET = EngineTarget(
     "accelerate", "the YAML of accelerate launch: FSDP2 with a parallelism_config", ".accelerate.yaml", FORMATS

@@ -49,7 +49,7 @@ READERS: dict[str, dict[str, Reader]] = {
     "accelerate": {name: Reader(form.dialect, form.parse) for name, form in accelerate.FORMATS.items()},
     PLUGGED: {
         accelerate.DIALECT.version: Reader(
-            accelerate_megatron.DIALECT, accelerate.FORMATS["1.15.0"].parse, fill=accelerate_megatron.filled
+            accelerate_megatron.DIALECT, accelerate.parse, fill=accelerate_megatron.filled
         )
     },
     "nanotron": {nanotron.DIALECT.version: Reader(nanotron.DIALECT, nanotron.parse, nanotron.config_of)},
@@ -59,15 +59,16 @@ READERS: dict[str, dict[str, Reader]] = {
 }
 """Keyed by program and release; the first release is the default."""
 BY_END = {
-    ".toml": ("torchtitan", "0.2.2"),
-    ".py": ("torchtitan", "0.3.0"),
-    ".json": ("deepspeed", "0.19.8"),
-    ".yaml": ("accelerate", "1.15.0"),
-    ".yml": ("accelerate", "1.15.0"),
-    ".sh": ("megatron", "0.20"),
-    ".sbatch": ("megatron", "0.20"),
-    ".slurm": ("megatron", "0.20"),
+    ".toml": "torchtitan",
+    ".py": "torchtitan",
+    ".json": "deepspeed",
+    ".yaml": "accelerate",
+    ".yml": "accelerate",
+    ".sh": "megatron",
+    ".sbatch": "megatron",
+    ".slurm": "megatron",
 }
+"""The program that a file is of by its ending, unless its keys mark it as another's (``BY_KEYS``)."""
 OWN_DEFAULTS = "base.yml"
 """MaxText's file of all its defaults, which the rules already have."""
 MAINS = ("num_tokens_per_microbatch_per_dp_rank", "num_pp_microbatches", "max_context_length")
@@ -78,7 +79,7 @@ BY_KEYS = (
     ("nemo", ("trainer.devices", "trainer.num_nodes", "model.encoder_seq_length")),
     ("bridge", ("train.train_iters", "train.global_batch_size", "model.tensor_model_parallel_size")),
 )  # fmt: skip
-"""Keys that mark a YAML file as one of a program other than accelerate."""
+"""Programs whose files are YAML, as accelerate's are, and keys that mark a file as theirs."""
 MEGATRONS = {
     *(f"--{axis}-parallel-size" for axis in ("tensor-model", "pipeline-model", "expert-model", "context")),
     *("--num-layers", "--use-distributed-optimizer"),
@@ -123,7 +124,7 @@ def _settings(
 ) -> tuple[str, Settings, tuple[int, int]]:
     """The program, its file's settings, and the nodes and workers of each: the script's, if it has them."""
     try:
-        script = BY_END.get(file.suffix.lower(), ("", ""))[0] == "megatron" and engine in (None, *READERS)
+        script = BY_END.get(file.suffix.lower()) == "megatron" and engine in (None, *READERS)
         found = words(text) if script else []
         line = launched(text, found) if engine != "megatron" else None
         if not script or line is None or engine not in (None, line.program):
@@ -198,10 +199,16 @@ def _reader(name: str, version: str | None, file: Path, text: str) -> Reader:
     releases = READERS[name]
     if version is not None and version not in releases:
         raise bad_input("--target-version", version, f"AHP knows no keys of this release of {name}", releases)
-    by_end = BY_END.get(file.suffix.lower(), ("", ""))
-    if by_end == ("torchtitan", "0.3.0") and any(key in text for key in MAINS):
-        by_end = ("torchtitan", "main")
-    return releases[version or (by_end[1] if by_end[0] == name else next(iter(releases)))]
+    if version is None and name == "torchtitan":
+        version = _titans_release(file, text)
+    return releases[version or next(iter(releases))]
+
+
+def _titans_release(file: Path, text: str) -> str | None:
+    """torchtitan's release by the form of a file: TOML, or Python with the keys of main; None = neither."""
+    if file.suffix.lower() == ".toml":
+        return "0.2.2"
+    return "main" if file.suffix.lower() == ".py" and any(key in text for key in MAINS) else None
 
 
 def _named(file: Path, text: str, engine: str | None) -> str:
@@ -212,10 +219,10 @@ def _named(file: Path, text: str, engine: str | None) -> str:
         return engine
     if file.suffix.lower() not in BY_END:
         raise BadInput(f"not known by its ending (valid: {', '.join(BY_END)}; or --engine NAME)")
-    name = BY_END[file.suffix.lower()][0]
+    name = BY_END[file.suffix.lower()]
     if name != "accelerate":
         return name
-    keys = READERS["accelerate"]["1.15.0"].parse(text)
+    keys = _reader(name, None, file, text).parse(text)
     if (found := next((one for one, own in BY_KEYS if any(key in keys for key in own)), None)) is not None:
         return found
     if "schema_version" in keys and any(key.split(".")[0] == "parallelism" for key in keys):
@@ -224,7 +231,7 @@ def _named(file: Path, text: str, engine: str | None) -> str:
         key in keys for key in ("compute_environment", *(key for rule in accelerate.DIALECT.rules for key in rule.keys))
     ):
         raise BadInput(
-            "no key of a program whose YAML AHP reads is in it (valid: accelerate, nanotron, maxtext, nemo, bridge; --engine NAME says which)"
+            f"no key of a program whose YAML AHP reads is in it (valid: {', '.join((name, *dict(BY_KEYS)))}; --engine NAME says which)"
         )
     return name
 
