@@ -26,7 +26,7 @@ def found(
             raise NotExpressible("enable_sequence_parallel = True: the engine cannot (valid: False)")
         return others or forecast(step_s=5.0)
 
-    return binding(layout, priced, CAPACITY, price), asked
+    return binding(layout, priced, CAPACITY, price, lambda *_: CAPACITY), asked
 
 
 def test_computation_binds_and_the_largest_loss_is_named() -> None:

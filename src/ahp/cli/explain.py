@@ -53,7 +53,9 @@ class Alternative:
 def run(argv: list[str]) -> int:
     """``ahp explain PLAN``. Returns the exit code; raises AhpError."""
     from ahp.forecast.documents import told as told_of_documents
+    from ahp.report.binding import what_binds
     from ahp.report.schedules import compared_schedules
+    from ahp.report.tables import capacity_bytes
     from ahp.search.sensitivity import sensitivity
 
     arguments = options_of(Arguments, argv, "ahp explain", __doc__)
@@ -65,7 +67,8 @@ def run(argv: list[str]) -> int:
     other = None if alternatives is None else why_not(subject, plan, alternatives)
     print("searching again with 10 % more of each piece of hardware ...", file=sys.stderr)
     moves = sensitivity(subject, plan.parallelism)
-    binds, schedules = _binds(subject, plan), compared_schedules(subject.any_pricer, plan.parallelism)
+    part, _, sentence = what_binds(forecast, capacity_bytes(plan))
+    binds, schedules = (part, sentence), compared_schedules(subject.any_pricer, plan.parallelism)
     layout = subject.decided(plan.parallelism)
     documents = told_of_documents(subject.graph, subject.cluster.groups, plan.job, layout, subject.engine)
     if arguments.json:
@@ -139,15 +142,6 @@ def _nearest(subject: Problem, misses: list[Constraints]) -> Alternative:
     near = [miss for keys in misses if (miss := nearest(replace(subject, constraints=keys))) is not None]
     layout, forecast = min(near, key=lambda miss: needed_bytes(miss[1]))
     return Alternative(layout, forecast, does_not_fit(forecast, subject.capacity_bytes))
-
-
-def _binds(subject: Problem, plan: Plan) -> tuple[str, str]:
-    """The part that binds, and how, in words."""
-    from ahp.report.binding import binding
-    from ahp.report.tables import capacity_bytes
-
-    found = binding(plan.parallelism, plan.priced, capacity_bytes(plan), subject.price)
-    return found.part, found.sentence
 
 
 def _show(

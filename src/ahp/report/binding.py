@@ -98,21 +98,21 @@ def binding_of(graph: ModelGraph, cluster: Cluster, plan: Plan) -> Binding:
     return binding(plan.parallelism, plan.priced, capacity_bytes(plan), price, capacity)
 
 
-def binding(
-    layout: Parallelism, forecast: Forecast, capacity_bytes: int, price: Price, capacity_of: Capacity | None = None
-) -> Binding:
-    """What binds ``layout``, and its neighbours. ``price`` raises BadInput or NotExpressible for a layout that cannot run.
-
-    ``capacity_of``: memory of the device with the fullest rank of a neighbour, if devices differ.
-    """
-    there = capacity_of or (lambda layout, forecast: capacity_bytes)
-    used = sum(forecast.memory.values())
+def what_binds(forecast: Forecast, capacity_bytes: int) -> tuple[str, float, str]:
+    """What binds a layout (``Binding.part``), its share, and both in a sentence."""
     if forecast.fits:
-        told, share, sentence, parts = _slowest(forecast)
-        changes = [(part, change) for part in parts for change in _faster(layout, part)]
+        return _slowest(forecast)
+    return "memory", sum(forecast.memory.values()) / capacity_bytes, _too_much(forecast, capacity_bytes)
+
+
+def binding(
+    layout: Parallelism, forecast: Forecast, capacity_bytes: int, price: Price, capacity_of: Capacity
+) -> Binding:
+    """What binds ``layout``, and its neighbours. ``price`` raises BadInput or NotExpressible for a layout that cannot run."""
+    if forecast.fits:
+        changes = [(part, change) for part in _relievable(forecast) for change in _faster(layout, part)]
     else:
-        part = max((p for p in forecast.memory if p not in NOT_OURS), key=forecast.memory.__getitem__)
-        told, share, sentence = "memory", used / capacity_bytes, _too_much(forecast, part, capacity_bytes)
+        part = _largest_memory(forecast)
         changes = [(part, change) for change in _smaller(layout, part)]
     tried: list[Neighbour] = []
     for part, change in changes:
@@ -120,34 +120,43 @@ def binding(
             break
         change = _with_followers(layout, change)
         if all(one.change != _words(change) for one in tried):
-            tried.append(_tried(layout, forecast, part, change, there, price))
-    return Binding(told, share, sentence, _headroom(forecast, capacity_bytes), tuple(tried))
+            tried.append(_tried(layout, forecast, part, change, capacity_of, price))
+    return Binding(*what_binds(forecast, capacity_bytes), _headroom(forecast, capacity_bytes), tuple(tried))
 
 
-def _slowest(forecast: Forecast) -> tuple[str, float, str, list[str]]:
-    """(what binds, its share, in words, the parts that a layout can relieve, the largest first)."""
-    step_s = forecast.step_time_s
-    compute_s = sum(forecast.step.get(part, 0.0) for part in COMPUTATION)
+def _relievable(forecast: Forecast) -> list[str]:
+    """The parts of the step that a layout can relieve, the largest first, and ``compute``."""
     fixed = (*COMPUTATION, *NO_LAYOUT_CHANGES)
-    others = {part: s for part, s in forecast.step.items() if part not in fixed and s >= NEGLIGIBLE * step_s}
-    parts = [*sorted(others, key=lambda part: -others[part]), "compute"]
-    largest = parts[0]
-    if others.get(largest, 0.0) > compute_s:
-        share = others[largest] / step_s
+    least_s = NEGLIGIBLE * forecast.step_time_s
+    parts = [part for part, part_s in forecast.step.items() if part not in fixed and part_s >= least_s]
+    return [*sorted(parts, key=lambda part: -forecast.step[part]), "compute"]
+
+
+def _slowest(forecast: Forecast) -> tuple[str, float, str]:
+    step_s, largest = forecast.step_time_s, _relievable(forecast)[0]
+    compute_s = sum(forecast.step.get(part, 0.0) for part in COMPUTATION)
+    largest_s = forecast.step.get(largest, 0.0)
+    if largest_s > compute_s:
+        share = largest_s / step_s
         name = part_words(largest)
-        words = f"{name[:1].upper()}{name[1:]}: {percent(share)} of the step ({seconds(others[largest])})"
-        return largest, share, f"{words}; computation is {percent(compute_s / step_s)}.", parts
+        words = f"{name[:1].upper()}{name[1:]}: {percent(share)} of the step ({seconds(largest_s)})"
+        return largest, share, f"{words}; computation is {percent(compute_s / step_s)}."
     words = f"Computation: forward and backward are {percent(compute_s / step_s)} of the step"
     if largest == "compute":
         words += f", nothing else that a layout decides reaches {percent(NEGLIGIBLE)}."
     else:
-        lost = f"{part_words(largest)}, {percent(others[largest] / step_s)} ({seconds(others[largest])})"
+        lost = f"{part_words(largest)}, {percent(largest_s / step_s)} ({seconds(largest_s)})"
         words += f". Of what else a layout decides, most is {lost}."
-    return "compute", compute_s / step_s, words, parts
+    return "compute", compute_s / step_s, words
 
 
-def _too_much(forecast: Forecast, part: str, capacity_bytes: int) -> str:
-    used = sum(forecast.memory.values())
+def _largest_memory(forecast: Forecast) -> str:
+    """The largest part of the memory that a layout can change."""
+    return max((part for part in forecast.memory if part not in NOT_OURS), key=forecast.memory.__getitem__)
+
+
+def _too_much(forecast: Forecast, capacity_bytes: int) -> str:
+    used, part = sum(forecast.memory.values()), _largest_memory(forecast)
     holds = f"{part_words(part)} ({gib(forecast.memory[part])})"
     if used > capacity_bytes:
         return f"Memory: {of_gib(used, capacity_bytes)}; {holds} would have to shrink by {gib(used - capacity_bytes)}."
@@ -159,8 +168,7 @@ def _too_much(forecast: Forecast, part: str, capacity_bytes: int) -> str:
 
 def _headroom(forecast: Forecast, capacity_bytes: int) -> str:
     """What is free, and what would have to shrink for more."""
-    used = sum(forecast.memory.values())
-    part = max((p for p in forecast.memory if p not in NOT_OURS), key=forecast.memory.__getitem__)
+    used, part = sum(forecast.memory.values()), _largest_memory(forecast)
     largest = f"most is {part_words(part)}, {gib(forecast.memory[part])}"
     if used > capacity_bytes:
         return f"{of_gib(used, capacity_bytes)}, {gib(used - capacity_bytes)} too much; {largest}"
