@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import time
 from functools import cache
-from pathlib import Path
 
 import psutil
 
@@ -27,14 +26,14 @@ COPY_BYTES = 64 * 2**20
 """Size of the timed copy if the cache size is unknown; else it is four times the last-level cache, at most four times this."""
 
 
-def local_cluster(path: str | Path = ".") -> Cluster:
+def local_cluster() -> Cluster:
     """This machine, unmeasured: its GPUs as the catalogue knows them, else its processor's cores.
 
     Raises BadInput for GPUs that the catalogue does not know (``ahp probe`` measures those) or that differ.
     """
     found = gpus()
     group = gpu_group(found, topology()) if found else cpu_group()
-    group = group.model_copy(update={"name": "local", "host": sense.host(path)})
+    group = group.model_copy(update={"name": "local", "host": sense.host()})
     return Cluster(groups=(group,), source=f"sensed on {platform.node()}, not measured")
 
 

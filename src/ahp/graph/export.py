@@ -17,7 +17,7 @@ PLAIN_FIELDS = ("name", "model", "micro_batch_size", "sequence_length", "dtype",
 PHASE_COLOURS = {"forward": "#dbe9f6", "backward": "#fbe3d4"}
 
 
-def to_json(graph: ModelGraph, *, indent: int | None = None) -> str:
+def to_json(graph: ModelGraph) -> str:
     """The whole graph with its law of growth, so that ``at`` works on the graph that ``from_plain`` reads.
 
     A tensor is ``[dtype, size, size, ...]``; sizes in elements, ``bytes_*`` in bytes, ``flops`` as in ahp.graph.costs.
@@ -30,7 +30,7 @@ def to_json(graph: ModelGraph, *, indent: int | None = None) -> str:
         "saved_bytes": sum(segment.saved_bytes for segment in graph.segments()),
     }
     head = {"schema_version": GRAPH_SCHEMA_VERSION, "totals": totals}
-    return json.dumps(head | to_plain(graph), indent=indent)
+    return json.dumps(head | to_plain(graph))
 
 
 def to_dot(graph: ModelGraph) -> str:
