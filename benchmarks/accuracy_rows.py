@@ -12,6 +12,7 @@ model                  layers, hidden, heads, vocab, seq; optional kv_heads, ffn
                        mixtures experts, topk, moe_ffn, shared_experts or shared_ffn, dense_layers, head_dim, attention ("MLA q_lora=1536 kv_lora=512");
                        hf: keys of the Hugging Face configuration that the others do not say, such as {model_type: olmo2}
 precision              fp32, bf16, fp16 or fp8, with whatever words
+dtype                  of weights, gradients and moments (``job.dtype``); absent = fp32
 framework              words; absent = Megatron-LM
 release                which release of the framework ran, a name or a day (docs/change/engines.md, engine.version); absent = the newest
 tp, pp, cp, ep         degrees; data ranks are what is left of gpus
@@ -178,6 +179,7 @@ def arguments(row: Mapping[str, Any]) -> dict[str, Any]:
             "sequence_length": row["model"]["seq"],
             "global_batch_size": row["global_batch"],
             "precision": _precision(row),
+            "dtype": row.get("dtype") or "fp32",
             "optimizer": "adamw",
             "document_mask": bool(row.get("document_mask")),
             "lora": row.get("lora"),

@@ -19,6 +19,7 @@ from ahp.errors import BadInput
 from ahp.violations import broken_rules, first_few, shortened, taken_for_numbers
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+StateDtype = Literal["fp32", "bf16"]
 Packing = Literal["packed", "padded"]
 BYTES_PER_ELEMENT: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
@@ -178,6 +179,8 @@ class Job(Record):
     """Sequences per optimizer step, over all devices."""
     steps: int = Field(default=200, ge=1)
     precision: Precision = "bf16"
+    dtype: StateDtype = "fp32"
+    """Type of weights, gradients and optimizer states between steps. The name is torchtitan's and torchtune's."""
     optimizer: Optimizer = Optimizer()
     lora: Lora | None = None
     """Adapters that are trained instead of the weights; None = the weights are trained."""
@@ -226,6 +229,31 @@ class Job(Record):
                 "(valid: False, or packing packed)"
             )
         return self
+
+    @model_validator(mode="after")
+    def _states_in_16_bits(self) -> Job:
+        if self.dtype == "fp32":
+            return self
+        for key, value, needed, rule in (
+            ("precision", self.precision, "bf16", "weights are held in the type that they compute in"),
+            ("optimizer.name", self.optimizer.name, "adamw", "it has states in fp32 or in 8 bits"),
+            ("lora", self.lora, None, "adapters are trained in fp32, beside frozen weights in 16 bits"),
+        ):
+            if value != needed:
+                told = value.model_dump(exclude_defaults=True) if isinstance(value, Lora) else value
+                valid = f"{'null' if needed is None else needed}, or job.dtype fp32"
+                raise ValueError(f"job.{key} = {told!r}: does not go with job.dtype bf16: {rule} (valid: {valid})")
+        return self
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether weights are cast to the type that they compute in."""
+        return self.precision != self.dtype
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one element of a weight, a gradient or a moment as the optimizer holds it."""
+        return BYTES_PER_ELEMENT[self.dtype]
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 from ahp.errors import BadInput
 from ahp.runtime.parameters import refuse_parameters
-from ahp.runtime.weights.allocate import hold_in_fp32
+from ahp.runtime.weights.allocate import hold_in
 from tests.runtime.models import BUILDERS, Block, Custom
 from tests.runtime.test_equality import FEWER_STEPS, ZERO, assert_same_curve, assert_same_weights, train, world_size
 from tests.runtime.test_families import CALM, EPS
@@ -92,7 +92,7 @@ def test_what_trains_is_not_refused(build: Callable[[], nn.Module]) -> None:
 def test_transposed_parameters_are_laid_out_anew() -> None:
     value = torch.randn(3, 5)
     module = nn.ParameterList([nn.Parameter(value.t())])
-    hold_in_fp32(module)
+    hold_in(module, torch.float32)
     assert module[0].is_contiguous()
     assert torch.equal(module[0], value.t())
 

@@ -64,8 +64,8 @@ class AhpEngine(Engine):
     """What AHP's own runtime can run, and how it behaves.
 
     FSDP2 holds sharded or cast weights, with one block as the unit of communication; in fp32 with nothing sharded the weights are the module's
-    own, and replicas sum their gradients in buckets of 25 MiB. Master weights, gradients and both AdamW states are fp32; in other precisions
-    there is a separate compute copy in 16 bits. docs/forecast/operators.md has the table.
+    own, and replicas sum their gradients in buckets of 25 MiB; so it is with all states in bf16 too (``job.dtype``). Else master weights,
+    gradients and both AdamW states are fp32, and in other precisions there is a separate compute copy in 16 bits. docs/forecast/operators.md has the table.
     """
 
     name = "ahp"
@@ -86,6 +86,8 @@ class AhpEngine(Engine):
             return f"precision = {job.precision!r}: {cannot} (valid: {', '.join(PRECISIONS)})"
         if job.precision == "fp8" and job.lora is not None:
             return f"job.precision = 'fp8': {cannot} with job.lora (valid: bf16, fp16, fp32)"
+        if job.dtype != "fp32" and choice.offload_optimizer:
+            return f"engine.offload_optimizer = True: {cannot} with job.dtype {job.dtype} (valid: False, or job.dtype fp32)"
         if choice.enable_async_tensor_parallel:
             valid = "null; or engine.name torchtitan or megatron"
             return f"engine.enable_async_tensor_parallel = True: {cannot} (valid: {valid})"
@@ -117,33 +119,33 @@ def _traits(
     ways: tuple[ContextWay, ...], stops_at_last_read: bool, experts_alone: bool,
 ) -> Traits:  # fmt: skip
     """Cached by everything in a layout that changes them: a search asks for tens of thousands of layouts, and there are a dozen."""
-    fuses, sharded = choice.compile is not False, zero > 0
+    fuses, sharded, state = choice.compile is not False, zero > 0, job.state_bytes
     muon, in_8_bits = job.optimizer.name == "muon", job.optimizer.share_in_8_bits
     every = zero >= 2 and not pipelined
-    wrapped = sharded or job.precision != "fp32"
+    wrapped = sharded or job.casts_weights
     buckets = replicated and not wrapped  # runtime/shard/replicas.py
     # torch's pipeline stage defers the reduction of an FSDP module to its last micro-batch and keeps the weights
     # gathered after each backward (torch 2.13, pipelining/stage.py, backward_maybe_with_nosync). A ZeRO-3 forward
     # then finds them gathered, and frees them, so that each backward gathers once.
     return Traits(
         states=StateTraits(
-            master_weight_bytes=4,
-            optimizer_bytes=4 if muon else in_8_bits * BYTES_IN_8_BITS + (1 - in_8_bits) * 8,
+            master_weight_bytes=state,
+            optimizer_bytes=4 if muon else in_8_bits * BYTES_IN_8_BITS + (1 - in_8_bits) * 2 * state,
             no_matrix_bytes=4 if muon else 0,
             host_bytes=8 if choice.offload_optimizer else 0,  # runtime/optimizer/offload.py: both moments, in fp32
             host_bucket_bytes=OFFLOAD_BUCKET_BYTES if choice.offload_optimizer else 0,
-            compute_weight_bytes=2 if job.precision != "fp32" else 4 if sharded else 0,
+            compute_weight_bytes=2 if job.casts_weights else state if sharded else 0,
             trained_share=job.trained_share,
         ),
-        gradients=GradientTraits(element_bytes=4, whole=not every),
+        gradients=GradientTraits(element_bytes=state, whole=not every),
         # Embedding and head are units of their own: runtime/shard/ends.py.
         gather=fsdp2.gathers(zero, pipelined=pipelined)._replace(beside_stages=True),
         reduce=ReduceTraits(
-            element_bytes=4,
+            element_bytes=state,
             overlap=0.0 if pipelined else 1.0,
             every_micro_batch=every,
             copies=wrapped or replicated,
-            bucket_elements=REPLICA_BUCKET_BYTES // 4 if buckets else 0,
+            bucket_elements=REPLICA_BUCKET_BYTES // state if buckets else 0,
             keeps_buckets=buckets,
             gradients_in_buckets=buckets,
             # runtime/pipeline/torch_compat.py, reduce_beside; buckets of replicas are summed when all gradients are there
@@ -228,7 +230,7 @@ def _runs_again_what_is_read(job: Job, p: Parallelism, choice: EngineChoice) -> 
 def _are_experts_alone(job: Job, p: Parallelism) -> bool:
     """Whether each expert is on one rank and in its own precision: FSDP2 would only copy it (runtime/shard/fsdp.py)."""
     shards, degree = p.weight_shards, p.expert_parallel_degree
-    return job.precision == "fp32" and shards == degree > 1 and p.weight_replicas == 1
+    return not job.casts_weights and shards == degree > 1 and p.weight_replicas == 1
 
 
 def _refuses_experts(p: Parallelism) -> str | None:

@@ -19,6 +19,8 @@ class Support:
     precisions: tuple[str, ...]
     schedules: tuple[str, ...]
     """Pipeline schedules; empty = the engine has no pipeline."""
+    dtypes: tuple[str, ...] = ("fp32",)
+    """Types of weights, gradients and optimizer states."""
     activation_checkpoints: tuple[str, ...] = ("none", "selective", "full")
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     async_tensor: Literal["never", "compiled", "always"] = "never"
@@ -76,6 +78,8 @@ class Support:
             return reason
         if job.precision not in self.precisions:
             return _cannot(engine, "precision", job.precision, self.precisions)
+        if job.dtype not in self.dtypes:
+            return _cannot(engine, "job.dtype", job.dtype, [*self.dtypes, "or engine.name ahp or torchtitan"])
         if job.document_mask:
             return _cannot(engine, "job.document_mask", True, ["False; or engine.name ahp"])
         if job.lora is not None:

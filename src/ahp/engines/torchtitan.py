@@ -27,6 +27,7 @@ from ahp.schedule.registry import SCHEDULES
 
 SUPPORT = Support(
     precisions=("fp32", "bf16", "fp8"),
+    dtypes=("fp32", "bf16"),
     async_tensor="compiled",
     folds_experts="always",  # distributed/parallel_dims.py: ep spans dp_shard x cp x tp, innermost first; until 0.2.2 where expert_tensor_parallel_degree is 1
     schedules=tuple(schedule.name for schedule in SCHEDULES.values() if schedule.in_torch),
@@ -70,9 +71,11 @@ class TorchtitanEngine(Engine):
         """Its behavior for the forecast; the caller has checked ``refuses`` first."""
         sharded = parallelism.weight_shards > 1
         zero = parallelism.zero_stage if sharded else 0
-        half = job.precision != "fp32"
+        state, half = job.state_bytes, job.casts_weights
         pipelined = parallelism.pipeline_parallel_degree > 1
         every = zero >= 2 and not pipelined
+        # torch 2.13, _fsdp_param.py, to_accumulated_grad_if_needed: what waits for its reduction is in the type that is sent
+        in_fp32 = not every and sharded
         recipe = FUSED_TORCHAO_FP8 if choice.compile else EAGER_TORCHAO_FP8
         casts = FUSED_TORCHAO_OPERATORS if choice.compile else EAGER_TORCHAO_OPERATORS
 
@@ -81,13 +84,15 @@ class TorchtitanEngine(Engine):
 
         return Traits(
             states=StateTraits(
-                master_weight_bytes=4, optimizer_bytes=8, compute_weight_bytes=2 if half else 4 if sharded else 0
+                master_weight_bytes=state,
+                optimizer_bytes=2 * state,
+                compute_weight_bytes=2 if half else state if sharded else 0,
             ),
-            gradients=GradientTraits(element_bytes=4, whole=not every),
+            gradients=GradientTraits(element_bytes=4 if in_fp32 else state, whole=not every),
             # distributed/fsdp.py, apply_fsdp_to_decoder; tied weights are one unit
             gather=fsdp2.gathers(zero, pipelined=pipelined)._replace(ends_apart=has("ends_apart")),
             reduce=ReduceTraits(
-                element_bytes=4,
+                element_bytes=4,  # training.mixed_precision_reduce has no other value
                 overlap=0.0 if pipelined else 1.0,
                 every_micro_batch=every,
                 copies=True,

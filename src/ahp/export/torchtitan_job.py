@@ -111,6 +111,10 @@ ADAMW = (
 )
 
 
+TYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""torchtitan's names of types."""
+
+
 def precision(*, converters: str | None) -> Rule:
     """The types of computation. ``converters``: the key of the list that converts products to 8 bits."""
     param, reduce, own = (f"training.{key}" for key in ("mixed_precision_param", "mixed_precision_reduce", "dtype"))
@@ -121,7 +125,7 @@ def precision(*, converters: str | None) -> Rule:
 
     def write(s: Subject) -> Settings:
         kind = s.job.precision
-        found: Settings = {own: "float32", param: "float32" if kind == "fp32" else "bfloat16", reduce: "float32"}
+        found: Settings = {own: TYPES[s.job.dtype], param: TYPES.get(kind, "bfloat16"), reduce: "float32"}
         if kind != "fp8":
             return found
         if converters is None:
@@ -130,16 +134,17 @@ def precision(*, converters: str | None) -> Rule:
         return found | {converters: [eight], **dict.fromkeys(gathers, True)}
 
     def read(settings: Settings) -> Fields:
-        if settings.get(own, "float32") != "float32":
-            raise Unreadable(f"{own} = {settings[own]!r}: AHP's weights are fp32")
+        held = {name: kind for kind, name in TYPES.items()}.get(settings.get(own, "float32"))
+        if held is None:
+            raise Unreadable(f"{own} = {settings[own]!r}: AHP knows {', '.join(TYPES.values())} alone")
         used = settings.get(converters, []) if converters else []
         if used and used != [eight]:
             raise Unreadable(f"{converters} = {used}: AHP knows {eight} alone")
-        plain = {"bfloat16": "bf16", "float32": "fp32"}[settings.get(param, "bfloat16")]
-        return {J + "precision": "fp8" if used else plain}
+        plain = {name: kind for kind, name in TYPES.items()}[settings.get(param, "bfloat16")]
+        return {J + "precision": "fp8" if used else plain, J + "dtype": held}
 
     keys = (own, param, reduce, *((converters, *gathers) if converters else ()))
-    return Rule(keys, (J + "precision",), write, read)
+    return Rule(keys, (J + "precision", J + "dtype"), write, read)
 
 
 RULES = (RATE, CLIP, DECAYS_ALL, *ADAMW)

@@ -278,8 +278,8 @@ COMPILED_EIGHT_BIT_UPDATE_BYTES = 74
 """The same on a GPU, in one compiled kernel: it moves 16, but memory could move these 74 while it looks codes up. [H200] torchao's kernel of these
 steps took about 16 ms more than fused AdamW (28 bytes) for 1.5 billion parameters, measured on another H200 and scaled (docs/benchmarks.md)."""
 
-CLIP_BYTES = 12
-"""Bytes moved per gradient element by clipping in fp32: one read for the norm, one read and write for the scale."""
+CLIP_PASSES = 3
+"""How often clipping passes over a gradient: one read for the norm, one read and write for the scale."""
 
 
 def update_bytes(job: Job, traits: Traits, *, on_cpu: bool) -> float:
@@ -294,7 +294,7 @@ def update_bytes(job: Job, traits: Traits, *, on_cpu: bool) -> float:
     # The compute copy is made again, where no gather makes it.
     if states.compute_weight_bytes and traits.gather.forward == "never":
         moved += states.master_weight_bytes + states.compute_weight_bytes
-    moved += CLIP_BYTES if job.optimizer.grad_clip is not None else CLIP_BYTES // 3
+    moved += job.state_bytes * (CLIP_PASSES if job.optimizer.grad_clip is not None else 1)
     return moved * states.trained_share
 
 

@@ -145,7 +145,7 @@ def _refuse_for_fsdp2(module: nn.Module, blocks: BlockList | None, plan: Plan) -
     if any(each.weight_shards > 1 for each in plan.parallelism.layouts_of_ranks):
         rule = f"{what}, which FSDP2 does not shard; or use data_parallel_replicate_degree"
         raise bad_input("zero_stage", plan.parallelism.zero_stage, rule, [0])
-    if plan.job.precision != "fp32":
+    if plan.job.casts_weights:
         raise bad_input("job.precision", plan.job.precision, f"{what}, which FSDP2 does not cast", ["fp32"])
 
 
@@ -169,7 +169,7 @@ def _refuse_gradient_hooks(module: nn.Module, plan: Plan) -> None:
     asked: list[tuple[str, Any, bool, Any]] = [
         ("tensor_parallel_degree", p.tensor_parallel_degree, any(tensor > 1 for _, tensor in p.widths), 1),
         ("zero_stage", p.zero_stage, any(each.weight_shards > 1 for each in p.layouts_of_ranks), 0),
-        ("job.precision", plan.job.precision, plan.job.precision != "fp32", "fp32"),
+        ("job.precision", plan.job.precision, plan.job.casts_weights, "fp32"),
         ("pipeline_parallel_schedule", p.pipeline_parallel_schedule, splits_backward(p), PLAIN),
     ]
     for key, value, drops, valid in asked:

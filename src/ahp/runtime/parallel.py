@@ -61,7 +61,7 @@ from ahp.runtime.step_result import StepResult
 from ahp.runtime.training_state import TrainingState
 from ahp.runtime.weights.adapter import Adapter
 from ahp.runtime.weights.alike import first_unlike
-from ahp.runtime.weights.allocate import hold_in_fp32
+from ahp.runtime.weights.allocate import hold_in
 from ahp.runtime.weights.hub_names import InFiles, in_files, shapes_of
 from ahp.runtime.weights.starting_values import StartingValues
 from ahp.schedule.orders import ranks_of_stages
@@ -131,7 +131,7 @@ class Parallel:
         self.rows_of_ranks = RowsOfRanks(p, mesh.rank("dp_replicate"))
         own = plan.model_copy(update={"parallelism": self.layout})
         refuse_parameters(module)
-        hold_in_fp32(module)
+        hold_in(module, torch.float32)  # also for states in bf16: the model is traced and cut in fp32 under every plan
         with_adapters(module, plan.job.lora, seed=plan.job.seed)
         self._trains = any(parameter.requires_grad for parameter in module.parameters())
         self.config = getattr(module, "config", None)
@@ -179,7 +179,7 @@ class Parallel:
         stages = cut_stages(module, found, plan, documents)
         self.ties = TiedParameters([self.names.on(stage.model) for stage in stages], mesh, plan.parallelism)
         self.stages = {i: stages[i] for i in stages_of_rank(mesh.rank("pp"), p)}
-        self.sharding = Sharding(mesh, p.zero_stage, plan.job.precision)
+        self.sharding = Sharding(mesh, p.zero_stage, plan.job)
         prepare = StageSetup(
             own, mesh, self.names, self.sharding, path, num_layers, found, sliced, balance, self.tokens, self.documents, start.streamed,
             ends_of(module, found),

@@ -31,7 +31,7 @@ from ahp.runtime.shard.ends import GatheredOnce, units_of
 from ahp.runtime.shard.fsdp import COMPUTE_DTYPE, Sharding
 from ahp.runtime.shard.ownership import ParameterNames
 from ahp.runtime.tensor.slice import slice_module
-from ahp.runtime.weights.allocate import allocate_on, store_frozen
+from ahp.runtime.weights.allocate import allocate_on, hold_in, store_frozen
 from ahp.schedule.orders import splits_backward
 from ahp.schedule.stages import layer_ranges, layers_of_stages
 from ahp.search.slicing.model import ModelSlicing
@@ -96,6 +96,8 @@ class StageSetup:
             stage.to(self.mesh.device)
         if self.plan.job.lora is not None:
             store_frozen(stage, COMPUTE_DTYPE[self.plan.job.precision])
+        if self.plan.job.dtype != "fp32":
+            hold_in(stage, COMPUTE_DTYPE[self.plan.job.dtype])
         splits = self._slice(stage, layers, self._fp8(stage))
         experts = self._divide_experts(stage, splits)
         self._wrap_blocks(index, stage, layers)

@@ -376,8 +376,8 @@ def end_memory_history(device: torch.device, file: Path) -> None:
 
 
 def norms_of(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The Euclidean norm of each tensor, many in one kernel, as ``torch.nn.utils.get_total_norm`` takes it."""
-    return tuple(torch._foreach_norm(tensors, 2.0))
+    """fp32: the Euclidean norm of each tensor, many in one kernel, as ``torch.nn.utils.get_total_norm`` takes it."""
+    return tuple(torch._foreach_norm(tensors, 2.0, dtype=torch.float32))
 
 
 def scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:

@@ -34,6 +34,7 @@ from ahp.runtime.ranks.device import choose_device
 from ahp.runtime.run.worker import end_process
 from ahp.runtime.shard.fsdp import COMPUTE_DTYPE
 from ahp.runtime.torch_compat import with_weights
+from ahp.runtime.weights.allocate import hold_in
 from ahp.words import gib, number_of
 
 TOLERANCES: dict[str, tuple[float, float]] = {
@@ -106,6 +107,8 @@ def one_device(plan: Plan, steps: int) -> Iterator[tuple[float, float]]:
     """
     job, settings = plan.job, plan.job.optimizer
     model = with_adapters(rehearsal.model(plan), job.lora, seed=job.seed)
+    if job.dtype != "fp32":
+        hold_in(model, COMPUTE_DTYPE[job.dtype])
     if job.precision == "fp8":
         refuse_without_torchao()
         for block in find_blocks(model).blocks:
@@ -178,7 +181,9 @@ def _adamw(parameters: list[nn.Parameter], settings: Optimizer) -> list[torch.op
         {"params": [p for p in parameters if id(p) not in kept], "weight_decay": settings.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return [torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps)]
+    # The fused kernel computes in fp32 and rounds once; torch's default on a CPU rounds to the weights' 16 bits after each operator.
+    fused = any(p.dtype is torch.bfloat16 for p in parameters)
+    return [torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=fused or None)]
 
 
 class WholeEightBit(torch.optim.Optimizer):
@@ -199,7 +204,7 @@ def _outputs(
 
     Weights are cast to ``dtype`` on their way in: fp32 masters receive the gradients.
     """
-    cast = {name: p.to(dtype) for name, p in model.named_parameters()} if dtype is not torch.float32 else {}
+    cast = {name: p.to(dtype) for name, p in model.named_parameters() if p.dtype is not dtype}
     with with_weights(model, cast) if cast else nullcontext():
         if (balance := balance_of(model)) is None:
             return logits_of(call_model(model, **inputs, documents=documents)), 0.0

@@ -57,8 +57,8 @@ def _norms(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 def _norm_by_rows(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.reshape(-1)
     rows, rest = flat.split([flat.numel() // ROW * ROW, flat.numel() % ROW])
-    norms = torch.linalg.vector_norm(rows.view(-1, ROW), dim=1)
-    both = torch.cat((norms, torch.linalg.vector_norm(rest)[None]))
+    norms = torch.linalg.vector_norm(rows.view(-1, ROW), dim=1, dtype=torch.float32)
+    both = torch.cat((norms, torch.linalg.vector_norm(rest, dtype=torch.float32)[None]))
     return torch.linalg.vector_norm(both, dtype=torch.float64).to(norms.dtype)
 
 

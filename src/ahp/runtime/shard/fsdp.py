@@ -6,7 +6,7 @@ ZeRO stage   parameters              gradients of the micro-batches       optimi
 2            gathered once per step  reduce-scattered at each micro-batch  sharded
 3            gathered at each use    reduce-scattered at each micro-batch  sharded
 
-If nothing is sharded and nothing is cast (fp32), FSDP2 would only copy: then ``replicas`` alone sums the gradients of the
+If nothing is sharded and nothing is cast (fp32, or all states in bf16), FSDP2 would only copy: then ``replicas`` alone sums the gradients of the
 replicas. Frozen weights under ``job.lora`` are held in the dtype they compute in: if nothing is sharded they are left out of FSDP2 too.
 """
 
@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from ahp.job import Precision
+from ahp.job import Job, Precision
 from ahp.runtime.ranks.mesh import Mesh
 from ahp.runtime.shard.block_calls import BlockCalls
 from ahp.runtime.shard.replicas import Replicas
@@ -37,28 +37,28 @@ COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
     "fp16": torch.float16,
     "fp8": torch.bfloat16,
 }
-"""The compute dtype of each precision; fp8 has products of blocks in 8 bits (``fp8``). Master weights, reduction and optimizer are always fp32."""
+"""The compute dtype of each precision; fp8 has products of blocks in 8 bits (``fp8``). Master weights, reduction and optimizer are in fp32, or all in bf16
+(``job.dtype``)."""
 
 
 class Sharding:
     """How one rank's stages are sharded, and what the backward of each micro-batch sends."""
 
-    def __init__(self, mesh: Mesh, zero_stage: int, precision: Precision) -> None:
+    def __init__(self, mesh: Mesh, zero_stage: int, job: Job) -> None:
         self.mesh = mesh
         # If nothing is sharded FSDP2 still casts, and ZeRO stages 2 and 3 would sum over the replicas at every micro-batch.
         replicated, sharded = mesh.num_replicas > 1, mesh.shards[1] > 1
         self.zero_stage = zero_stage if sharded else 0
         self.sharded = sharded
-        dtype = COMPUTE_DTYPE[precision]
         self.policy = (
-            MixedPrecisionPolicy()
-            if dtype is torch.float32
-            else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE[job.precision], reduce_dtype=torch.float32)
+            if job.casts_weights
+            else MixedPrecisionPolicy()
         )
         self.fsdp_mesh = (
             mesh.weights["dp_replicate", "dp_shard"] if replicated and sharded else mesh.weights["dp_shard"]
         )
-        self.uses_fsdp = sharded or dtype is not torch.float32
+        self.uses_fsdp = sharded or job.casts_weights
         self.replicas = Replicas(mesh.weights.get_group("dp_replicate")) if replicated and not sharded else None
         self.roots: list[FSDPModule] = []
         self.units: list[FSDPModule] = []

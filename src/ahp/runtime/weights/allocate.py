@@ -87,12 +87,12 @@ def allocate_on(module: nn.Module, device: torch.device) -> None:
     _retie(module, tied)
 
 
-def hold_in_fp32(module: nn.Module) -> None:
-    """Convert parameters of other floating-point types, mostly of 16 bits, to fp32 master weights, in place. Tied parameters stay tied, and buffers
-    as they are. Transposed ones are laid out anew: FSDP2 takes contiguous ones alone."""
+def hold_in(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert parameters of other floating-point types to ``dtype``, in place. Tied parameters stay tied, and buffers as they are. Transposed ones
+    are laid out anew: FSDP2 takes contiguous ones alone."""
     for parameter in module.parameters():
-        if parameter.is_floating_point() and not (parameter.dtype is torch.float32 and parameter.is_contiguous()):
-            parameter.data = parameter.data.float().contiguous()
+        if parameter.is_floating_point() and not (parameter.dtype is dtype and parameter.is_contiguous()):
+            parameter.data = parameter.data.to(dtype).contiguous()
 
 
 def store_frozen(module: nn.Module, dtype: torch.dtype) -> None:
