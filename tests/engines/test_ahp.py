@@ -22,6 +22,7 @@ from ahp.schedule.registry import SCHEDULES
         ),
         ({"enable_sequence_parallel": True}, {}, {}, "enable_sequence_parallel = True"),
         ({}, {"optimizer": "muon"}, {"offload_optimizer": True}, "job.optimizer.name = 'muon'"),
+        ({}, {"dtype": "bf16"}, {"offload_optimizer": True}, "engine.offload_optimizer = True"),
         (
             {"activation_checkpoint": "selective", "context_parallel_degree": 2, "context_parallel_method": "ring"},
             {},
@@ -134,6 +135,23 @@ def test_weights_are_wrapped_where_they_are_sharded_or_cast(precision, degrees, 
     split = Parallelism(**degrees, tensor_parallel_degree=2)
     more = AhpEngine().traits(Job(precision=precision), split, EngineChoice())
     assert more.host.operators_per_unit > traits.host.operators_per_unit
+
+
+@pytest.mark.parametrize("degrees", [{}, {"data_parallel_replicate_degree": 2}, {"data_parallel_shard_degree": 2}])
+def test_states_in_16_bits_are_wrapped_where_those_in_32_are(degrees):
+    layout = Parallelism(**degrees)
+    half, whole = (
+        AhpEngine().traits(job, layout, EngineChoice()) for job in (Job(dtype="bf16"), Job(precision="fp32"))
+    )
+    assert half.states._replace(trained_share=1.0) == whole.states._replace(
+        master_weight_bytes=2,
+        optimizer_bytes=4,
+        compute_weight_bytes=whole.states.compute_weight_bytes // 2,
+    )
+    assert half.gradients == whole.gradients._replace(element_bytes=2)
+    buckets = 2 * whole.reduce.bucket_elements  # of as many bytes
+    assert half.reduce == whole.reduce._replace(element_bytes=2, bucket_elements=buckets)
+    assert half.host == whole.host
 
 
 def test_compiled_blocks_are_fused():

@@ -34,6 +34,9 @@ from ahp.schedule.registry import SCHEDULES
         ("accelerate", {"expert_parallel_degree": 2}, {}, {}, "expert_parallel_degree = 2"),
         ("megatron", {}, {"document_mask": True}, {}, "job.document_mask = True"),
         ("torchtitan", {}, {"optimizer": "muon"}, {}, "job.optimizer.name = 'muon'"),
+        ("megatron", {}, {"dtype": "bf16"}, {}, "job.dtype = 'bf16'"),
+        ("deepspeed", {}, {"dtype": "bf16"}, {}, "job.dtype = 'bf16'"),
+        ("accelerate", {}, {"dtype": "bf16"}, {}, "job.dtype = 'bf16'"),
     ],
 )  # fmt: skip
 def test_refused_by_the_users_own_key(name, layout, job, choice, key):

@@ -71,11 +71,12 @@ def layouts(draw: st.DrawFn) -> dict[str, Any]:
 
 
 JOBS = st.builds(
-    lambda precision, rate, schedule, least, clip, seed: Job(
+    lambda precision, dtype, rate, schedule, least, clip, seed: Job(
         sequence_length=2048,
         global_batch_size=128,
         steps=1000,
         precision=precision,
+        dtype=dtype if precision == "bf16" else "fp32",
         seed=seed,
         optimizer=Optimizer(
             learning_rate=rate,
@@ -86,6 +87,7 @@ JOBS = st.builds(
         ),
     ),
     st.sampled_from(["bf16", "bf16", "fp32", "fp16", "fp8"]),
+    st.sampled_from(["fp32", "fp32", "bf16"]),
     st.sampled_from([1e-3, 3e-4, 1.5e-5]),
     st.sampled_from(["constant", "linear", "cosine", "wsd"]),
     st.sampled_from([0.1, 0.0, 0.25]),

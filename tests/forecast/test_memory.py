@@ -17,7 +17,7 @@ from ahp.forecast.division import Division
 from ahp.forecast.kernels import kernels
 from ahp.forecast.memory import Outside, Peak, device_bytes, fit_probability, pooled_bytes, ranks_memory, while_training
 from ahp.forecast.split import split
-from ahp.forecast.states import Shards, UnitBytes, Weights, state_bytes, unit_bytes
+from ahp.forecast.states import Shards, UnitBytes, Weights, state_bytes, unit_bytes, update_bytes
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 
@@ -223,6 +223,20 @@ def test_muon_keeps_one_state_of_a_matrix_in_a_block_and_two_of_the_rest():
 def test_fp32_alone_needs_no_second_copy():
     assert state(0, "fp32")["gathered_weights"] == 0
     assert sum(state(0, "fp32").values()) - state(0, "fp32")["reduce_buffers"] == 16 * 1000
+
+
+@pytest.mark.parametrize(("engine", "gradients"), [("ahp", [2, 2, 0.5, 0.5]), ("torchtitan", [2, 4, 0.5, 0.5])])
+def test_states_in_16_bits_take_eight_bytes_a_parameter(engine, gradients):
+    """torchtitan reduces in fp32, and what waits whole for its reduction is in that type."""
+    for zero, gradient in enumerate(gradients):
+        layout = Parallelism(zero_stage=zero, data_parallel_shard_degree=4 if zero else 1)
+        of = get(engine).traits(Job(dtype="bf16"), layout, EngineChoice(name=engine))
+        parts, shards = state_bytes(WEIGHTS, of, Shards.among(4 if zero else 1), 4), 4 if zero else 1
+        assert (parts["parameters"], parts["optimizer_states"]) == (2000 / shards, 4000 / shards)
+        assert parts["gradients"] == gradient * 1000
+        assert parts["gathered_weights"] == (2000 if zero in (1, 2) else 0)
+        # Weight, gradient and both moments are read, weight and moments written; the norm reads the gradient, the scale reads and writes it.
+        assert update_bytes(Job(dtype="bf16"), of, on_cpu=False) == 2 * 6 + of.gradients.element_bytes + 3 * 2
 
 
 def test_only_what_is_sent_or_cast_is_copied():

@@ -93,6 +93,7 @@ def small(
     offload: bool = False,
     compiled: bool = False,
     precision: str = "bf16",
+    dtype: str = "fp32",
     pieces: bool | None = None,
     step_ratio: float | None = None,
     adapted: bool = False,
@@ -107,7 +108,7 @@ def small(
             update={"groups": tuple(g.model_copy(update={"calibration": known}) for g in where.groups)}
         )
     asked = {"sequence_length": SEQUENCE, "global_batch_size": batch, "optimizer": optimizer, "precision": precision}
-    job = Job.model_validate(asked | {"lora": LORA if adapted else None, "document_mask": packed})
+    job = Job.model_validate(asked | {"dtype": dtype, "lora": LORA if adapted else None, "document_mask": packed})
     choice = {
         "name": engine, "loss_chunk_tokens": loss_chunk_tokens, "offload_optimizer": offload, "compile": compiled,
         "enable_async_tensor_parallel": pieces,

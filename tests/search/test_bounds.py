@@ -148,6 +148,21 @@ def test_bounds_are_under_the_forecast_of_adapters(
     holds_in_part(asked, space, some_rows(space, data, 2), data)
 
 
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.sampled_from(list(MODELS)),
+    st.sampled_from(["4xA100-SXM-40GB", "2x4xA100-SXM-80GB"]),
+    st.sampled_from(["ahp", "torchtitan"]),
+    st.data(),
+)
+def test_bounds_are_under_the_forecast_of_states_in_16_bits(
+    model: str, cluster: str, engine: str, data: st.DataObject
+) -> None:
+    asked = small(model, cluster, engine=engine, dtype="bf16")
+    holds(asked, space := build(asked), some_rows(space, data, 3))
+    holds_in_part(asked, space, some_rows(space, data, 2), data)
+
+
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(list(MODELS)), st.sampled_from([(4, 2), (6, 2), (4, 3)]), st.sampled_from([4, 8]), st.data())
 def test_bounds_are_under_the_forecast_of_workers_that_share_cores(

@@ -257,6 +257,14 @@ def test_what_the_engine_cannot_express(given: dict, engine: dict, told: str) ->
     assert refused.value.exit_code == 5
 
 
+@pytest.mark.parametrize(("dtype", "told"), [("fp32", 0), ("bf16", 1)])
+def test_what_states_in_16_bits_cost_is_told(dtype: str, told: int) -> None:
+    asked = small(dtype=dtype)
+    ranking = search(asked.graph, asked.cluster, asked.job)
+    assert sum("updates below about 1/500 of a weight are lost" in note for note in ranking.notes) == told
+    assert sum("updates below about 1/500 of a weight are lost" in reason for reason in ranking.best.why) == told
+
+
 def test_a_precision_that_the_device_has_not() -> None:
     with pytest.raises(BadInput, match=r"precision = 'bf16': V100"):
         search(tiny(), "8xV100-SXM-32GB", JOB)

@@ -88,21 +88,27 @@ def search(
         ranking = ranking.told(*ranking.proof)
         scale = Scale(aim, asked)
         ranking = replace(ranking, objective=aim, worth=tuple(_worth(scale, plan) for plan in ranking.plans))
-        return _beside_today(_with_refused_export(_with_left_out(asked, ranking)))
+        return _beside_today(_with_refused_export(_with_remarks(asked, ranking)))
     if asked.own_order:
         rule = f"the objective {aim.name} compares layouts under fixed patterns"
         raise bad_input("parallelism.pipeline_parallel_schedule", SYNTHESIZED, rule, [None])
     if by.name != "exact":
         raise bad_input("method", by.name, f"the objective {aim.name} is searched exactly", ["exact"])
-    return _beside_today(_with_refused_export(_with_left_out(asked, _by_objective(asked, aim, keep, current))))
+    return _beside_today(_with_refused_export(_with_remarks(asked, _by_objective(asked, aim, keep, current))))
 
 
-def _with_left_out(asked: Problem, ranking: Ranking) -> Ranking:
-    """The ranking with a note for each group of devices that cannot run the job."""
-    notes = tuple(
+LOST_UPDATES = "job.dtype bf16: weights have 8 significant bits, so updates below about 1/500 of a weight are lost"
+"""Half a unit in the last place of bf16 is 2^-9 to 2^-8 of the number. torchtune's page on memory says the same of stability and accuracy
+(docs.pytorch.org/torchtune/0.3, memory_optimizations, Model Precision)."""
+
+
+def _with_remarks(asked: Problem, ranking: Ranking) -> Ranking:
+    """The ranking with a note for each group of devices that cannot run the job, and for what the job's types cost."""
+    left_out = (
         f"{group.name} is left out: {group.device.name} has no units for precision {asked.job.precision}"
         for group in asked.left_out
     )
+    notes = (*left_out, *([LOST_UPDATES] if asked.job.dtype == "bf16" else []))
     return replace(ranking.told(*notes, last=True), notes=(*notes, *ranking.notes))
 
 
