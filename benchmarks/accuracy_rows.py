@@ -16,6 +16,7 @@ dtype                  of weights, gradients and moments (``job.dtype``); absent
 framework              words; absent = Megatron-LM
 release                which release of the framework ran, a name or a day (docs/change/engines.md, engine.version); absent = the newest
 tp, pp, cp, ep         degrees; data ranks are what is left of gpus
+etp                    tensor-parallel ranks that divide an expert: tp or 1 (``expert_tensor_parallel_degree``); absent = as the engine does by itself
 vpp                    virtual stages of a pipeline rank, or "max" (one layer each)
 schedule               1f1b, gpipe or zb-1p; absent = by vpp
 zero_stage, zero_group, sequence_parallel, micro_batch (sequences), global_batch (sequences)
@@ -23,6 +24,7 @@ recompute              none, selective or full; absent = the lightest that fits
 lora                   adapters that are trained instead of the weights, by the keys of ``job.lora``; priced as the engine ahp, which alone has them
 loss_chunk_tokens      tokens whose logits and loss are computed at once (``engine.loss_chunk_tokens``)
 document_mask          true: tokens attend only within their document (``job.document_mask``)
+dispatcher, expert_overlap    Megatron's moe_token_dispatcher_type (alltoall, flex) and overlap_moe_expert_parallel_comm; absent = as the engine does by itself
 flash_attention, torch_compile, async_tp    whether they were used; async_tp absent = as the engine does by itself
 measured               step_time_s, or tokens_per_s_per_gpu (``derived`` may hold a step time reckoned from FLOP/s);
                        memory_gib (allocated, 2**30), memory_reserved_gib, memory_gb_reported (10**9 bytes, what the
@@ -61,6 +63,9 @@ NETWORKS = (
 
 OTHER_NAMES = {"V100-SXM3-32GB": "V100-SXM-32GB"}
 """Parts that the catalogue has under another form factor."""
+
+SENDS = (("moe_token_dispatcher_type", "dispatcher"), ("overlap_moe_expert_parallel_comm", "expert_overlap"))
+"""Keys of an engine by keys of a row: how tokens travel to experts."""
 
 SCHEDULES = {"zb-1p": "InterleavedZeroBubble", "gpipe": "GPipe"}
 NOT_PRICED_SCHEDULES = ("zb-2p",)
@@ -166,6 +171,7 @@ def arguments(row: Mapping[str, Any]) -> dict[str, Any]:
     release = {"version": row["release"]} if row.get("release") else {}
     chunks = {"loss_chunk_tokens": row["loss_chunk_tokens"]} if row.get("loss_chunk_tokens") else {}
     pieces = {"enable_async_tensor_parallel": row["async_tp"]} if "async_tp" in row else {}
+    sends = {key: row[name] for key, name in SENDS if name in row}
     return {
         "model": model_config(row["model"]),
         "cluster": {
@@ -187,6 +193,7 @@ def arguments(row: Mapping[str, Any]) -> dict[str, Any]:
         "parallelism": _parallelism(row),
         "engine": {"name": _engine(row), "attention": "flash" if flash else "math", "compile": compiled}
         | pieces
+        | sends
         | chunks
         | release,
     }
@@ -213,6 +220,7 @@ def _parallelism(row: Mapping[str, Any]) -> dict[str, Any]:
         "virtual_stages_per_rank": virtual,
         "context_parallel_degree": context,
         "expert_parallel_degree": expert,
+        "expert_tensor_parallel_degree": row.get("etp"),
         "micro_batch_size": row["micro_batch"],
         "activation_checkpoint": recompute if recompute in ("none", "selective", "full") else "auto",
     }

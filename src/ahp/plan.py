@@ -365,15 +365,17 @@ class EngineChoice(Record):
     name: Literal["ahp", "torchtitan", "megatron", "deepspeed", "accelerate"] = "ahp"
     attention: Literal["flash", "math"] = "flash"
     compile: bool | None = None
-    """Whether blocks run as compiled kernels; None = not decided: a search decides it, and pricing or running a layout without a
-    search uses False."""
+    """Whether blocks run as compiled kernels; None = not decided: a search decides it, pricing or running without a search uses False."""
     loss_chunk_tokens: int | None = Field(default=None, ge=1)
     """Tokens whose logits, loss and gradient exist at a time; None = all of a micro-batch."""
     offload_optimizer: bool = False
     """Whether AdamW's moments are kept in host memory and come to the device for each update."""
     enable_async_tensor_parallel: bool | None = None
-    """Whether the collectives of sequence parallelism run in pieces overlapped with the products that read or make their data; None = the
-    engine's default."""
+    """Whether collectives of sequence parallelism run in pieces overlapped with products that read or make their data; None = the engine's default."""
+    moe_token_dispatcher_type: Literal["alltoall", "flex"] | None = None
+    """alltoall: NCCL sends a token once for each of its experts; flex: DeepEP or HybridEP, once to each node. None = as in the engine's recipes."""
+    overlap_moe_expert_parallel_comm: bool | None = None
+    """Whether tokens travel to experts beside the opposite pass of another micro-batch; None = where expert ranks span nodes, as in recipes."""
     version: Release | None = None
     """The release that runs: a name (megatron 26.04) or a day (2024-12); None = the newest (engines/releases.yaml)."""
 

@@ -77,3 +77,11 @@ def test_torchtitan_by_day() -> None:
 def test_megatrons_loss_by_day(version: str | None, fused: bool) -> None:
     traits = get("megatron").traits(JOB, Parallelism(), EngineChoice(name="megatron", version=version))
     assert traits.kernels.fused_loss is fused
+
+
+@pytest.mark.parametrize(
+    ("version", "recent"), [("26.02.01", False), ("26.04", True), ("2026-03", False), (None, True)]
+)
+def test_megatrons_cudnn_by_container(version: str | None, recent: bool) -> None:
+    traits = get("megatron").traits(JOB, Parallelism(), EngineChoice(name="megatron", version=version))
+    assert traits.kernels.recent_cudnn is recent

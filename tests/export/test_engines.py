@@ -16,6 +16,7 @@ from ahp.engines import registry as engines
 from ahp.errors import BadInput, NotExpressible
 from ahp.export import accelerate, deepspeed, megatron, torchtitan
 from ahp.export.engine_target import Format
+from ahp.export.megatron_keys import EXPERTS
 from ahp.export.table import Subject, plan_of
 from ahp.export.target import Shape
 from ahp.job import Job, Optimizer
@@ -337,3 +338,15 @@ def test_megatrons_script_is_one_that_bash_reads(tmp_path: Path) -> None:
     assert words[:4] == ["--nnodes", "2", "--nproc-per-node", "8"]
     assert words[words.index("--pipeline-model-parallel-layout") + 1] == f"E{'t' * 17}|{'t' * 15}L"
     assert {"--use-distributed-optimizer", "pretrain_gpt.py", "--mock-data"} <= set(words)
+
+
+def test_how_megatron_sends_tokens_to_experts_is_written_and_read() -> None:
+    choice = EngineChoice(name="megatron", moe_token_dispatcher_type="flex", overlap_moe_expert_parallel_comm=True)
+    layout = Parallelism(data_parallel_shard_degree=8, zero_stage=1, expert_parallel_degree=8)
+    written = EXPERTS.write(Subject(Plan(model=MODEL, job=Job(), parallelism=layout, engine=choice), LAYERS, ""))
+    assert written["--moe-token-dispatcher-type"] == "flex"
+    assert written["--overlap-moe-expert-parallel-comm"] is True
+    read = EXPERTS.read(written)
+    assert read["engine.moe_token_dispatcher_type"] == "flex"
+    assert read["engine.overlap_moe_expert_parallel_comm"] is True
+    assert "engine.moe_token_dispatcher_type" not in EXPERTS.read({"--expert-model-parallel-size": 8})

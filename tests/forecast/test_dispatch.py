@@ -88,7 +88,7 @@ def test_which_layouts_have_an_opposite_pass(keys, has):
     assert has_opposite_pass(Parallelism(**keys)) == has
 
 
-def experts_s(nodes: int, engine: str = "megatron", **keys: object) -> float:
+def experts_s(nodes: int, engine: str | dict[str, object] = "megatron", **keys: object) -> float:
     """Seconds that a step waits for tokens between ranks that have two experts each."""
     layout = {
         "data_parallel_shard_degree": 8,
@@ -101,7 +101,7 @@ def experts_s(nodes: int, engine: str = "megatron", **keys: object) -> float:
         cluster={"nodes": nodes, "devices_per_node": 8 // nodes, "device": "H100-SXM-80GB", "inter_node_gbps": 100},
         job={"sequence_length": 1024, "global_batch_size": 64, "precision": "bf16"},
         parallelism=layout | keys,
-        engine={"name": engine},
+        engine=engine,
     )
     return found.step["expert_parallel"]
 
@@ -112,6 +112,20 @@ def test_only_between_nodes_an_engine_sends_once_and_beside_other_passes():
     assert experts_s(1) == pytest.approx(experts_s(1, engine="torchtitan"))
     # Full recompute sends again, and beside nothing.
     assert experts_s(2, activation_checkpoint="full") > 1.5 * experts_s(2)
+
+
+def test_megatrons_own_flags_say_how_tokens_travel():
+    def waits_s(nodes: int, **flags: object) -> float:
+        return experts_s(nodes, {"name": "megatron"} | flags)
+
+    sends, beside = "moe_token_dispatcher_type", "overlap_moe_expert_parallel_comm"
+    assert waits_s(2) == waits_s(2, **{sends: "flex", beside: True})
+    alone_s = waits_s(2, **{sends: "flex", beside: False})
+    assert waits_s(2) < alone_s  # what the opposite pass is long enough to hide
+    # All but 1 of 13 tokens have experts on both nodes, so that one copy crosses in place of two of four on average.
+    assert 1.5 * alone_s < waits_s(2, **{sends: "alltoall", beside: False}) < 2.5 * alone_s
+    # On one node NCCL sends in either case, and beside the opposite pass only if it is asked for.
+    assert waits_s(1) == waits_s(1, **{sends: "alltoall", beside: False}) > 1.5 * waits_s(1, **{beside: True})
 
 
 def in_8_bits(device: str, version: str | None = None, engine: str = "megatron", **keys: object):

@@ -11,6 +11,7 @@ from ahp.engines import fsdp2, releases
 from ahp.engines.engine import Engine
 from ahp.engines.fp8 import EAGER_TORCHAO_FP8, EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_FP8, FUSED_TORCHAO_OPERATORS
 from ahp.engines.host import host
+from ahp.engines.support import refuses_dispatch
 from ahp.engines.traits import (
     WHOLE_DOCUMENTS,
     ContextTraits,
@@ -91,6 +92,8 @@ class AhpEngine(Engine):
         if choice.enable_async_tensor_parallel:
             valid = "null; or engine.name torchtitan or megatron"
             return f"engine.enable_async_tensor_parallel = True: {cannot} (valid: {valid})"
+        if reason := refuses_dispatch(self.name, choice):
+            return reason
         if choice.offload_optimizer and job.optimizer.name != "adamw":
             of_muon = "its momentum stays on the device, where its matrix products run"
             rule = of_muon if job.optimizer.name == "muon" else "its moments in 8 bits stay on the device"

@@ -31,6 +31,7 @@ SUPPORT = Support(
     zero_stages_in_pipeline=(1,),
     compile=False,
     async_tensor="always",
+    dispatchers=True,
     recomputed_layers="the same",
     folds_experts="where needed",
     mesh_orders=(AXES, ("dp_replicate", "dp_shard", "pp", "cp", "tp")),
@@ -67,8 +68,9 @@ class MegatronEngine(Engine):
     context and data ranks, innermost first), which needs sequence parallelism (training/arguments.py).
 
     Experts on several nodes are priced like NVIDIA's recipes for them (Megatron-Bridge 067f987d, perf_recipes/): tokens travel by DeepEP or
-    HybridEP (``--moe-token-dispatcher-type flex``), overlapped with the opposite pass of another micro-batch if the schedule has one
-    (``overlap_moe_expert_parallel_comm``). On one node they travel by NCCL, without overlap.
+    HybridEP (``--moe-token-dispatcher-type flex``), overlapped with the opposite pass of another micro-batch
+    (``--overlap-moe-expert-parallel-comm``). On one node they travel by NCCL, without overlap. ``engine.moe_token_dispatcher_type`` and
+    ``engine.overlap_moe_expert_parallel_comm`` say what a recipe really has.
     """
 
     name = "megatron"
@@ -137,8 +139,9 @@ class MegatronEngine(Engine):
             context=ContextTraits(ways=("ring",)),  # cp_comm_type p2p, the default
             experts=ExpertTraits(
                 folded=SUPPORT.folded(parallelism),
-                tokens_once_to_a_node=True,
-                overlap_between_nodes=1.0,
+                tokens_once_to_a_node=choice.moe_token_dispatcher_type != "alltoall",
+                overlap_between_nodes=0.0 if choice.overlap_moe_expert_parallel_comm is False else 1.0,
+                overlap_on_a_node=1.0 if choice.overlap_moe_expert_parallel_comm else 0.0,
                 fused_permutation=True,  # --moe-permute-fusion
                 launched_one_by_one=True,  # --moe-grouped-gemm: Transformer Engine's GroupedLinear, cuBLAS on several streams
                 one_graph_in_mxfp8=has("experts_in_one_graph"),
@@ -146,7 +149,11 @@ class MegatronEngine(Engine):
             pipeline=PipelineTraits(ends="may_be_empty", sends_split_by_tensor=True),
             # --cross-entropy-loss-fusion is off by default and on in NVIDIA's recipes, none of which is in fp16: there logits are copied to fp32
             # and go through core/tensor_parallel/cross_entropy.py operator by operator, as in all published runs.
-            kernels=KernelTraits(fusion="fused", fused_loss=has("fused_loss") and job.precision in ("bf16", "fp8")),
+            kernels=KernelTraits(
+                fusion="fused",
+                fused_loss=has("fused_loss") and job.precision in ("bf16", "fp8"),
+                recent_cudnn=has("recent_cudnn"),
+            ),
             host=HostTraits(
                 operators_per_unit=0,
                 launches_per_operator=steps.value("host_launches"),

@@ -41,6 +41,8 @@ class Support:
     """Orders in which the engine can number ranks; axes with a degree of 1 do not count."""
     recomputed_layers: Literal["none", "the same"] = "none"
     """Whether a stage can recompute only some of its blocks: no, or the same number of blocks in every stage, in full."""
+    dispatchers: bool = False
+    """Whether ``engine.moe_token_dispatcher_type`` and ``engine.overlap_moe_expert_parallel_comm`` can be chosen."""
 
     def refuses(self, engine: str, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
         """The first thing that the engine cannot express, as ``key = value: rule (valid: ...)``."""
@@ -89,6 +91,8 @@ class Support:
         if choice.compile and not self.compile:
             return _cannot(engine, "engine.compile", True, [False])
         if reason := self._refuses_async(engine, choice):
+            return reason
+        if not self.dispatchers and (reason := refuses_dispatch(engine, choice)):
             return reason
         if choice.offload_optimizer:
             return _cannot(engine, "engine.offload_optimizer", True, ["False; or engine.name ahp"])
@@ -171,3 +175,11 @@ def _refuses_placement(engine: str, p: Parallelism) -> str | None:
 
 def _cannot(engine: str, key: str, value: object, valid: Sequence[object]) -> str:
     return f"{key} = {value!r}: {engine} cannot run this (valid: {listed(valid)})"
+
+
+def refuses_dispatch(engine: str, choice: EngineChoice) -> str | None:
+    """Why an engine without a choice of dispatchers cannot run what was asked, or None."""
+    for key in ("moe_token_dispatcher_type", "overlap_moe_expert_parallel_comm"):
+        if (value := getattr(choice, key)) is not None:
+            return _cannot(engine, f"engine.{key}", value, ["null; or engine.name megatron"])
+    return None

@@ -218,6 +218,8 @@ class ExpertTraits(NamedTuple):
     """Whether a token is sent to another node once, instead of once for each of its experts there."""
     overlap_between_nodes: float = 0.0
     """Share of the all-to-alls that can hide behind the opposite pass of another micro-batch, if they cross nodes."""
+    overlap_on_a_node: float = 0.0
+    """The same, if they do not."""
     fused_permutation: bool = False
     """Whether one kernel puts tokens in the order of their experts, and one puts them back, in both passes; else torch's indexing does."""
     launched_one_by_one: bool = False

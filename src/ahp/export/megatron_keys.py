@@ -231,6 +231,10 @@ def _read_precision(settings: Settings) -> Fields:
 TYPES = Rule(("--fp16", "--fp8-param-gather", *EIGHT), (J + "precision",), _write_precision, _read_precision)
 
 
+DISPATCHER, BESIDE = "--moe-token-dispatcher-type", "--overlap-moe-expert-parallel-comm"
+SENDS = ("engine.moe_token_dispatcher_type", "engine.overlap_moe_expert_parallel_comm")
+
+
 def _write_experts(s: Subject) -> Settings:
     p = s.p
     if p.expert_parallel_degree == 1 and p.expert_tensor_parallel_degree is None:
@@ -238,16 +242,21 @@ def _write_experts(s: Subject) -> Settings:
     asked = 1 if SUPPORT.folded(p) else p.expert_tensor_parallel_degree
     found: Settings = {
         EXPERT: p.expert_parallel_degree,
-        "--moe-token-dispatcher-type": "alltoall",
+        DISPATCHER: s.plan.engine.moe_token_dispatcher_type or "alltoall",
         "--moe-permute-fusion": True,
         "--moe-grouped-gemm": True,
     }
+    if s.plan.engine.overlap_moe_expert_parallel_comm:
+        found[BESIDE] = True
     return found | ({"--expert-tensor-parallel-size": asked} if asked is not None else {})
 
 
 def _read_experts(settings: Settings) -> Fields:
     asked = settings.get("--expert-tensor-parallel-size")
     found: Fields = {P + "expert_parallel_degree": number(settings, EXPERT)}
+    sends = settings.get(DISPATCHER)
+    if sends in ("alltoall", "flex") and found[P + "expert_parallel_degree"] != 1:
+        found |= dict(zip(SENDS, (sends, bool(settings.get(BESIDE))), strict=True))
     return found | (
         {} if asked is None else {P + "expert_tensor_parallel_degree": whole(asked, "--expert-tensor-parallel-size")}
     )
@@ -257,11 +266,12 @@ EXPERTS = Rule(
     (
         EXPERT,
         "--expert-tensor-parallel-size",
-        "--moe-token-dispatcher-type",
+        DISPATCHER,
+        BESIDE,
         "--moe-permute-fusion",
         "--moe-grouped-gemm",
     ),
-    (P + "expert_parallel_degree", P + "expert_tensor_parallel_degree"),
+    (P + "expert_parallel_degree", P + "expert_tensor_parallel_degree", *SENDS),
     _write_experts,
     _read_experts,
 )

@@ -40,7 +40,9 @@ class KernelOptions(NamedTuple):
 
     def expert_overlap(self, nodes: int) -> float:
         """Share of the all-to-alls between expert ranks on ``nodes`` nodes that the opposite pass of another micro-batch can hide."""
-        return float(self.one_graph) if nodes == 1 else self.experts.overlap_between_nodes
+        if nodes > 1:
+            return self.experts.overlap_between_nodes
+        return max(float(self.one_graph), self.experts.overlap_on_a_node)
 
     @classmethod
     def of(
