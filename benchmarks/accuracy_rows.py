@@ -55,6 +55,9 @@ ENGINES = (
 nanotron, OLMo-core and NeMo AutoModel as torchtitan, torchtune as AHP (blocks compiled one by one), Composer (FSDP1) as accelerate, InternEvo
 (ZeRO) as DeepSpeed."""
 
+RELEASES = {"PyTorch 26.01": "2026-01", "Megatron-LM examples/llama/README.md @d98e8a64": "2025-06-14"}
+"""Releases by words of the source, for rows without ``release``: the month of the container, and the day on which the figures were committed."""
+
 NETWORKS = (
     ("infiniband", "infiniband"), ("ndr", "infiniband"), ("efa", "efa"), ("slingshot", "slingshot"),
     ("roce", "ethernet"), ("ethernet", "ethernet"), ("omni-path", "ethernet"),
@@ -168,7 +171,8 @@ def arguments(row: Mapping[str, Any]) -> dict[str, Any]:
     """What ``ahp.simulate`` is called with for one row."""
     gpus, per_node = row["gpus"], row["gpus_per_node"]
     flash, compiled = bool(row.get("flash_attention")), bool(row.get("torch_compile"))
-    release = {"version": row["release"]} if row.get("release") else {}
+    said = (day for words, day in RELEASES.items() if words in row["source"])
+    release = {"version": version} if (version := row.get("release") or next(said, None)) else {}
     chunks = {"loss_chunk_tokens": row["loss_chunk_tokens"]} if row.get("loss_chunk_tokens") else {}
     pieces = {"enable_async_tensor_parallel": row["async_tp"]} if "async_tp" in row else {}
     sends = {key: row[name] for key, name in SENDS if name in row}
