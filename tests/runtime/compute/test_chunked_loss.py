@@ -117,6 +117,31 @@ def test_sums_over_chunks_are_as_exact_as_one_product_in_bf16(pool: Pool) -> Non
         assert chunked[key] == pytest.approx(whole[key], rel=2e-3)
 
 
+class SecondHead(Custom):
+    """A head of its own learns from the last block's output, and the blocks do not learn from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(32, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.blocks(self.tokens(input_ids) + self.positions[: input_ids.shape[1]]))
+        return self.head(x) + self.second(x.detach())
+
+
+def second_head() -> nn.Module:
+    torch.manual_seed(0)
+    return SecondHead()
+
+
+BUILDERS["second head"] = second_head
+
+
+def test_a_head_with_a_detached_input_gets_its_gradient(pool: Pool, plain_run: Callable[..., dict[str, Any]]) -> None:
+    (found,) = pool.run(train, 1, "second head", {"micro_batch_size": BATCH // 2}, 5)
+    assert_same_curve(found, plain_run("second head", STEPS, EPS))
+
+
 class Skips(Custom):
     """Its head reads the embedding beside the last block's output."""
 

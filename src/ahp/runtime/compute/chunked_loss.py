@@ -165,7 +165,9 @@ class _SummedInPlace(TorchFunctionMode):
         """Keyed by ``id`` of the weight, which the function that uses the sums keeps alive."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and not kwargs and id(args[1]) in self.weights and args[0].dtype == torch.float32:
+        # of a product with an input that is detached, ``_Linear`` would get no backward
+        adds = func is F.linear and not kwargs and id(args[1]) in self.weights
+        if adds and args[0].dtype == torch.float32 and args[0].requires_grad:
             x, weight, bias = args[0], args[1], args[2] if len(args) > 2 else None
             if id(weight) not in self.sums:
                 self.sums[id(weight)] = torch.zeros_like(weight)
