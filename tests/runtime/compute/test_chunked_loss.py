@@ -129,17 +129,33 @@ class SecondHead(Custom):
         return self.head(x) + self.second(x.detach())
 
 
+class HeadAlone(Custom):
+    """Only its head learns."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.blocks(self.tokens(input_ids) + self.positions[: input_ids.shape[1]]))
+        return self.head(x.detach())
+
+
 def second_head() -> nn.Module:
     torch.manual_seed(0)
     return SecondHead()
 
 
-BUILDERS["second head"] = second_head
+def head_alone() -> nn.Module:
+    torch.manual_seed(0)
+    return HeadAlone()
 
 
-def test_a_head_with_a_detached_input_gets_its_gradient(pool: Pool, plain_run: Callable[..., dict[str, Any]]) -> None:
-    (found,) = pool.run(train, 1, "second head", {"micro_batch_size": BATCH // 2}, 5)
-    assert_same_curve(found, plain_run("second head", STEPS, EPS))
+BUILDERS.update({"second head": second_head, "head alone": head_alone})
+
+
+@pytest.mark.parametrize("model", ["second head", "head alone"])
+def test_a_head_with_a_detached_input_gets_its_gradient(
+    pool: Pool, plain_run: Callable[..., dict[str, Any]], model: str
+) -> None:
+    (found,) = pool.run(train, 1, model, {"micro_batch_size": BATCH // 2}, 5)
+    assert_same_curve(found, plain_run(model, STEPS, EPS))
 
 
 class Skips(Custom):

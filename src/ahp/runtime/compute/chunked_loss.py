@@ -124,14 +124,17 @@ class _Chunked(torch.autograd.Function):
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        of_hidden = torch.empty_like(hidden)
+        of_hidden: torch.Tensor | None = None
         of_weights: list[torch.Tensor | None] = [None] * len(weights)
         in_place = _SummedInPlace(weights)
         for part in chunks(targets.shape[0], targets.shape[1], chunk_tokens):
             x = hidden[part].detach().requires_grad_()
             with torch.enable_grad(), in_place:
                 loss = of_chunk(x, targets[part])
-            of_hidden[part], *found = torch.autograd.grad(loss, (x, *weights), allow_unused=True)
+            of_x, *found = torch.autograd.grad(loss, (x, *weights), allow_unused=True)
+            if of_x is not None:  # as for each chunk, unless the model detaches what it gives to its head
+                of_hidden = torch.empty_like(hidden) if of_hidden is None else of_hidden
+                of_hidden[part] = of_x
             for i, gradient in enumerate(found):
                 of_weights[i] = _added(of_weights[i], gradient)
             total += loss.detach()
@@ -147,7 +150,7 @@ class _Chunked(torch.autograd.Function):
             None if found is None else like_distributed(found.mul_(gradients[0]).to(weight.dtype), weight)
             for found, weight in zip(of_weights, ctx.weights, strict=True)
         ]
-        return of_hidden.mul_(gradients[0]), None, None, None, *scaled
+        return None if of_hidden is None else of_hidden.mul_(gradients[0]), None, None, None, *scaled
 
 
 class _SummedInPlace(TorchFunctionMode):
