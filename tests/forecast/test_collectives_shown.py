@@ -8,7 +8,14 @@ from ahp.forecast.communication import Network
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.pricer import slowest_share
 from ahp.forecast.rules import asynchronous
-from ahp.forecast.states import UNALIKE_CAST, UNALIKE_SUM, gradient_copy_bytes
+from ahp.forecast.states import (
+    UNALIKE_CAST,
+    UNALIKE_SUM,
+    cast_bytes,
+    gradient_copy_bytes,
+    last_copy_bytes,
+    update_bytes,
+)
 from ahp.forecast.step import price
 from ahp.forecast.units import UnitPricer
 from ahp.graph.kept import analyze
@@ -177,11 +184,23 @@ def test_the_slowest_of_many_is_the_expected_maximum():
         assert slowest_share(ranks) / slowest_share(8) == pytest.approx(expected / 1.4236, rel=0.05)
 
 
+PIPELINE = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}
+CAST_AND_SUM = 6 * UNALIKE_CAST + 12
+
+
 @pytest.mark.parametrize(
     ("engine", "precision", "layout", "first", "later"),
     [
         ("megatron", "bf16", {}, 0, 0),  # products add to fp32 by themselves
-        ("megatron", "fp16", {}, 0, 6),  # autograd keeps the first, reads two and writes one
+        ("megatron", "fp16", {}, 6, 6),  # a hook adds the first, too, to zeros: it reads two and writes one
+        # the first is added to zeros, too, after a cast by itself
+        (
+            "deepspeed",
+            "bf16",
+            {**PIPELINE, "data_parallel_shard_degree": 2, "zero_stage": 1},
+            CAST_AND_SUM,
+            CAST_AND_SUM,
+        ),
         ("torchtitan", "bf16", {"data_parallel_shard_degree": 2, "zero_stage": 1}, 6 * UNALIKE_CAST, 10 * UNALIKE_SUM),
         ("ahp", "fp32", {}, 0, 12),
     ],
@@ -192,6 +211,48 @@ def test_bytes_moved_to_keep_a_gradient(engine, precision, layout, first, later)
     )
     for count in (1, 4):
         assert gradient_copy_bytes(traits, ALONE.size, count) == pytest.approx((first + (count - 1) * later) / count)
+
+
+ADAMW = 4 + 2 * 12  # reads an fp32 gradient; reads and writes the weight and both moments
+NORM_AND_CLIP = 4 + 8
+
+
+@pytest.mark.parametrize(
+    ("engine", "precision", "layout", "passes", "update"),
+    [
+        # Set to zero and divided by the ranks. To fp32, unscaled; the weight is written in 16 bits.
+        (
+            "megatron",
+            "fp16",
+            {"data_parallel_replicate_degree": 2},
+            3 * 2,
+            (2 + 4) + 8 + NORM_AND_CLIP + ADAMW + (4 + 2),
+        ),
+        ("megatron", "fp16", {}, 2, (2 + 4) + 8 + NORM_AND_CLIP + ADAMW + (4 + 2)),
+        ("megatron", "bf16", {"data_parallel_shard_degree": 2, "zero_stage": 1}, 4, NORM_AND_CLIP + ADAMW),
+        # Copied into a bucket and divided. Joined, to fp32; a gather writes the weight in 16 bits.
+        (
+            "deepspeed",
+            "fp16",
+            {"data_parallel_shard_degree": 2, "zero_stage": 1},
+            2 * 2 + 2 * 2,
+            (2 + 2) + (2 + 4) + NORM_AND_CLIP + ADAMW,
+        ),
+        ("ahp", "fp32", {}, 0, NORM_AND_CLIP + ADAMW),
+    ],
+)
+def test_bytes_moved_once_a_step(engine, precision, layout, passes, update):
+    job, layout = Job.model_validate({"precision": precision}), Parallelism(**layout)
+    traits = get(engine).traits(job, layout, EngineChoice(name=engine))
+    assert last_copy_bytes(traits, 4) == passes
+    assert update_bytes(job, traits, on_cpu=False) == update
+
+
+@pytest.mark.parametrize(("engine", "copied"), [("megatron", 0), ("deepspeed", 0), ("ahp", 4), ("torchtitan", 4)])
+def test_weights_are_copied_out_of_a_gathered_buffer_where_they_are_not_parts_of_it(engine, copied):
+    layout = Parallelism(data_parallel_shard_degree=2, zero_stage=1)
+    traits = get(engine).traits(Job(precision="bf16"), layout, EngineChoice(name=engine))
+    assert cast_bytes(traits, 2) == (4 + 2) / 2 + copied
 
 
 def test_only_the_first_stage_waits_for_weights_that_all_ranks_gather_at_once(llama):

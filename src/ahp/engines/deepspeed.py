@@ -96,13 +96,21 @@ class DeepSpeedEngine(Engine):
                 element_bytes=4 if sums_in_fp32 or not half else 2,
                 beside_bytes=2 if sums_in_fp32 else 0,
                 whole=zero < 2,
+                # runtime/bf16_optimizer.py, _update_hp_grad: hp_grad.add_(lp.grad.to(...)), after clear_hp_grads
+                adds_first=sums_in_fp32,
+                cast_apart=sums_in_fp32,
+                # Set to zero; a bucket is divided by the data ranks before it is reduced (average_tensor, allreduce_bucket).
+                passes=int(sums_in_fp32) + 2 * int(sends),
                 # runtime/zero/stage_1_and_2.py, step, and runtime/fp16/fused_optimizer.py: the gradients of the rank's part, flat and in fp32
                 update_bytes=4 if half and not sums_in_fp32 and zero < 3 else 0,
+                # Made from the gradients of 16 bits, joined first; the update then reads 4 bytes.
+                before_update_bytes=2 + 2 + 2 + 4 + 2 if half and not sums_in_fp32 else 0,
             ),
             gather=GatherTraits(
                 overlap=1.0 if zero == 3 else 0.0,
                 forward="never" if zero == 0 else "per_micro_batch" if zero == 3 else "per_step",
                 backward="per_micro_batch" if zero == 3 else "never",
+                copies=zero == 3,  # runtime/utils.py, all_gather_dp_groups: into the flat weights themselves
                 at_start=zero in (1, 2),  # all-gathered at the end of the optimizer's step
                 keeps_weights=zero < 3,
                 ends_apart=True,

@@ -98,6 +98,7 @@ class MegatronEngine(Engine):
         # optimizer (NeMo, scripts/performance/helpers.py); Megatron-FSDP always overlaps.
         overlaps = not one_by_one and (fp8 or zero >= 1)
         gradient = 2 if fp8 or job.precision == "fp16" else 4
+        several = parallelism.weight_shards * parallelism.weight_replicas > 1
         each = max(LEAST_BUCKET_ELEMENTS, BUCKET_ELEMENTS_OF_RANK * parallelism.data_parallel_degree)
         bucket = 0 if one_by_one or zero >= 2 else each if overlaps else ALL_ELEMENTS
         grouped = host.value("grouped_forward_operators"), host.value("grouped_backward_operators")
@@ -108,10 +109,19 @@ class MegatronEngine(Engine):
         return Traits(
             states=StateTraits(master_weight_bytes=4, optimizer_bytes=8, compute_weight_bytes=2 if half else 0),
             gradients=GradientTraits(
-                element_bytes=gradient, whole=zero < 2, fused_accumulation=fp8 or job.precision == "bf16"
+                element_bytes=gradient,
+                whole=zero < 2,
+                fused_accumulation=fp8 or job.precision == "bf16",
+                # core/distributed: a hook adds each gradient to main_grad, which zero_grad_buffer sets to zero. start_grad_sync divides it by
+                # the data ranks, but not in the recipes, which average in the collective (average_in_collective).
+                adds_first=zero < 2,
+                passes=0 if zero >= 2 else 3 if several and not overlaps else 1,
+                # core/optimizer: _copy_model_grads_to_main_grads (the update then reads 4 bytes), _unscale_main_grads_and_check_for_nan
+                before_update_bytes=(2 + 4 + 2 if gradient == 2 else 0) + (8 if job.precision == "fp16" else 0),
             ),
             gather=GatherTraits(
                 each_weight=one_by_one,
+                copies=one_by_one,  # core/distributed/param_and_grad_buffer.py: weights are views of param_data
                 ends_apart=True,
                 overlap=1.0 if overlaps else 0.0,
                 bucket_elements=bucket,

@@ -69,6 +69,14 @@ class GradientTraits(NamedTuple):
     fused_accumulation: bool = False
     """Whether the products that make weight gradients add them to the fp32 ones directly. The gradients that autograd expects, for
     one block and the head in the compute type, then still take memory, but are never filled."""
+    adds_first: bool = False
+    """Whether the first micro-batch's gradients are added, too, to gradients that were set to zero; else they are kept as they are."""
+    cast_apart: bool = False
+    """Whether a gradient in another type is copied to the type of the sum before it is added; else one kernel does both."""
+    passes: int = 0
+    """How often all gradients of the rank are read or written once a step besides this: set to zero, divided by the number of ranks."""
+    before_update_bytes: int = 0
+    """Bytes moved before the update for each element that the rank updates, besides norm and clipping: copied to fp32, unscaled."""
 
 
 class GatherTraits(NamedTuple):
@@ -98,6 +106,8 @@ class GatherTraits(NamedTuple):
     ends_apart: bool = False
     """Whether the embedding and the head are units of their own, gathered when they are needed and reduced when their gradients are
     there; else everything outside the blocks is one unit, gathered first and reduced last."""
+    copies: bool = True
+    """Whether gathered weights are copied out of the collective's buffer; else they are parts of it."""
     each_weight: bool = False
     """Whether sharded weights are gathered and their gradients reduced one tensor at a time, instead of one unit at once."""
 

@@ -29,10 +29,13 @@ FIGURES: dict[str, tuple[str, ...]] = {
         "master_weight_bytes", "compute_weight_bytes", "device_bytes", "no_matrix_bytes", "flattened_bytes",
         "host_bytes", "host_bucket_bytes", "trained_share",
     ),
-    "gradients": ("element_bytes", "beside_bytes", "whole", "update_bytes", "fused_accumulation"),
+    "gradients": (
+        "element_bytes", "beside_bytes", "whole", "update_bytes", "fused_accumulation", "adds_first",
+        "cast_apart", "passes",
+    ),
     "gather": (
         "keeps_weights", "ahead_elements", "is_waited_for", "in_each_forward", "in_each_backward", "overlap",
-        "beside_stages", "ends_apart",
+        "beside_stages", "ends_apart", "copies",
     ),
     "reduce": (
         "element_bytes", "copies", "bucket_elements", "keeps_buckets", "gradients_in_buckets", "collects_in_bucket",
@@ -239,7 +242,7 @@ def cast_bytes(of: Behaviour, shards: Figures) -> Figures:
     # FSDP copies the shards of frozen weights too, where ranks shard them.
     moved = trained * (master + computes) + np.where(several, (1 - trained) * 2 * computes, 0.0)
     cast = np.where(np.logical_and(computes, np.not_equal(computes, master)), moved / shards, 0.0)
-    return cast + np.where(several, 2 * _weight_bytes(of), 0)
+    return cast + np.where(np.logical_and(several, of.gather.copies), 2 * _weight_bytes(of), 0)
 
 
 UNALIKE_CAST, UNALIKE_SUM = 1.75, 1.2
@@ -254,20 +257,24 @@ def gradient_copy_bytes(of: Behaviour, shards: Figures, micro_batches: int | Int
     # The gradient goes into the flat buffer; then its shard is added to the earlier ones.
     each = made + of.reduce.element_bytes + np.where(np.equal(m, 1), 0.0, 2 * of.gradients.element_bytes / shards)
     # The first gradient is kept as it is, or cast; one kernel adds each later one to the sum: it reads both and writes the sum.
-    alike = np.equal(made, of.gradients.element_bytes)
-    first = np.where(alike, 0.0, made + of.gradients.element_bytes)
-    cast, added = np.where(alike, 1.0, UNALIKE_CAST), np.where(alike, 1.0, UNALIKE_SUM)
-    once = (cast * first + added * (m - 1) * (made + 2 * of.gradients.element_bytes)) / m
+    kept, alike = of.gradients.element_bytes, np.equal(made, of.gradients.element_bytes)
+    cast = np.where(alike, 0.0, UNALIKE_CAST * (made + kept))
+    added = np.where(alike, 1.0, UNALIKE_SUM) * (made + 2 * kept)
+    added = np.where(of.gradients.cast_apart, cast + 3 * kept, added)
+    num_added = m - np.where(of.gradients.adds_first, 0, 1)
+    once = (cast * (m - num_added) + added * num_added) / m
     copied = np.where(of.gradients.fused_accumulation, 0.0, np.where(of.reduce.every_micro_batch, each, once))
     return of.states.trained_share * copied
 
 
 def last_copy_bytes(of: Behaviour, micro_batches: int | Ints) -> Figures:
-    """Bytes moved per weight element after the last micro-batch to copy gradients into the flat buffer, if they waited elsewhere."""
+    """Bytes moved per weight element once a step: to copy gradients into the flat buffer, if they waited elsewhere, and in an engine's
+    other passes over all of them."""
     sent = 2 * of.reduce.element_bytes * of.states.trained_share
     waited = np.logical_and(np.greater(micro_batches, 1), np.logical_not(of.reduce.every_micro_batch))
     elsewhere = np.logical_or(waited, np.equal(of.states.compute_weight_bytes, 0))
-    return sent * np.logical_and(of.reduce.copies, elsewhere)
+    passed = of.gradients.passes * of.gradients.element_bytes * of.states.trained_share
+    return sent * np.logical_and(of.reduce.copies, elsewhere) + passed
 
 
 EIGHT_BIT_UPDATE_BYTES = 242
@@ -295,6 +302,7 @@ def update_bytes(job: Job, traits: Traits, *, on_cpu: bool) -> float:
     if states.compute_weight_bytes and traits.gather.forward == "never":
         moved += states.master_weight_bytes + states.compute_weight_bytes
     moved += job.state_bytes * (CLIP_PASSES if job.optimizer.grad_clip is not None else 1)
+    moved += traits.gradients.before_update_bytes
     return moved * states.trained_share
 
 
