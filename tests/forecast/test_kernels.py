@@ -90,6 +90,16 @@ def test_fusion_moves_and_launches_less_and_touches_no_product(family):
             assert fused.moved_bytes[op.index] == eager.moved_bytes[op.index]
 
 
+def test_dropout_apart_from_the_softmax_writes_its_gradient_and_reads_it_again():
+    """Megatron-LM core/transformer/dot_product_attention.py: FusedScaleMaskSoftmax, then torch.nn.Dropout."""
+    segment = block("gpt2", "math")
+    one, two = (kernels(segment, "fused", dropout_apart=apart) for apart in (False, True))
+    scores = HEADS * SEQUENCE * SEQUENCE
+    assert sum(two.moved_bytes.values()) - sum(one.moved_bytes.values()) == 2 * 2 * scores
+    assert len(two.launched) == len(one.launched) + 1
+    assert two.saved_bytes == one.saved_bytes
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_every_weight_has_one_gradient_product(family):
     segment = block(family, "flash")

@@ -134,6 +134,7 @@ class DeepSpeedEngine(Engine):
             kernels=KernelTraits(
                 fusion="fused",
                 fused_loss=False,  # Megatron's, whose logits are copied to fp32 first
+                dropout_apart=True,  # Megatron's
             ),
             host=HostTraits(operators_per_unit=0, launches_per_operator=steps.value("host_launches")),
             source="DeepSpeed edaa722: runtime/engine.py, runtime/zero, runtime/pipe",

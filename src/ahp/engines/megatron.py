@@ -163,6 +163,7 @@ class MegatronEngine(Engine):
                 fusion="fused",
                 fused_loss=has("fused_loss") and job.precision in ("bf16", "fp8"),
                 recent_cudnn=has("recent_cudnn"),
+                dropout_apart=True,  # core/transformer/dot_product_attention.py: FusedScaleMaskSoftmax, then torch.nn.Dropout
             ),
             host=HostTraits(
                 operators_per_unit=0,

@@ -259,6 +259,8 @@ class KernelTraits(NamedTuple):
     """Whether cuDNN is 9.19 or later, if attention is cuDNN's."""
     fused_loss: bool = False
     """Whether cross-entropy is one kernel that keeps nothing besides the logits."""
+    dropout_apart: bool = False
+    """Whether dropout after the softmax of unfused attention is a kernel of its own in the backward pass too; else one kernel does the backward of both."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits, loss and gradient exist at a time; None = all of a micro-batch."""
 

@@ -18,6 +18,7 @@ class KernelOptions(NamedTuple):
     """The fusion of blocks."""
     fusion_at_the_ends: Fusion
     fused_loss: bool
+    dropout_apart: bool
     attention: AttentionKernel | None
     by_lengths: bool
     """Attention goes by the lengths of documents, so that the graph with their starts is the one that runs."""
@@ -80,6 +81,7 @@ class KernelOptions(NamedTuple):
             fusion=on_device(traits.kernels.fusion),
             fusion_at_the_ends=on_device(traits.kernels.fusion_at_the_ends or traits.kernels.fusion),
             fused_loss=traits.kernels.fused_loss,
+            dropout_apart=traits.kernels.dropout_apart,
             attention="torch_flash2" if flash2 else attention,
             by_lengths=of_lengths is not None,
             attention_again=takes_cudnn(generation)

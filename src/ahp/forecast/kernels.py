@@ -23,6 +23,7 @@ MASKS = ("bernoulli", "dropout")
 """Parts of the names of operators that make random masks, which cannot be recomputed."""
 
 CAST = "aten._to_copy"
+SOFTMAX_BACKWARD = "_softmax_backward"
 
 REDUCED = 4
 """With more input elements than this for each element of a result, torch's compiler does not recompute it (torch 2.13,
@@ -52,12 +53,19 @@ class Kernels:
     """Whether the compiler saw both passes: it drops those of a policy's kept results that nothing reads."""
 
 
-def kernels(segment: Segment, fusion: Fusion, *, fused_loss: bool = False, grouped: GroupedKernel = "torch") -> Kernels:
+def kernels(
+    segment: Segment,
+    fusion: Fusion,
+    *,
+    fused_loss: bool = False,
+    dropout_apart: bool = False,
+    grouped: GroupedKernel = "torch",
+) -> Kernels:
     """The kernels of one segment.
 
     ``traced``: one for each operator, as on a CPU. ``eager``: as PyTorch on a GPU. ``modules``: the element-wise operators of
     one module are one kernel (norms, activation functions). ``fused``: those of a chain are one kernel, whatever their modules.
-    ``fused_loss``: cross-entropy is one kernel under ``modules`` too.
+    ``fused_loss``: cross-entropy is one kernel under ``modules`` too. ``dropout_apart``: see ``KernelTraits``.
     """
     saved = {op.index: float(op.saved_bytes) for op in segment.operators if op.saved_bytes}
     if fusion == "traced":
@@ -73,7 +81,9 @@ def kernels(segment: Segment, fusion: Fusion, *, fused_loss: bool = False, group
         return Kernels(moved, frozenset(moved), saved, 0.0, alone, grouped)
     if fusion == "fused":
         saved = _weighted_before_the_last_product(segment, saved)
-    chains = _Chains(segment, masks, across_modules=fusion == "fused", fused_loss=fused_loss)
+    chains = _Chains(
+        segment, masks, across_modules=fusion == "fused", fused_loss=fused_loss, dropout_apart=dropout_apart
+    )
     kept, input_bytes = chains.kept(saved)
     alone = () if fused_loss else (op for op in segment.operators if op.module == LOSS)
     return Kernels(
@@ -160,10 +170,12 @@ def _eager_bytes(segment: Segment, masks: dict[int, int]) -> dict[int, float]:
 class _Chains:
     """Element-wise operators that run together: between the same products, in the same phase."""
 
-    def __init__(self, segment: Segment, masks: dict[int, int], *, across_modules: bool, fused_loss: bool) -> None:
+    def __init__(
+        self, segment: Segment, masks: dict[int, int], *, across_modules: bool, fused_loss: bool, dropout_apart: bool
+    ) -> None:
         self.segment, self.ops = segment, segment.operators
         self.owner = owners(segment)
-        self.across_modules, self.fused_loss = across_modules, fused_loss
+        self.across_modules, self.fused_loss, self.dropout_apart = across_modules, fused_loss, dropout_apart
         self.masks = set(masks.values())
         self.draws = set(masks)
         self.level = self._levels()
@@ -205,6 +217,8 @@ class _Chains:
     def _fusible(self, op: Operator, other: Operator) -> bool:
         if LOSS in (op.module, other.module):
             return op.module == other.module and self.fused_loss
+        if self.dropout_apart and SOFTMAX_BACKWARD in other.name and self.masks & set(op.depends_on):
+            return False
         return self.across_modules or other.module == op.module
 
     def _roots(self, index: int) -> tuple[set[int], bool]:
