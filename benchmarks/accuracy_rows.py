@@ -10,6 +10,7 @@ gpus, gpus_per_node    how many
 interconnect           words; "8x200Gb/s", "1600 Gb/s" or "400 Gb/s per GPU" in them is the network of a node
 model                  layers, hidden, heads, vocab, seq; optional kv_heads, ffn, gated_mlp, tied_embeddings, and for
                        mixtures experts, topk, moe_ffn, shared_experts or shared_ffn, dense_layers, head_dim, attention ("MLA q_lora=1536 kv_lora=512");
+                       mtp: true: one block more is trained, which predicts a further token (its second pass through the head is not priced);
                        hf: keys of the Hugging Face configuration that the others do not say, such as {model_type: olmo2}
 precision              fp32, bf16, fp16 or fp8, with whatever words
 dtype                  of weights, gradients and moments (``job.dtype``); absent = fp32
@@ -242,7 +243,7 @@ def _of_family(model: Mapping[str, Any]) -> dict[str, Any]:
     usual = {
         "hidden_size": hidden,
         "intermediate_size": ffn,
-        "num_hidden_layers": model["layers"],
+        "num_hidden_layers": model["layers"] + bool(model.get("mtp")),
         "num_attention_heads": heads,
         "num_key_value_heads": key_heads,
         "max_position_embeddings": model["seq"],
