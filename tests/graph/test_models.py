@@ -169,6 +169,13 @@ def test_what_is_wrong_is_named(model: Any, words: list[str]) -> None:
         assert word in str(caught.value)
 
 
+def test_a_misspelt_key_of_a_config_file_is_told(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_sizes": 64, "pretraining_tp": 1}))
+    load_config(str(tmp_path))
+    told = "hidden_sizes: unknown key for model_type llama (did you mean: hidden_size?); hidden_size has its default"
+    assert [str(one.message) for one in recwarn] == [told]
+
+
 def test_a_broken_config_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(BadInput, match="not a JSON file"):

@@ -15,6 +15,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,9 @@ ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hi
 
 LARGEST_SIZE = 1_000_000_000
 """The largest value of a key in ``POSITIVE``: far above any model, and the product of two still fits in torch's 64 bits."""
+
+MISSPELT = 0.9
+"""Likeness (difflib) from which a key is one that was spelt wrong: hidden_sizes has 0.96; layer_norm_eps, another family's layer_norm_epsilon, 0.88."""
 
 MOST_LAYERS = 10_000
 """All layers are built before equal ones are recognized; published models have at most 1,000 (DeepNet, arXiv 2203.00555)."""
@@ -194,8 +198,10 @@ def _from_keys(keys: dict[str, Any], *, known_only: bool) -> PretrainedConfig:
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise bad_input("model_type", model_type, "transformers has no such model type", list(CONFIG_MAPPING.keys()))
     kind = CONFIG_MAPPING[model_type]
-    if known_only:
-        known = _known_keys(kind)
+    known = _known_keys(kind)
+    if not known_only:
+        _warn_of_misspelt(keys, known, model_type)
+    else:
         for key in keys:
             if key not in known and key not in _keys_asked_for(kind):
                 raise BadInput(
@@ -216,6 +222,14 @@ def _from_keys(keys: dict[str, Any], *, known_only: bool) -> PretrainedConfig:
         raise BadInput(f"{shown}: {told}") from None
     _check_experts(config)
     return config
+
+
+def _warn_of_misspelt(keys: dict[str, Any], known: set[str], model_type: str) -> None:
+    """Warn of keys that nearly are keys of the model type which the file lacks: these have their defaults, and the model is another one."""
+    for key in keys.keys() - known:
+        if near := get_close_matches(key, sorted(known - keys.keys()), n=1, cutoff=MISSPELT):
+            told = f"unknown key for model_type {model_type} (did you mean: {near[0]}?)"
+            warnings.warn(f"{key}: {told}; {near[0]} has its default", stacklevel=2)
 
 
 def _known_keys(kind: type[PretrainedConfig]) -> set[str]:
