@@ -109,6 +109,20 @@ def test_everything_is_in_16_bits_and_goes_on_under_another_plan(pool: Pool, tmp
     assert after["norms"] == pytest.approx(through["norms"][2:], rel=FIRST)
 
 
+def _other(rank: int, world: int, folder: str) -> str:
+    parallel = parallelize(BUILDERS["llama"](), {"job": {**IN_16_BITS, "dtype": "fp32"}, "parallelism": {}})
+    with pytest.raises(BadInput) as refused:
+        parallel.load(folder)
+    return str(refused.value)
+
+
+@pytest.mark.slow
+def test_states_of_another_type_are_not_taken(pool: Pool, tmp_path: Path) -> None:
+    pool.run(_saved, 1, {}, str(tmp_path / "saved"))
+    said = pool.run(_other, 1, str(tmp_path / "saved"))[0]
+    assert "has the type torch.bfloat16 there, and torch.float32 here" in said
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [("precision", "fp16"), ("precision", "fp32"), ("optimizer", "muon"), ("lora", {"r": 4})]
 )

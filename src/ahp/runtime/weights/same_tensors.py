@@ -14,6 +14,8 @@ from ahp.runtime.training_state import TrainingState
 
 MODEL, BUFFER = "model.", "buffer."
 """Prefixes of the names of weights and of buffers in a checkpoint."""
+MOMENT = "exp_avg."
+"""Prefix of the names of AdamW's first moments. Their type is the job's, whereas that of frozen weights is the precision's."""
 OPTIMIZERS = {"momentum_buffer.": "muon", "exp_avg.codes.": "adamw8bit"}
 """Prefixes of names of states that only one optimizer has, and that optimizer; adamw has none of its own."""
 
@@ -34,7 +36,7 @@ def refuse_other_tensors(
     if fault is not None:
         raise OtherTensors(
             f"folder = {str(folder)!r}: holds a checkpoint of another model or job: {fault} (valid: one of this model, under this "
-            "job.optimizer.name and job.lora)"
+            "job.optimizer.name, job.dtype and job.lora)"
         )
 
 
@@ -46,6 +48,9 @@ def _faults(saved: Mapping[str, Any], wanted: Mapping[str, torch.Tensor], state:
         there, here = list(saved[name].size), list(tensor.shape)
         if there != here:
             yield f"{name} has the shape {there} there, and {here} here"
+        was, now = saved[name].properties.dtype, tensor.dtype
+        if name.startswith(MOMENT) and was != now:
+            yield f"job.dtype: {name} has the type {was} there, and {now} here"
     for name in saved:
         if name.startswith(MODEL) and name.removeprefix(MODEL) not in state.layout.shapes:
             yield f"it has {name}, which would not be used"
