@@ -37,9 +37,6 @@ from ahp.schedule.registry import SCHEDULES
         ("accelerate", {"expert_parallel_degree": 2}, {}, {}, "expert_parallel_degree = 2"),
         ("megatron", {}, {"document_mask": True}, {}, "job.document_mask = True"),
         ("torchtitan", {}, {"optimizer": "muon"}, {}, "job.optimizer.name = 'muon'"),
-        ("megatron", {}, {"dtype": "bf16"}, {}, "job.dtype = 'bf16'"),
-        ("deepspeed", {}, {"dtype": "bf16"}, {}, "job.dtype = 'bf16'"),
-        ("accelerate", {}, {"dtype": "bf16"}, {}, "job.dtype = 'bf16'"),
     ],
 )  # fmt: skip
 def test_refused_by_the_users_own_key(name, layout, job, choice, key):
@@ -47,6 +44,14 @@ def test_refused_by_the_users_own_key(name, layout, job, choice, key):
     assert reason is not None
     in_pipeline = " in a pipeline" if "pipeline_parallel_degree" in layout and key == "zero_stage = 3" else ""
     assert reason.startswith(f"{key}: {name} cannot run this{in_pipeline} (valid: ")
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.name)
+def test_states_in_16_bits(engine):
+    reason = engine.refuses(Job(dtype="bf16"), Parallelism(), EngineChoice(name=engine.name))
+    assert (reason is None) == (engine.name in ("ahp", "torchtitan"))
+    rule = f"job.dtype = 'bf16': states in 16 bits are not priced for {engine.name} (valid: fp32; or engine.name ahp or torchtitan)"
+    assert reason in (None, rule)
 
 
 def test_what_is_valid_is_told_whole():

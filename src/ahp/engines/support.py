@@ -81,7 +81,8 @@ class Support:
         if job.precision not in self.precisions:
             return _cannot(engine, "precision", job.precision, self.precisions)
         if job.dtype not in self.dtypes:
-            return _cannot(engine, "job.dtype", job.dtype, [*self.dtypes, "or engine.name ahp or torchtitan"])
+            valid = f"{listed(self.dtypes)}; or engine.name ahp or torchtitan"
+            return f"job.dtype = {job.dtype!r}: states in 16 bits are not priced for {engine} (valid: {valid})"
         if job.document_mask:
             return _cannot(engine, "job.document_mask", True, ["False; or engine.name ahp"])
         if job.lora is not None:
