@@ -29,7 +29,7 @@ from ahp.arrays import Floats, Ints, Mask
 from ahp.forecast.cell_columns import BETWEEN, FIRST, LAST, CellColumns
 from ahp.forecast.stage_room import ANYWHERE, ROUNDING, Positions, StageRoom
 from ahp.schedule.bounds import in_flight
-from ahp.search.mixed.replicas import FINE, ROUGH, Ahead, Crewed, Crews, Times, longest_s, selected
+from ahp.search.mixed.replicas import FINE, FIRST_LOOK, Ahead, Crewed, Crews, Times, longest_s, selected
 from ahp.search.mixed.space import SEVERAL, all_forwards_first, splits_backward
 
 FEWER = np.unique(np.round(1.2 ** np.arange(60)).astype(np.int64))
@@ -87,10 +87,12 @@ class Depth:
         few = 1 << np.log2(np.maximum(micro_batches, 1)).astype(np.int64)
         return few if all_forwards_first(self.schedule) else np.where(micro_batches >= self.p, self.p, few)
 
-    def crewed(self, of: Pipelines, mix: Ints) -> Crewed:
-        """The replicas of shapes whose floors are to get closer."""
+    def crewed(self, of: Pipelines, mix: Ints, times: Times) -> Crewed:
+        """The replicas of shapes whose floors are to get closer; for a first look, whatever their micro-batches."""
+        if times is FIRST_LOOK:
+            return self._crewed(of, (1,), mix, times)
         each = list(_each(self._counted(of.total // of.replicas)))
-        found = [self._crewed(of.where(some), (1, heavy), mix, ROUGH) for heavy, some in each]
+        found = [self._crewed(of.where(some), (1, heavy), mix, times) for heavy, some in each]
         return Crewed.all(found).where(np.argsort(np.concatenate([some for _, some in each])))
 
     def crewed_closely(self, of: Pipelines, mix: Ints) -> list[Crewed]:

@@ -23,7 +23,7 @@ from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.stage_room import Positions, StageRoom
 from ahp.plan import Parallelism
 from ahp.search.mixed.capacity import Depth, Late, Pipelines
-from ahp.search.mixed.replicas import FINE, ROUGH, Crewed, mixes, selected
+from ahp.search.mixed.replicas import FINE, FIRST_LOOK, ROUGH, Crewed, Times, mixes, selected
 from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of
 from ahp.search.mixed.tables import LayoutTables
 
@@ -158,14 +158,22 @@ class ShapeFloors:
                 each = self._depth(schedule, p).crewed_closely(self._of_pipelines(of.where(some)), mix)
                 found[some] = np.min([one.floors_s(known_s[some], limits_s[some], FINE.close) for one in each], axis=0)
         else:
-            crews, order = [], []
-            for schedule in np.unique(of.schedule).tolist():
-                some = np.flatnonzero(of.schedule == schedule)
-                crews.append(self._depth(schedule, p).crewed(self._of_pipelines(of.where(some)), mix))
-                order.append(some)
-            crewed = Crewed.all(crews).where(np.argsort(np.concatenate(order)))
-            found = crewed.floors_s(known_s, limits_s, ROUGH.close)
+            left = np.arange(len(found))
+            for times in (FIRST_LOOK, ROUGH):  # a first look shows that most take longer than the limit
+                crewed = self._crewed(p, of.where(left), mix, times)
+                found[left] = crewed.floors_s(known_s[left], limits_s[left], times.close)
+                left = left[found[left] < limits_s[left]]
+                if not len(left):
+                    break
         return np.maximum(found * of.slowest, of.floor_s)
+
+    def _crewed(self, p: int, of: Shapes, mix: Ints, times: Times) -> Crewed:
+        crews, order = [], []
+        for schedule in np.unique(of.schedule).tolist():
+            some = np.flatnonzero(of.schedule == schedule)
+            crews.append(self._depth(schedule, p).crewed(self._of_pipelines(of.where(some)), mix, times))
+            order.append(some)
+        return Crewed.all(crews).where(np.argsort(np.concatenate(order)))
 
     def _depth(self, schedule: int, p: int) -> Depth:
         name = self.space.schedules(2)[schedule]

@@ -45,6 +45,7 @@ class Times(NamedTuple):
     """The bisection for a shape's time starts at the limit and goes on until the time is known within this factor."""
 
 
+FIRST_LOOK = Times(np.power(1.05, np.arange(14)), 4, np.inf)
 ROUGH, FINE = Times(np.power(1.025, np.arange(40)), 12, 1.004), Times(np.power(1.01, np.arange(100)), 60, 1.001)
 
 PIVOTS = 40
