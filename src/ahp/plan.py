@@ -58,8 +58,7 @@ class Parallelism(Record):
     data_parallel_replicate_degree: int = Field(default=1, ge=1)
     data_parallel_shard_degree: int = Field(default=1, ge=1)
     zero_stage: int = Field(default=0, ge=0, le=3)
-    """0: nothing sharded. 1: optimizer states. 2: gradients too. 3: parameters too. Default: 3 when the shard
-    degree is above 1, else 0."""
+    """0: nothing sharded. 1: optimizer states. 2: gradients too. 3: parameters too. Default: 3 when the shard degree is above 1, else 0."""
     tensor_parallel_degree: int = Field(default=1, ge=1)
     enable_sequence_parallel: bool = False
     pipeline_parallel_degree: int = Field(default=1, ge=1)
@@ -89,8 +88,7 @@ class Parallelism(Record):
     """For each stage in pipeline order, how many blocks, the first ones, are recomputed as ``activation_checkpoint`` says; the
     others keep their activations. None = all blocks of every stage."""
     mesh_order: tuple[Axis, ...] | None = None
-    """The mesh axes with a degree above 1, outermost first; neighboring ranks differ in the last. None = the usual order; a
-    given order that equals the usual one becomes None."""
+    """The mesh axes with a degree above 1, outermost first; neighboring ranks differ in the last. None = the usual order, also if it is given."""
 
     @model_validator(mode="before")
     @classmethod

@@ -84,7 +84,7 @@ def test_an_order_of_its_own_is_told_beside_the_proof(ranking: Ranking) -> None:
 
 
 def test_several_groups_have_a_gap_or_a_proof(ranking: Ranking) -> None:
-    of = {**vars(ranking.certificate), "any_cut_s": None, "any_part_s": None, "best_s": 2.0}
+    of = {**vars(ranking.certificate), "any_cut_s": None, "any_part_s": None, "best_s": 2.0, "found_s": 2.0}
     mixed = MixedCertificate(**{**of, "proven": False, "lowest_bound_left_s": 1.5}, shapes=100, placed=7, unlike=3)
     first, second, third = words(replace(ranking, certificate=mixed))
     assert first.startswith(f"100 shapes over 2 groups of devices and {mixed.rows - 100:,} layouts of one group alone")

@@ -140,7 +140,7 @@ def test_a_module_that_cannot_be_called_is_told(tmp_path: Path) -> None:
 def test_weights_for_which_there_is_no_room_are_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exported, "memory_available_bytes", lambda: 1000)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BadInput, match=r"in fp32 they take .* GiB free"):
+    with pytest.raises(BadInput, match=r"in fp32 they take .*, and this machine has 0 MiB free"):
         generate(run.path)
 
 
