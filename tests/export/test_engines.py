@@ -350,3 +350,22 @@ def test_how_megatron_sends_tokens_to_experts_is_written_and_read() -> None:
     assert read["engine.moe_token_dispatcher_type"] == "flex"
     assert read["engine.overlap_moe_expert_parallel_comm"] is True
     assert "engine.moe_token_dispatcher_type" not in EXPERTS.read({"--expert-model-parallel-size": 8})
+
+
+@pytest.mark.parametrize(
+    ("cluster", "engine", "said"),
+    [
+        ("2x8xH100-SXM-80GB", {}, True),
+        ("2x8xH100-SXM-80GB", {"moe_token_dispatcher_type": "alltoall"}, False),
+        ("1x16xH100-SXM-80GB", {}, False),
+    ],
+)
+def test_a_script_says_how_the_forecast_sends_tokens_if_it_sends_them_otherwise(
+    cluster: str, engine: dict[str, Any], said: bool, tmp_path: Path
+) -> None:
+    layout = {"data_parallel_shard_degree": 16, "zero_stage": 1, "expert_parallel_degree": 8}
+    path = a_plan(tmp_path, "megatron", model="mixtral-8x7b", parallelism=layout, engine=engine, cluster=cluster)
+    assert run(["megatron", path, "-o", str(tmp_path / "s.sh")]) == 0
+    script = (tmp_path / "s.sh").read_text()
+    assert "--moe-token-dispatcher-type alltoall" in script
+    assert ("The forecast takes --moe-token-dispatcher-type flex" in script) == said

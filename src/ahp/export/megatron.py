@@ -8,7 +8,7 @@ from dataclasses import replace
 from ahp.errors import BadInput
 from ahp.export.engine_target import EngineTarget, Format, commented, torchrun
 from ahp.export.launch_line import sizes
-from ahp.export.megatron_keys import DIALECT, FSDP
+from ahp.export.megatron_keys import DIALECT, DISPATCHER, FSDP
 from ahp.export.megatron_model import MODEL_KEYS, model_settings
 from ahp.export.model_shape import keys_of
 from ahp.export.shell import arguments, words
@@ -19,7 +19,16 @@ MODEL = Rule(MODEL_KEYS, (), lambda s: model_settings(keys_of(s.plan.model)), la
 WITH_MODEL = replace(DIALECT, rules=(MODEL, *DIALECT.rules))
 
 
+DISPATCHER_LEFT_OPEN = (
+    "The forecast takes --moe-token-dispatcher-type flex and overlap where experts span nodes, as NVIDIA's recipes; both need more than",
+    "Megatron-LM (DeepEP or HybridEP). Plan with --engine.moe_token_dispatcher_type alltoall for what is written here, or flex for the recipes'.",
+)
+"""Lines above a script whose plan leaves open how tokens are sent."""
+
+
 def _render(settings: Settings, subject: Subject, shape: Shape, head: list[str]) -> str:
+    if DISPATCHER in settings and shape.most > 1 and subject.plan.engine.moe_token_dispatcher_type is None:
+        head = [*head, *DISPATCHER_LEFT_OPEN]
     words = [key if value is True else f"{key} {shlex.quote(str(value))}" for key, value in settings.items()]
     vocabulary = keys_of(subject.plan.model)["vocab_size"]
     return TEXT.format(
