@@ -17,7 +17,10 @@ from ahp.forecast.division import Division
 from ahp.forecast.kernels import kernels
 from ahp.forecast.memory import Outside, Peak, device_bytes, fit_probability, pooled_bytes, ranks_memory, while_training
 from ahp.forecast.split import split
+from ahp.forecast.stage_memory import kept_beside_layers
+from ahp.forecast.stage_table import StageTable
 from ahp.forecast.states import Shards, UnitBytes, Weights, state_bytes, unit_bytes, update_bytes
+from ahp.forecast.step import pricer
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 
@@ -390,3 +393,14 @@ def test_communicators_are_those_of_the_mesh(keys, groups):
 def test_probability_falls_with_the_need(capacity, need, more):
     assert 0 <= fit_probability(need * more, capacity) <= fit_probability(need, capacity) <= 1
     assert fit_probability(capacity, capacity) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("engine", "kept"), [("torchtitan", 1), ("megatron", 0)])
+def test_megatron_frees_what_a_stage_has_sent(tiny, engine, kept):
+    layout = Parallelism(pipeline_parallel_degree=2)
+    job = Job(sequence_length=tiny.sequence_length, global_batch_size=4, precision="bf16")
+    found = pricer(tiny, make_cluster(per_node=2), job, EngineChoice(name=engine, compile=False)).units(layout)
+    stages = StageTable.of(tiny.layers, len(tiny.blocks), [(1, 1, False, False), (1, 1, False, True)])
+    middle, last = kept_beside_layers(found, stages).tolist()
+    assert middle == kept * found.hidden_bytes
+    assert last == found.head.memory.saved

@@ -156,7 +156,8 @@ class MegatronEngine(Engine):
                 launched_one_by_one=True,  # --moe-grouped-gemm: Transformer Engine's GroupedLinear, cuBLAS on several streams
                 one_graph_in_mxfp8=has("experts_in_one_graph"),
             ),
-            pipeline=PipelineTraits(ends="may_be_empty", sends_split_by_tensor=True),
+            # training/arguments.py sets deallocate_pipeline_outputs: what a stage has sent is freed (core/pipeline_parallel/schedules.py)
+            pipeline=PipelineTraits(ends="may_be_empty", sends_split_by_tensor=True, keeps_outputs=False),
             # --cross-entropy-loss-fusion is off by default and on in NVIDIA's recipes, none of which is in fp16: there logits are copied to fp32
             # and go through core/tensor_parallel/cross_entropy.py operator by operator, as in all published runs.
             kernels=KernelTraits(

@@ -198,6 +198,8 @@ class PipelineTraits(NamedTuple):
     """Whether torch's own classes set the order of actions, so that their rules for the number of micro-batches hold."""
     ends: Ends = "hold_layers"
     """How the engine cuts the layers by default: what the first and the last stage hold."""
+    keeps_outputs: bool = True
+    """Whether a stage keeps what it has sent to the next one until its backward pass."""
 
 
 class RecomputeTraits(NamedTuple):

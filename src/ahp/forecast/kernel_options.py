@@ -33,6 +33,8 @@ class KernelOptions(NamedTuple):
     loss_chunk_tokens: int | None
     weight_bytes: int
     """Bytes of one weight element in the type that computes."""
+    keeps_outputs: bool
+    """A pipeline stage keeps what it has sent."""
     one_graph: bool
     """The host launches one CUDA graph for a step."""
     expert_operators: tuple[float, float]
@@ -94,6 +96,7 @@ class KernelOptions(NamedTuple):
             context_sums_bytes=traits.context.sums_bytes,
             loss_chunk_tokens=traits.kernels.loss_chunk_tokens,
             weight_bytes=traits.states.compute_weight_bytes or traits.states.master_weight_bytes,
+            keeps_outputs=traits.pipeline.keeps_outputs,
             one_graph=one_graph,
             expert_operators=traits.host.experts_operators,
             fp8=fp8,

@@ -79,7 +79,7 @@ def kept_of_kinds(units: Units, recompute: Recompute) -> Ints:
 def kept_beside_layers(units: Units, table: StageTable) -> Ints:
     """[S] Bytes that a stage keeps of one micro-batch, besides those of its layers."""
     ends = units.embedding.memory.saved * table.first + units.head.memory.saved * table.last
-    return ends + units.hidden_bytes * (1 - table.last)
+    return ends + units.output_bytes * (1 - table.last)
 
 
 def kept_bytes(units: Units, recompute: Recompute, table: StageTable) -> Ints:

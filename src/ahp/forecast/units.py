@@ -41,6 +41,8 @@ class Units:
     """Elements the rank holds of weights that the embedding and the head share."""
     hidden_bytes: int
     """Bytes of the hidden states between two blocks that a rank holds, and sends to the next stage."""
+    output_bytes: int
+    """Bytes of them that a stage keeps after it has sent them."""
     forward_flops: int
     """FLOPs of the whole model's forward pass for one micro-batch."""
 
@@ -171,6 +173,7 @@ class UnitPricer:
             head=self._head(graph, axes, how, hidden_bytes // axes.context.size),
             tied_parameters=_tied_parameters(graph) // axes.tensor.size,
             hidden_bytes=hidden_bytes // cut,
+            output_bytes=how.keeps_outputs * hidden_bytes // cut,
             forward_flops=self._segments_of(how).forward_flops(graph.micro_batch_size),
         )
 

@@ -91,7 +91,7 @@ class LayerColumns(SegmentFigures):
         """Bytes of one micro-batch that are kept by the embedding, by the head, and as the output of a stage without the head; and bytes at
         the peak of the head, beyond what is kept."""
         head = self.units.head.memory
-        kept = self.units.embedding.memory.saved, head.saved, self.units.hidden_bytes
+        kept = self.units.embedding.memory.saved, head.saved, self.units.output_bytes
         return *kept, max(head.forward_extra, head.backward_extra)
 
     @cached_property
