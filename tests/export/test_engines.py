@@ -356,7 +356,12 @@ def test_how_megatron_sends_tokens_to_experts_is_written_and_read() -> None:
     ("cluster", "engine", "said"),
     [
         ("2x8xH100-SXM-80GB", {}, True),
-        ("2x8xH100-SXM-80GB", {"moe_token_dispatcher_type": "alltoall"}, False),
+        ("2x8xH100-SXM-80GB", {"moe_token_dispatcher_type": "alltoall"}, True),
+        (
+            "2x8xH100-SXM-80GB",
+            {"moe_token_dispatcher_type": "alltoall", "overlap_moe_expert_parallel_comm": False},
+            False,
+        ),
         ("1x16xH100-SXM-80GB", {}, False),
     ],
 )
@@ -368,4 +373,4 @@ def test_a_script_says_how_the_forecast_sends_tokens_if_it_sends_them_otherwise(
     assert run(["megatron", path, "-o", str(tmp_path / "s.sh")]) == 0
     script = (tmp_path / "s.sh").read_text()
     assert "--moe-token-dispatcher-type alltoall" in script
-    assert ("The forecast takes --moe-token-dispatcher-type flex" in script) == said
+    assert ("Where experts span nodes, the forecast takes" in script) == said

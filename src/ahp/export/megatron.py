@@ -19,16 +19,19 @@ MODEL = Rule(MODEL_KEYS, (), lambda s: model_settings(keys_of(s.plan.model)), la
 WITH_MODEL = replace(DIALECT, rules=(MODEL, *DIALECT.rules))
 
 
-DISPATCHER_LEFT_OPEN = (
-    "The forecast takes --moe-token-dispatcher-type flex and overlap where experts span nodes, as NVIDIA's recipes; both need more than",
-    "Megatron-LM (DeepEP or HybridEP). Plan with --engine.moe_token_dispatcher_type alltoall for what is written here, or flex for the recipes'.",
+SENDS_LEFT_OPEN = (
+    "Where experts span nodes, the forecast takes what NVIDIA's recipes have for a key that the plan leaves open: --moe-token-dispatcher-type flex, which",
+    "needs DeepEP or HybridEP, and --overlap-moe-expert-parallel-comm. For a forecast of what is written here, plan with",
+    "--engine.moe_token_dispatcher_type alltoall --engine.overlap_moe_expert_parallel_comm false.",
 )
 """Lines above a script whose plan leaves open how tokens are sent."""
 
 
 def _render(settings: Settings, subject: Subject, shape: Shape, head: list[str]) -> str:
-    if DISPATCHER in settings and shape.most > 1 and subject.plan.engine.moe_token_dispatcher_type is None:
-        head = [*head, *DISPATCHER_LEFT_OPEN]
+    choice = subject.plan.engine
+    left_open = None in (choice.moe_token_dispatcher_type, choice.overlap_moe_expert_parallel_comm)
+    if DISPATCHER in settings and shape.most > 1 and left_open:
+        head = [*head, *SENDS_LEFT_OPEN]
     words = [key if value is True else f"{key} {shlex.quote(str(value))}" for key, value in settings.items()]
     vocabulary = keys_of(subject.plan.model)["vocab_size"]
     return TEXT.format(

@@ -169,9 +169,8 @@ class RunFolder:
     @contextmanager
     def _locked(self, name: str, why_not: str, wait_s: float = 0.0) -> Iterator[None]:
         try:
-            lock = (self.path / name).open(
-                "w"
-            )  # not in log/: a second start would hold another lock once that is deleted
+            # Not in log/: a second start would hold another lock once that is deleted.
+            lock = (self.path / name).open("w")
         except OSError as error:
             raise self._unwritable(error) from None
         with lock:
