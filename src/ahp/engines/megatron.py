@@ -97,7 +97,6 @@ class MegatronEngine(Engine):
         # --overlap-grad-reduce and --overlap-param-gather are off by default, and on in the published recipes, which have the distributed
         # optimizer (NeMo, scripts/performance/helpers.py); Megatron-FSDP always overlaps.
         overlaps = not one_by_one and (fp8 or zero >= 1)
-        gradient = 2 if fp8 or job.precision == "fp16" else 4
         several = parallelism.weight_shards * parallelism.weight_replicas > 1
         each = max(LEAST_BUCKET_ELEMENTS, BUCKET_ELEMENTS_OF_RANK * parallelism.data_parallel_degree)
         bucket = 0 if one_by_one or zero >= 2 else each if overlaps else ALL_ELEMENTS
@@ -108,17 +107,7 @@ class MegatronEngine(Engine):
 
         return Traits(
             states=StateTraits(master_weight_bytes=4, optimizer_bytes=8, compute_weight_bytes=2 if half else 0),
-            gradients=GradientTraits(
-                element_bytes=gradient,
-                whole=zero < 2,
-                fused_accumulation=fp8 or job.precision == "bf16",
-                # core/distributed: a hook adds each gradient to main_grad, which zero_grad_buffer sets to zero. start_grad_sync divides it by
-                # the data ranks, but not in the recipes, which average in the collective (average_in_collective).
-                adds_first=zero < 2,
-                passes=0 if zero >= 2 else 3 if several and not overlaps else 1,
-                # core/optimizer: _copy_model_grads_to_main_grads (the update then reads 4 bytes), _unscale_main_grads_and_check_for_nan
-                before_update_bytes=(2 + 4 + 2 if gradient == 2 else 0) + (8 if job.precision == "fp16" else 0),
-            ),
+            gradients=_gradients(job, zero, averages=several and not overlaps),
             gather=GatherTraits(
                 each_weight=one_by_one,
                 copies=one_by_one,  # core/distributed/param_and_grad_buffer.py: weights are views of param_data
@@ -133,7 +122,7 @@ class MegatronEngine(Engine):
                 keeps_weights=zero < 3,
             ),
             reduce=ReduceTraits(
-                element_bytes=gradient,
+                element_bytes=_gradient_bytes(job),
                 overlap=1.0 if overlaps else 0.0,
                 bucket_elements=bucket,
                 buckets_on_first_stage_alone=overlaps and parallelism.pipeline_parallel_degree > 1,
@@ -147,15 +136,7 @@ class MegatronEngine(Engine):
                 overlap_backward=2 / 3 if parallelism.enable_sequence_parallel else 1.0,
             ),
             context=ContextTraits(ways=("ring",)),  # cp_comm_type p2p, the default
-            experts=ExpertTraits(
-                folded=SUPPORT.folded(parallelism),
-                tokens_once_to_a_node=choice.moe_token_dispatcher_type != "alltoall",
-                overlap_between_nodes=0.0 if choice.overlap_moe_expert_parallel_comm is False else 1.0,
-                overlap_on_a_node=1.0 if choice.overlap_moe_expert_parallel_comm else 0.0,
-                fused_permutation=True,  # --moe-permute-fusion
-                launched_one_by_one=True,  # --moe-grouped-gemm: Transformer Engine's GroupedLinear, cuBLAS on several streams
-                one_graph_in_mxfp8=has("experts_in_one_graph"),
-            ),
+            experts=_experts(parallelism, choice, one_graph_in_mxfp8=has("experts_in_one_graph")),
             # training/arguments.py sets deallocate_pipeline_outputs: what a stage has sent is freed (core/pipeline_parallel/schedules.py)
             pipeline=PipelineTraits(ends="may_be_empty", sends_split_by_tensor=True, keeps_outputs=False),
             # --cross-entropy-loss-fusion is off by default and on in NVIDIA's recipes, none of which is in fp16: there logits are copied to fp32
@@ -176,3 +157,36 @@ class MegatronEngine(Engine):
                 "pytorch/module/base.py initialize_ub, pytorch/attention (AttnFuncWithCPAndKVP2P)"
             ),
         )
+
+
+def _gradient_bytes(job: Job) -> int:
+    """Bytes of an element of the gradients that are summed and sent."""
+    return 2 if job.precision in ("fp8", "fp16") else 4
+
+
+def _gradients(job: Job, zero: int, *, averages: bool) -> GradientTraits:
+    """``averages``: gradients are divided by the data ranks before they are sent."""
+    return GradientTraits(
+        element_bytes=_gradient_bytes(job),
+        whole=zero < 2,
+        fused_accumulation=job.precision in ("fp8", "bf16"),
+        # core/distributed: a hook adds each gradient to main_grad, which zero_grad_buffer sets to zero. start_grad_sync divides it by
+        # the data ranks, but not in the recipes, which average in the collective (average_in_collective).
+        adds_first=zero < 2,
+        passes=0 if zero >= 2 else 3 if averages else 1,
+        # core/optimizer: _copy_model_grads_to_main_grads (the update then reads 4 bytes), _unscale_main_grads_and_check_for_nan
+        before_update_bytes=(2 + 4 + 2 if _gradient_bytes(job) == 2 else 0) + (8 if job.precision == "fp16" else 0),
+    )
+
+
+def _experts(parallelism: Parallelism, choice: EngineChoice, *, one_graph_in_mxfp8: bool) -> ExpertTraits:
+    overlap = choice.overlap_moe_expert_parallel_comm
+    return ExpertTraits(
+        folded=SUPPORT.folded(parallelism),
+        tokens_once_to_a_node=choice.moe_token_dispatcher_type != "alltoall",
+        overlap_between_nodes=0.0 if overlap is False else 1.0,
+        overlap_on_a_node=1.0 if overlap else 0.0,
+        fused_permutation=True,  # --moe-permute-fusion
+        launched_one_by_one=True,  # --moe-grouped-gemm: Transformer Engine's GroupedLinear, cuBLAS on several streams
+        one_graph_in_mxfp8=one_graph_in_mxfp8,
+    )
