@@ -28,9 +28,9 @@ from ahp.search.method import Method
 from ahp.search.mixed import explain
 from ahp.search.mixed.balance import share
 from ahp.search.mixed.find import Budget, Finder, MixedOutcome, Queue
-from ahp.search.mixed.floors import Shapes
 from ahp.search.mixed.matrices import families, matrices
 from ahp.search.mixed.over_groups import BRIEFLY
+from ahp.search.mixed.shapes import Shapes
 from ahp.search.mixed.solve import Row, distinct_orders
 from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of, shape_of
 from ahp.search.problem import Problem, problem

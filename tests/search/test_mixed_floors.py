@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment, linprog
 
 from ahp.forecast.cell_columns import BETWEEN
 from ahp.forecast.stage_memory import received_bytes
-from ahp.forecast.stage_room import Positions, StageRoom
+from ahp.forecast.stage_room import ANYWHERE, Positions, StageRoom
 from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.schedule.bounds import in_flight
@@ -134,6 +134,27 @@ def test_more_micro_batches_never_leave_more_room() -> None:
     most = [StageRoom.of(columns, rows, of, m).most for m in (1, 2, 3, 8)]
     for more, fewer in zip(most[1:], most, strict=False):
         assert (more <= fewer * ROUNDING).all()
+
+
+@pytest.mark.parametrize("family_size", [2, 5])
+def test_a_family_has_room_wherever_one_of_its_layouts_has(family_size: int) -> None:
+    job = Job(sequence_length=4096, global_batch_size=64, precision="bf16")
+    model = analyze({"model_type": "llama", "num_hidden_layers": 16, "vocab_size": 32000, **TRAINED}, job)
+    asked = problem(model, cluster_of((H100, 1, 8), (A100, 1, 8), gbps=100), job, None, {"compile": False})
+    columns = Finder(asked, MixedSpace(asked), Budget(), float("inf")).floors.columns
+    rows = np.arange(len(columns.same[0]))
+    family = (
+        np.random.default_rng(family_size).permutation(rows) // family_size
+    )  # any layouts, though those of a family have more in common
+    least = columns.least_of(family)
+    assert (least.copied_most_s[:, family] >= columns.copied_most_s).all()
+    for place, m in product(([2, 0, 1], [ANYWHERE] * 3), (1, 2, 8)):
+        at = Positions(np.array([1, 2, 3]), np.array(place), np.array([1, 2, 1]))
+        room, together = StageRoom.of(columns, rows, at, m), StageRoom.of(least, family, at, m)
+        assert (room.most <= together.most * ROUNDING).all()
+        for seconds in (1e-3, 0.1, 1.0, 30.0):
+            each_s = np.full(len(rows), seconds)
+            assert (room.layers(each_s) <= together.layers(each_s) * ROUNDING).all()
 
 
 @settings(max_examples=60, deadline=None)

@@ -54,6 +54,9 @@ COUNTED = (1, 2, 8, 64)
 """Numbers of micro-batches of a replica for which copies of gradients are counted."""
 
 
+Columns = TypeVar("Columns", "Work", "Held", "States")
+
+
 class Work(NamedTuple):
     """Seconds of a micro-batch, [N, G] each."""
 
@@ -141,6 +144,8 @@ class CellColumns:
     copied_s: Floats
     """[C, N, G, P] Least seconds per micro-batch to copy a layer's gradients and cast its weights, for each of the C numbers in
     ``COUNTED``; with more micro-batches each takes longer."""
+    copied_most_s: Floats
+    """[C, N, G] The most of it at any place."""
     share: Floats
     """[N, K] The work of a layer of each kind."""
     same: Ints
@@ -154,7 +159,37 @@ class CellColumns:
 
     def copied_of(self, micro_batches: int) -> Floats:
         """[N, G, P] The row of ``copied_s`` that bounds ``micro_batches`` or more."""
-        return self.copied_s[np.searchsorted(COUNTED, micro_batches, side="right") - 1]
+        return self.copied_s[_row_of(micro_batches)]
+
+    def copied_most_of(self, micro_batches: int) -> Floats:
+        """[N, G] The same row of ``copied_most_s``."""
+        return self.copied_most_s[_row_of(micro_batches)]
+
+    def least_of(self, family: Ints) -> CellColumns:
+        """A row for each family of layouts, which needs no more time or memory than any layout of the family. ``family``: [N] from 0, all used."""
+        order, firsts = np.argsort(family, kind="stable"), np.searchsorted(np.sort(family), np.arange(family.max() + 1))
+
+        def of_each(field: Floats, dim: int = 0, *, most: bool = False) -> Floats:
+            of = np.maximum if most else np.minimum
+            return of.reduceat(np.take(field, order, axis=dim), firsts, axis=dim)
+
+        def of_all(fields: Columns) -> Columns:
+            return type(fields)(*(of_each(of, most=key.endswith("_share")) for key, of in fields._asdict().items()))
+
+        def freed(whole: Floats, part: Floats) -> Floats:
+            """The part of the least whole that leaves the least."""
+            return of_each(whole) - of_each(whole - part)
+
+        def states(of: States) -> States:
+            layer, beside = freed(of.layer, of.layer_gradients), freed(of.beside, of.gradients_beside)
+            return of_all(of)._replace(layer_gradients=layer, gradients_beside=beside)
+
+        held = of_all(self.held)._replace(dropped=freed(self.held.kept, self.held.dropped))
+        return CellColumns(
+            self.num_layers, self.alike, of_all(self.work), held, states(self.one), states(self.several),
+            of_each(self.room, most=True), of_each(self.copied_s, 1), of_each(self.copied_most_s, 1, most=True),
+            of_each(self.share), np.tile(np.arange(len(firsts)), (2, 1)),
+        )  # fmt: skip
 
     def _numbers(self, places: slice) -> Ints:
         """[N] Equal numbers for layouts whose columns at ``places`` are equal."""
@@ -163,6 +198,10 @@ class CellColumns:
         rows = np.concatenate([np.reshape(of, (len(self.share), -1)) for of in each], axis=1)
         kinds: dict[bytes, int] = {}
         return np.array([kinds.setdefault(row.tobytes(), len(kinds)) for row in np.ascontiguousarray(rows)])
+
+
+def _row_of(micro_batches: int) -> int:
+    return int(np.searchsorted(COUNTED, micro_batches, side="right")) - 1
 
 
 Row = TypeVar("Row")
@@ -215,6 +254,7 @@ class _Maker:
             several=_by_work(several[:, of_states], share),
             room=room[of_states],
             copied_s=copied_s,
+            copied_most_s=copied_s.max(axis=3),
             share=share,
             same=np.zeros((2, 0), dtype=np.int64),
         )

@@ -92,7 +92,7 @@ def ranking_by_speed(
     if asked.cluster.is_mixed:
         from ahp.search.mixed.over_groups import mixed_ranking
 
-        plain = partial(ranking_by_speed, keep=keep, current=None, by=by, remedies=False, other_cuts=False)
+        plain = partial(ranking_by_speed, current=None, by=by, remedies=False, other_cuts=False)
         return mixed_ranking(asked, keep, current, plain, tied, remedies=remedies)
     return _ranked(_look(asked, keep, by), keep, current, by, tied, remedies=remedies, other_cuts=other_cuts)
 

@@ -127,7 +127,7 @@ class Depth:
         layer_s = room.layer_s.min(axis=2)
         if self.schedule == SEVERAL:
             return Ahead(0 * layer_s, layer_s, np.full(len(rows), np.inf), np.ones(len(rows)))
-        late = Late.of(self.columns, rows, self.schedule, self.columns.copied_of(heavy)[rows].max(axis=2))
+        late = Late.of(self.columns, rows, self.schedule, self.columns.copied_most_of(heavy)[rows])
         way_s = np.maximum(layer_s - late.layer_s, 0.0)
         return Ahead(way_s, layer_s, 1.0 + (self.p - 1) * late.share, np.maximum(late.inside, 1e-9))
 

@@ -19,9 +19,11 @@ import numpy as np
 from ahp.schedule.registry import PLAIN
 from ahp.search.certificate import merged
 from ahp.search.choices import ScheduleChoice
-from ahp.search.mixed.floors import ShapeFloors, ShapeKind, Shapes
+from ahp.search.mixed.by_replicas import AT_LIMIT
+from ahp.search.mixed.floors import ShapeFloors, ShapeKind
 from ahp.search.mixed.nearby_shapes import NearbyShapes
 from ahp.search.mixed.several import SeveralTask
+from ahp.search.mixed.shapes import Shapes
 from ahp.search.mixed.solve import Placement, Solved, Task
 from ahp.search.mixed.space import SEVERAL, MixedSpace, Shape, shape_of, splits_backward
 from ahp.search.mixed.tables import LayoutTables, columns_hold
@@ -74,10 +76,6 @@ CLOSELY = 64
 
 UNTIL = 0.84
 """[Empirical] Floors are first made closer up to this share of the best time: most proofs end a little below it."""
-
-
-AT_LIMIT = 1 - 1e-9
-"""A floor above this share of a limit is at the limit: floors are divided by the factor of the slowest device and multiplied by it again."""
 
 
 REACH = (4.0, 32.0, 256.0, float("inf"))

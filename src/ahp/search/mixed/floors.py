@@ -9,8 +9,8 @@ all but weight gradients (``mixed.capacity`` proves both). Then memory rules som
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import Literal, NamedTuple
+from functools import cache, cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -22,8 +22,9 @@ from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.stage_room import Positions, StageRoom
 from ahp.plan import Parallelism
-from ahp.search.mixed.capacity import Depth, Late, Pipelines
-from ahp.search.mixed.replicas import FINE, FIRST_LOOK, ROUGH, Crewed, Times, mixes, selected
+from ahp.search.mixed.by_replicas import ByReplicas, Layouts
+from ahp.search.mixed.capacity import Late
+from ahp.search.mixed.shapes import Shapes
 from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of
 from ahp.search.mixed.tables import LayoutTables
 
@@ -32,46 +33,6 @@ ShapeKind = Literal["alone", "piped", "several"]
 
 ROUNDING = 1e-12
 """The share by which rounding can make a whole number of micro-batches too small."""
-
-
-class Shapes(NamedTuple):
-    """Some shapes, [n] each."""
-
-    schedule: Ints
-    """Index in the space's schedules."""
-    rows: Ints
-    """Index in the space's ``alike``."""
-    pipeline: Ints
-    replicas: Ints
-    slowest: Floats
-    """The factor for the slowest of their devices."""
-    floor_s: Floats
-    """Seconds that the shapes take at least, with this factor."""
-
-    where = selected
-
-    @property
-    def lowest_s(self) -> float:
-        """The lowest floor, where the shapes are sorted."""
-        return float(self.floor_s[0]) if len(self.floor_s) else float("inf")
-
-    def sorted(self) -> Shapes:
-        """The same shapes, the lowest floor first."""
-        return self.where(np.argsort(self.floor_s, kind="stable"))
-
-    def split(self, floor_s: float) -> tuple[Shapes, Shapes]:
-        """The shapes up to a floor, and the others, where the shapes are sorted."""
-        at = int(np.searchsorted(self.floor_s, floor_s, side="right"))
-        return self.where(slice(at)), self.where(slice(at, None))
-
-    @classmethod
-    def all(cls, each: Sequence[Shapes]) -> Shapes:
-        """The shapes of each, one after another."""
-        return (
-            cls(*map(np.concatenate, zip(*each, strict=True)))
-            if each
-            else cls(*np.zeros((4, 0), int), *np.zeros((2, 0)))
-        )
 
 
 class ShapeFloors:
@@ -90,11 +51,16 @@ class ShapeFloors:
         work = self.columns.work
         self._whole_s = self.columns.num_layers * (work.layer_s + self.columns.copied_of(1).min(axis=2)) + work.head_s
         """[N, G] Seconds of the whole model for one micro-batch."""
+        self._layouts = Layouts(self.columns, self._cells, self._total, space.schedules(2))
         self._is_covered = self._covered()
         self._on_cpu = any(is_cpu(group.device) for group in space.asked.cluster.groups)
         self.slowest = cache(self._slowest)
         self.priced = cache(self._priced)
         self._members = cache(self._rows_of)
+
+    @cached_property
+    def _by_replicas(self) -> ByReplicas:
+        return ByReplicas.of(self._layouts, self.space.alike)
 
     def _covered(self) -> Mask:
         """[N] Whether another row has all layouts of this one: stages that can recompute fewer than all of their layers can recompute none."""
@@ -132,55 +98,14 @@ class ShapeFloors:
         found = of.floor_s.copy()
         for schedule, p in np.unique(np.stack([of.schedule, of.pipeline]), axis=1).T.tolist():
             some = np.flatnonzero((of.schedule == schedule) & (of.pipeline == p))
-            hold = self._depth(schedule, p).hold(self._of_pipelines(of.where(some)))
+            hold = self._layouts.depth(schedule, p).hold(self._layouts.pipelines(of.where(some)))
             found[some[~hold]] = np.inf
         return of._replace(floor_s=found)
 
     def by_replicas(self, of: Shapes, limit_s: float, *, closely: bool = False) -> Shapes:
         """The same pipelines with floors by what all replicas do together, as far as these are below the limit; ``closely``: higher ones, for
         which many shapes take long."""
-        found, stages = of.floor_s.copy(), of.pipeline[:, None]
-        most = np.minimum(self._cells[of.rows], stages)
-        alike, which = np.unique(np.concatenate([stages, most], axis=1), axis=0, return_inverse=True)
-        for number, (p, *most) in enumerate(alike.tolist()):
-            some = np.flatnonzero(which.ravel() == number)
-            found[some] = self._replicas_s(p, tuple(most), of.where(some), limit_s, closely=closely)
-        return of._replace(floor_s=found)
-
-    def _replicas_s(self, p: int, most: tuple[int, ...], of: Shapes, limit_s: float, *, closely: bool) -> Floats:
-        """[n] Floors of shapes with ``p`` stages and at most ``most`` cells of each group in a replica."""
-        if (mix := mixes(p, most)) is None:
-            return of.floor_s
-        known_s, limits_s, found = of.floor_s / of.slowest, limit_s / of.slowest, of.floor_s.copy()
-        if closely:
-            for schedule in np.unique(of.schedule).tolist():
-                some = np.flatnonzero(of.schedule == schedule)
-                each = self._depth(schedule, p).crewed_closely(self._of_pipelines(of.where(some)), mix)
-                found[some] = np.min([one.floors_s(known_s[some], limits_s[some], FINE.close) for one in each], axis=0)
-        else:
-            left = np.arange(len(found))
-            for times in (FIRST_LOOK, ROUGH):  # a first look shows that most take longer than the limit
-                crewed = self._crewed(p, of.where(left), mix, times)
-                found[left] = crewed.floors_s(known_s[left], limits_s[left], times.close)
-                left = left[found[left] < limits_s[left]]
-                if not len(left):
-                    break
-        return np.maximum(found * of.slowest, of.floor_s)
-
-    def _crewed(self, p: int, of: Shapes, mix: Ints, times: Times) -> Crewed:
-        crews, order = [], []
-        for schedule in np.unique(of.schedule).tolist():
-            some = np.flatnonzero(of.schedule == schedule)
-            crews.append(self._depth(schedule, p).crewed(self._of_pipelines(of.where(some)), mix, times))
-            order.append(some)
-        return Crewed.all(crews).where(np.argsort(np.concatenate(order)))
-
-    def _depth(self, schedule: int, p: int) -> Depth:
-        name = self.space.schedules(2)[schedule]
-        return Depth(self.columns, self._cells, name, p)
-
-    def _of_pipelines(self, of: Shapes) -> Pipelines:
-        return Pipelines(of.rows, of.replicas, self._total[of.rows])
+        return self._layouts.floors(of, limit_s, closely=True) if closely else self._by_replicas.floors(of, limit_s)
 
     def shapes(self, kind: ShapeKind, of: Shapes, at: int) -> list[Shape]:
         """The shapes that the entry ``at`` stands for, one for each row."""

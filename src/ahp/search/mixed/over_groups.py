@@ -32,7 +32,8 @@ from ahp.search.result import Ranking
 from ahp.search.ties import simplest_first
 from ahp.words import percent, seconds
 
-Plain = Callable[[Problem], Ranking]
+Plain = Callable[[Problem, int], Ranking]
+"""Searches a plain cluster, for a ranking of so many plans."""
 
 ROUNDING = 1e-9
 """The largest relative difference between sums added in another order."""
@@ -119,10 +120,10 @@ def mixed_ranking(
     """Rank layouts over several groups and of each group alone: fastest first, except that the simplest layout within the share ``tied`` of
     the fastest leads.
 
-    ``plain`` searches a plain cluster; ``remedies``: whether the error names what would make something fit. Raises like ``ahp.search``.
+    ``remedies``: whether the error names what would make something fit. Raises like ``ahp.search``.
     """
     start = perf_counter()
-    alone = _each_alone(asked, plain)
+    alone = [_alone(asked, used, plain, 1) for used in _groups(asked)]
     found = [one.ranking.best for one in alone if one.ranking is not None]
     best_s = min((plan.priced.step_time_s for plan in found), default=float("inf"))
     seeds = [shape_of(plan.parallelism) for plan in found]
@@ -136,6 +137,7 @@ def mixed_ranking(
     times = [best_s, *(forecast.step_time_s for _, forecast in alike[:1])]
     unlike = unlike_widths(asked, alike, min(times))
     ranked = sorted([*alike, *unlike.fitting], key=lambda pair: pair[1].step_time_s)
+    alone = [_with_rivals(asked, one, plain, keep, ranked) for one in alone]
     plans = _merged(asked, ranked, alone)
     if not plans:
         raise nothing_fits_anywhere(asked, over, [(one.name, one.refusal) for one in alone], remedies=remedies)
@@ -260,18 +262,24 @@ def _groups(asked: Problem) -> list[Problem]:
     return [replace(asked, cluster=shared[group.name].cluster, is_group_alone=True) for group in asked.cluster.groups]
 
 
-def _each_alone(asked: Problem, plain: Plain) -> list[Alone]:
-    found = []
-    for group, used in zip(asked.cluster.groups, _groups(asked), strict=True):
-        fixed = [key for key in OF_PLACEMENTS if key in asked.constraints.given]
-        if fixed:
-            found.append(Alone(group.name, used, None, f"parallelism.{fixed[0]} is given"))
-            continue
-        try:
-            found.append(Alone(group.name, used, plain(used)))
-        except (BadInput, NotExpressible, NothingFits) as refusal:
-            found.append(Alone(group.name, used, None, str(refusal)))
-    return found
+def _alone(asked: Problem, used: Problem, plain: Plain, keep: int) -> Alone:
+    """The best plans of one group alone."""
+    name = used.cluster.groups[0].name
+    fixed = [key for key in OF_PLACEMENTS if key in asked.constraints.given]
+    if fixed:
+        return Alone(name, used, None, f"parallelism.{fixed[0]} is given")
+    try:
+        return Alone(name, used, plain(used, keep))
+    except (BadInput, NotExpressible, NothingFits) as refusal:
+        return Alone(name, used, None, str(refusal))
+
+
+def _with_rivals(asked: Problem, one: Alone, plain: Plain, keep: int, spread: list[Pair]) -> Alone:
+    """The same group with ``keep`` plans, where its best is among the fastest ``keep`` of all: then its next may be, too."""
+    best = None if one.ranking is None else one.ranking.fastest.priced.step_time_s
+    if best is None or (len(spread) >= keep and best > spread[keep - 1][1].step_time_s):
+        return one
+    return _alone(asked, one.problem, plain, keep)
 
 
 def _over_groups(
