@@ -224,7 +224,7 @@ def test_what_can_be_used_of_each_node_is_tried_too() -> None:
 
 def test_a_checkpoint_takes_what_the_measured_storage_takes() -> None:
     scale = Scale(objective_of("tokens-per-day"), asked())
-    assert scale.failures(asked().cluster).checkpoint_blocks_s == defaults()["checkpoint_blocks_s"].value
+    assert scale.failures(asked().cluster).checkpoint_blocks_s == defaults.value("checkpoint_blocks_s")
     # fp32 weights and two fp32 moments.
     assert checkpoint_bytes(asked()) == 12 * asked().graph.num_parameters
     for kind, at_once in (("nvme", 2), ("network", 1)):

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from math import sqrt
 
-from ahp.shipped import shipped
+from ahp.shipped import Constants
 
 SECONDS_PER_HOUR = 3600.0
 
-
-@dataclass(frozen=True, kw_only=True)
-class Default:
-    """One figure with its provenance; the keys are explained at the top of reliability.yaml."""
-
-    value: float
-    unit: str
-    meaning: str
-    source: str
-
-
-@cache
-def defaults() -> Mapping[str, Default]:
-    """All of reliability.yaml by name, read once."""
-    return {name: Default(**entry) for name, entry in shipped("ahp.cluster", "reliability.yaml").items()}
+defaults = Constants("ahp.cluster", "reliability.yaml")
+"""The figures of failures for a user who gives none."""
 
 
 def failures_per_device_hour(given: float | None, failures: int = 0, device_hours: float = 0.0) -> float:
@@ -35,7 +20,7 @@ def failures_per_device_hour(given: float | None, failures: int = 0, device_hour
     So a job that meets the given rate changes nothing, and one that meets another rate soon outweighs it. (The mean of a
     gamma distribution after Poisson counts.)
     """
-    rate = defaults()["failures_per_device_hour"].value if given is None else given
+    rate = defaults.value("failures_per_device_hour") if given is None else given
     return (1 + failures) / (1 / rate + device_hours)
 
 

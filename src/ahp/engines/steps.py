@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ahp.shipped import shipped
+from ahp.shipped import Constant, shipped
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepConstant:
-    """One constant with its provenance; the keys are explained at the top of steps.yaml."""
+class StepConstant(Constant):
+    """A constant that is fitted to rows of measured steps; the keys are explained at the top of steps.yaml."""
 
-    value: float
-    unit: str
-    meaning: str
-    engines: tuple[str, ...]
-    derived_from: tuple[str, ...]
+    engines: Sequence[str]
+    derived_from: Sequence[str]
     low: float
     high: float
     unknown: float
@@ -30,11 +27,7 @@ class StepConstant:
 @cache
 def constants() -> Mapping[str, StepConstant]:
     """All of steps.yaml by name, read once."""
-    found = {}
-    for name, entry in shipped("ahp.engines", "steps.yaml").items():
-        engines, derived_from = tuple(entry.pop("engines")), tuple(entry.pop("derived_from"))
-        found[name] = StepConstant(engines=engines, derived_from=derived_from, **entry)
-    return found
+    return {name: StepConstant(**entry) for name, entry in shipped("ahp.engines", "steps.yaml").items()}
 
 
 def value(name: str) -> float:

@@ -192,7 +192,7 @@ class Scale:
         """The figures that the user did not give, with where they come from."""
         told = []
         for key in USES[self.objective.name]:
-            if key in defaults() and getattr(self.objective, key) is None:
+            if key in defaults.all and getattr(self.objective, key) is None:
                 told.append(f"objective.{key} not given: {self._taken(key)}")
         return tuple(told)
 
@@ -203,10 +203,10 @@ class Scale:
                 f"a checkpoint of {checkpoint_bytes(self.asked) / 1e9:.3g} GB written to the storage as it was measured "
                 f"({written / 1e9:.3g} GB/s of all nodes)"
             )
-        default = defaults()[key]
+        default = defaults.all[key]
         if key == "failures_per_device_hour" and (rate := self.asked.cluster.failures_per_device_hour):
             return f"{rate:g} {default.unit} (the cluster's)"
-        return f"{default.value:g} {default.unit} ({default.source.split(':')[0].split(';')[0].strip()})"
+        return f"{default.value:g} {default.unit} ({default.derivation.split(':')[0].split(';')[0].strip()})"
 
     @property
     def failure_rate(self) -> tuple[str, float]:
@@ -218,16 +218,16 @@ class Scale:
 
     def failures(self, cluster: Cluster) -> Failures:
         """Failures of a job on this cluster."""
-        given, known = self.objective, defaults()
+        given = self.objective
         _, rate = self.failure_rate
         blocks_s, restart_s = given.checkpoint_blocks_s, given.restart_s
         if blocks_s is None:
             writes = write_bytes_per_s(cluster)
-            blocks_s = checkpoint_bytes(self.asked) / writes if writes else known["checkpoint_blocks_s"].value
+            blocks_s = checkpoint_bytes(self.asked) / writes if writes else defaults.value("checkpoint_blocks_s")
         return Failures(
             per_s=rate * cluster.num_devices / SECONDS_PER_HOUR,
             checkpoint_blocks_s=blocks_s,
-            restart_s=known["restart_s"].value if restart_s is None else restart_s,
+            restart_s=defaults.value("restart_s") if restart_s is None else restart_s,
         )
 
     def _price_per_hour(self, cluster: Cluster) -> float:

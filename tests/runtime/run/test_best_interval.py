@@ -13,7 +13,7 @@ from ahp.run_history import Start
 from ahp.runtime.run.best_interval import FIRST_S, LAST, LEAST_S, MOST_S, BestInterval, failures_per_s
 
 BEGAN, HOUR_LATER = "2026-11-24T10:00:00+00:00", "2026-11-24T11:00:00+00:00"
-USUAL = defaults()["failures_per_device_hour"].value
+USUAL = defaults.value("failures_per_device_hour")
 costs = st.floats(1e-3, 100.0)
 
 
