@@ -4,6 +4,7 @@ import pytest
 
 from ahp.engines.ahp import AhpEngine
 from ahp.forecast.axes import Axes
+from ahp.forecast.chunked_head import chunks, num_chunks
 from ahp.forecast.communication import Network
 from ahp.forecast.units import UnitPricer
 from ahp.job import Job
@@ -47,3 +48,22 @@ def test_smaller_chunks_take_longer_and_less(hand_graph, chunk):
     small, large = head(hand_graph, max(1, chunk // 2)), head(hand_graph, chunk)
     assert small.times.forward_s >= large.times.forward_s
     assert small.memory.forward_extra <= large.memory.forward_extra
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 9, 16, 17, 40, 1000])
+def test_every_token_is_in_one_chunk(tokens: int) -> None:
+    batch, sequence = 5, 8
+    found = [
+        [(row, column) for row in range(batch)[rows] for column in range(sequence)[columns]]
+        for rows, columns in chunks(batch, sequence, tokens)
+    ]
+    assert sorted(token for chunk in found for token in chunk) == [
+        (row, column) for row in range(batch) for column in range(sequence)
+    ]
+    assert max(map(len, found)) <= tokens
+    assert num_chunks(batch, sequence, tokens) == len(found)
+
+
+def test_chunks_are_even() -> None:
+    assert chunks(1, 10, 9) == [(slice(0, 1), slice(0, 5)), (slice(0, 1), slice(5, 10))]
+    assert [rows for rows, _ in chunks(5, 8, 33)] == [slice(0, 2), slice(2, 5)]

@@ -12,7 +12,7 @@ from ahp.engines.fp8 import Fp8Recipe
 from ahp.engines.traits import WHOLE_DOCUMENTS, ContextWay, Traits
 from ahp.forecast.activations import Policy, SegmentMemory
 from ahp.forecast.axes import Axes
-from ahp.forecast.chunked_head import chunked_head
+from ahp.forecast.chunked_head import chunked_head, num_chunks
 from ahp.forecast.communication import Network
 from ahp.forecast.compute import SegmentTimes, Work
 from ahp.forecast.context import SharedTokens, shared_tokens_s
@@ -25,7 +25,6 @@ from ahp.forecast.split import Role
 from ahp.forecast.tensor_collectives import TensorCollectives, TensorCost
 from ahp.forecast.unit import Unit
 from ahp.graph.operators import ModelGraph, Segment
-from ahp.schedule.chunks import num_chunks
 
 
 @dataclass(frozen=True, eq=False)

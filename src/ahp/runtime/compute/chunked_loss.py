@@ -17,12 +17,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ahp.errors import BadInput
+from ahp.forecast.chunked_head import chunks
 from ahp.graph.call import call_model, logits_of
 from ahp.graph.outline import Outline
 from ahp.runtime.pipeline.cut import PassThrough, StageInput, StopForward, separate, stand_in_for, zeros_for
 from ahp.runtime.shard.ends import GatheredOnce
 from ahp.runtime.torch_compat import like_distributed, local_tensor
-from ahp.schedule.chunks import chunks
 
 Score = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits [batch, sequence, vocabulary], targets [batch, sequence]) -> their loss, a scalar that adds up over tokens."""
