@@ -15,6 +15,7 @@ FLOORS: list[set[str]] = [
     {
         "about",
         "arrays",
+        "cached_method",
         "divisors",
         "errors",
         "frozen_objects",

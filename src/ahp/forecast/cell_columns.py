@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from ahp.arrays import Floats, Ints
+from ahp.cached_method import cached_method
 from ahp.cluster.cells import cell_widths, cells_of
 from ahp.cluster.model import NodeGroup
 from ahp.forecast import memory
@@ -396,9 +397,9 @@ class _Segments:
         received = ((2 - ends.first - ends.last) * units.hidden_bytes).astype(float)
         every = data.traits.pipeline.receives == "all"
         self._received = [received * every, received * (not every)]
-        self.again = cache(self._with)
 
-    def _with(self, activation_checkpoint: str) -> _Again:
+    @cached_method
+    def again(self, activation_checkpoint: str) -> _Again:
         units, data = self._units, self._data
         kind = recompute_of(activation_checkpoint, data.traits, units)
         seconds = SegmentFigures(units, [kind], data).again_s[0]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection
-from functools import lru_cache
 from typing import Protocol
 
+from ahp.cached_method import cached_method
 from ahp.cluster.model import Link, NodeGroup
 from ahp.forecast.constants import constants
 from ahp.forecast.efficiency import is_cpu
@@ -47,9 +47,9 @@ class Network:
     def __init__(self, nodes: NodeGroup, others: Collection[str] = ()) -> None:
         self._tables = _tables(nodes)
         self._model_s = Gloo(nodes).time_s if is_cpu(nodes.device) else Nccl(nodes, others=others).time_s
-        self.time_s = lru_cache(maxsize=None)(self._time_s)
 
-    def _time_s(self, kind: CollectiveKind, num_bytes: float, group: Group) -> float:
+    @cached_method
+    def time_s(self, kind: CollectiveKind, num_bytes: float, group: Group) -> float:
         """Seconds of one collective. ``num_bytes`` is the whole tensor (the gathered one, for an all-gather; what one
         rank holds, for an all-to-all; the message, for a send); all groups of the same mesh axis run theirs at once."""
         if group.size < 2 or num_bytes <= 0:

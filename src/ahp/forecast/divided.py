@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
+from ahp.cached_method import cached_method
 from ahp.cluster.model import Device, Measurements, NodeGroup
 from ahp.engines.fp8 import Fp8Recipe
 from ahp.forecast.activations import ActivationLiveness, SegmentMemory
@@ -99,10 +100,6 @@ class SegmentPricer:
     def __init__(self, graph: ModelGraph, rates: Rates) -> None:
         self._graph, self.rates = graph, rates
         self._causal = is_causal(graph)
-        self.at = cache(lambda size: graph if size == graph.micro_batch_size else graph.at(size))
-        """The model's graph for a micro-batch of so many sequences."""
-        self.beside_products_s = cache(self._beside_products_s)
-        self.forward_flops = cache(lambda micro_batch_size: self.at(micro_batch_size).flops("forward"))
         self._runs: dict[tuple[int, Role, int, int, KeysWay], _Run] = {}
         self._divided: dict[tuple[object, ...], Divided] = {}
         numbers: dict[KernelOptions, int] = {}
@@ -118,7 +115,18 @@ class SegmentPricer:
             Same(graph), nodes.device.model_dump_json(), measured, nodes.devices_per_node if measured else 1
         )
 
-    def _beside_products_s(
+    @cached_method
+    def at(self, size: int) -> ModelGraph:
+        """The model's graph for a micro-batch of so many sequences."""
+        return self._graph if size == self._graph.micro_batch_size else self._graph.at(size)
+
+    @cached_method
+    def forward_flops(self, micro_batch_size: int) -> int:
+        """FLOPs of the whole model's forward pass."""
+        return self.at(micro_batch_size).flops("forward")
+
+    @cached_method
+    def beside_products_s(
         self, micro_batch_size: int, tensor: int, sequence_parallel: bool, context: int, how: KernelOptions
     ) -> tuple[float, ...]:
         """Device seconds of both passes without products, for each kind of block: a part of its unit's time that is quick to find."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +17,11 @@ class Group:
     nodes: int
 
 
+def on_nodes(size: int, local: int) -> Group:
+    """A group of ``size`` ranks with ``local`` of them on each node, fewer on the last."""
+    return Group(size, local, -(-size // local))
+
+
 def strided_group(size: int, stride: int, devices_per_node: int) -> Group:
     """``size`` ranks, ``stride`` apart, on nodes of ``devices_per_node`` devices."""
-    local = min(size, max(1, devices_per_node // stride))
-    return Group(size, local, math.ceil(size / local))
+    return on_nodes(size, min(size, max(1, devices_per_node // stride)))

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 
+from ahp.cached_method import cached_method
 from ahp.cluster.cells import Cell, Placement, link_between
 from ahp.cluster.domains import joined
 from ahp.cluster.model import Cluster, Link, NodeGroup
@@ -44,19 +44,17 @@ class MixedNetwork:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._groups: dict[str, NodeGroup] = {group.name: group for group in cluster.groups}
-        self._side = cache(self._side_network)
-        self._two_groups = cache(self._pair_of_groups)
-        self.spread_s = cache(self._spread_s)
 
     def times(self, own: Network) -> Times:
         """Prices the collectives of ranks on one group: those within it with its ``own`` network."""
         return _Times(own, self)
 
-    def _spread_s(self, kind: CollectiveKind, num_bytes: tuple[float, ...], spread: Spread) -> float:
+    @cached_method
+    def spread_s(self, kind: CollectiveKind, num_bytes: tuple[float, ...], spread: Spread) -> float:
         """Seconds of a collective over several groups, like ``Network.time_s``; ``num_bytes``: of each side."""
         names = tuple(sorted({self._groups[side.group].device.name for side in spread.sides}))
         return max(
-            self._side(side, names).time_s(kind, own, Group(spread.size, side.local, spread.nodes))
+            self._side_network(side, names).time_s(kind, own, Group(spread.size, side.local, spread.nodes))
             for side, own in zip(spread.sides, num_bytes, strict=True)
         )
 
@@ -67,6 +65,7 @@ class MixedNetwork:
             return own.time_s("send_recv", max(shares), group)
         return self.spread_s("send_recv", shares, group)
 
+    @cached_method
     def _side_network(self, side: Side, names: tuple[str, ...]) -> Network:
         nodes = self._groups[side.group]
         link = Link(bandwidth_bytes_per_s=side.bandwidth_bytes_per_s, latency_s=side.latency_s)
@@ -87,7 +86,8 @@ class MixedNetwork:
             return self._two_groups(one.group, other.group)
         return Group(2, 2, 1) if one.shares_node(other) else Group(2, 1, 2)
 
-    def _pair_of_groups(self, one: str, other: str) -> Group:
+    @cached_method
+    def _two_groups(self, one: str, other: str) -> Group:
         return self._group(Counter(((one, 0), (other, 0))))
 
     def world(self, placement: Placement) -> Group:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
+from ahp.cached_method import cached_method
 from ahp.engines.traits import Traits
 from ahp.forecast.communication import Network, Times
 from ahp.forecast.division import product_bytes
@@ -87,9 +87,7 @@ class Muon:
 
     def __init__(self, graph: ModelGraph, rates: Rates, network: Network) -> None:
         self._blocks, self._rates, self._network = graph.blocks, rates, network
-        self._split = lru_cache(maxsize=None)(self._parameters_in_parts)
         self._products = [sum(self.product_s(shape) for _, shape in matrices(block)) for block in graph.blocks]
-        self._longest = lru_cache(maxsize=None)(self._longest_s)
 
     def ranks_s(
         self, layers: Sequence[Mapping[int, int]], places: Places, traits: Traits, between: Between = None
@@ -104,10 +102,12 @@ class Muon:
     def stage_s(self, layers: Mapping[int, int], places: Places, traits: Traits, times: Times | None = None) -> float:
         """Seconds to update ``layers`` (blocks of each kind), beyond AdamW's element-wise pass over the rank's shard; ``times``: prices the
         exchange between replicas, None = the network of these nodes."""
-        device, count, busy_s = self._rates.device, 0, self._longest(tuple(sorted(layers.items())), places.owners)
+        device, count, busy_s = self._rates.device, 0, self._longest_s(tuple(sorted(layers.items())), places.owners)
         part = sent = back = 0.0
         for kind, blocks in layers.items():
-            in_parts = self._split(kind, way_of_keys(self._blocks[kind], places.tensor.size, traits.tensor.few_keys))
+            in_parts = self._parameters_in_parts(
+                kind, way_of_keys(self._blocks[kind], places.tensor.size, traits.tensor.few_keys)
+            )
             for name, (rows, columns) in matrices(self._blocks[kind]):
                 numel, degree = blocks * rows * columns, places.tensor.size if name in in_parts else 1
                 count += blocks
@@ -126,6 +126,7 @@ class Muon:
             return busy_s + launches * device.kernel_launch_s + exchanged_s
         return max(busy_s, launches * device.kernel_launch_s * traits.host.launches_per_operator) + exchanged_s
 
+    @cached_method
     def _parameters_in_parts(self, kind: int, way: KeysWay) -> frozenset[str]:
         """Parameters of a kind of block that tensor-parallel ranks hold in parts."""
         return split(self._blocks[kind], "block", way_of_keys=way).parameters
@@ -137,6 +138,7 @@ class Muon:
         share = -(-sum(size * blocks for size, blocks in sizes) // owners)
         return HELD_BYTES * max(largest, min(HELD_ELEMENTS, share))
 
+    @cached_method
     def _longest_s(self, layers: tuple[tuple[int, int], ...], owners: int) -> float:
         """Seconds of the owner with the most work, as the runtime deals the matrices out."""
         each_s: list[float] = []

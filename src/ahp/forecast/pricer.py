@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from ahp.arrays import Ints
+from ahp.cached_method import cached_method
 from ahp.cluster.domains import joined
 from ahp.cluster.model import Cluster
 from ahp.engines.traits import ContextWay, Traits
@@ -87,8 +88,6 @@ class Pricer(LayoutPricer):
         self._ranges: dict[tuple[int, tuple[int, ...] | None], tuple[range, ...]] = {}
         self._made: dict[tuple[object, ...], dict[tuple[object, ...], StageCost]] = {}
         """Stage costs keyed by (units, data, recompute), then by the stage's layers and place; cuts and schedules of a layout share them."""
-        self._sends: dict[tuple[object, ...], list[float]] = {}
-        self._tables: dict[tuple[object, ...], StageTable] = {}
 
     def methods(self, parallelism: Parallelism) -> list[ContextWay]:
         if parallelism.context_parallel_degree == 1 or parallelism.context_parallel_method is not None:
@@ -151,7 +150,8 @@ class Pricer(LayoutPricer):
         costs = self._stages(parallelism, units, data)
         beside = self._beside(parallelism, units, data, costs)
         stages = beside.stages(costs)
-        sends_s = self._sends_s(parallelism, message_bytes(parallelism, data.traits, units))
+        neighbours = tuple(pairwise(ranks_of_stages(parallelism)))
+        sends_s = self._sends_s(neighbours, pipeline_axis(parallelism), message_bytes(parallelism, data.traits, units))
         return stages, beside.times(parallelism, stages, sends_s, sends_s)
 
     def units(self, parallelism: Parallelism) -> Units:
@@ -193,7 +193,7 @@ class Pricer(LayoutPricer):
     ) -> BesideStages:
         gathers, reductions = list[float](), list[float]()
         if gathers_beside(parallelism, data):
-            gathers = gathers_s(units, self._table(parallelism, None), data, self.network)
+            gathers = gathers_s(units, self._table(self.ranges(parallelism)), data, self.network)
         if share_beside(parallelism.virtual_stages_per_rank, data.traits, data.overlap):
             reductions = reductions_s(parallelism, costs)
         return BesideStages(ranks_of_stages(parallelism), gathers, reductions)
@@ -231,14 +231,11 @@ class Pricer(LayoutPricer):
             self._ranges[key] = layer_ranges(layers_of_stages(parallelism, self.graph.num_layers, ends=self._ends))
         return self._ranges[key]
 
-    def _sends_s(self, parallelism: Parallelism, num_bytes: float) -> list[float]:
-        """Seconds to send ``num_bytes`` from each stage to the next; computed once for all cuts."""
-        neighbours, axis = tuple(pairwise(ranks_of_stages(parallelism))), pipeline_axis(parallelism)
-        key = neighbours, axis, num_bytes
-        if key not in self._sends:
-            each = {pair: self._sent_s(axis, *pair, num_bytes) for pair in dict.fromkeys(neighbours)}
-            self._sends[key] = [each[pair] for pair in neighbours]
-        return self._sends[key]
+    @cached_method
+    def _sends_s(self, neighbours: tuple[tuple[int, int], ...], axis: PipelineAxis, num_bytes: float) -> list[float]:
+        """Seconds to send ``num_bytes`` between each pair of pipeline ranks; computed once for all cuts."""
+        each = {pair: self._sent_s(axis, *pair, num_bytes) for pair in dict.fromkeys(neighbours)}
+        return [each[pair] for pair in neighbours]
 
     def send_s(self, parallelism: Parallelism, traits: Traits, source: int, target: int, units: Units) -> float:
         """Seconds to send one micro-batch's hidden states from one pipeline rank to another."""
@@ -330,16 +327,13 @@ class Pricer(LayoutPricer):
         units = self.units(parallelism)
         recompute = recompute_of(parallelism.activation_checkpoint, traits, units)
         some = recomputed_layers or parallelism.recomputed_layers_per_stage
-        return StageMemory.of(units, recompute, self._table(parallelism, some))
+        return StageMemory.of(units, recompute, self._table(self.ranges(parallelism), None if some is None else tuple(some)))
 
-    def _table(self, parallelism: Parallelism, recomputed_layers: Sequence[int] | None) -> StageTable:
-        ranges = self.ranges(parallelism)
-        key = ranges, None if recomputed_layers is None else tuple(recomputed_layers)
-        if key not in self._tables:
-            last = len(ranges) - 1
-            stages = [(own.start, own.stop, stage == 0, stage == last) for stage, own in enumerate(ranges)]
-            self._tables[key] = self.table(stages, recomputed_layers)
-        return self._tables[key]
+    @cached_method
+    def _table(self, ranges: tuple[range, ...], recomputed_layers: tuple[int, ...] | None = None) -> StageTable:
+        last = len(ranges) - 1
+        stages = [(own.start, own.stop, stage == 0, stage == last) for stage, own in enumerate(ranges)]
+        return self.table(stages, recomputed_layers)
 
     def ranks_memory(
         self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: StageMemory

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from typing import Any
 
+from ahp.cached_method import cached_method
 from ahp.cluster.model import NodeGroup
 from ahp.engines.fp8 import Fp8Recipe
 from ahp.engines.traits import WHOLE_DOCUMENTS, ContextWay, Traits
@@ -100,14 +100,11 @@ class UnitPricer:
         self._in_fp8 = precision == "fp8"
         self._has_experts = any(map(expert_parameters, graph.blocks))
         self._heads = [attention_heads(block) for block in graph.blocks]
-        self._units: dict[tuple[int, Axes, KernelOptions], Units] = {}
-        self.units = cache(self._least_units)
         self._communicating: dict[tuple[object, ...], Unit] = {}
         """Keyed by the divided segment and the groups that it communicates in."""
-        self._tokens: dict[tuple[Divided, Group, ContextWay], SharedTokens] = {}
-        """Keyed by the divided segment, the context group, and how its ranks see each other's tokens."""
 
-    def _least_units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
+    @cached_method
+    def units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
         """The units for a micro-batch size and the groups that divide it; where the engine has several ways to share sequences,
         the least of each figure over these ways."""
         return least_of([self._units_by(way, micro_batch_size, axes, traits) for way in self.ways(axes, traits)])
@@ -120,13 +117,9 @@ class UnitPricer:
         uneven = any(heads % ranks for heads in self._heads)
         return [way for way in traits.context.ways if way != "all-to-all" or not uneven]
 
-    def _shared_tokens(self, of: Divided, axes: Axes, how: KernelOptions) -> SharedTokens:
-        key = of, axes.context, how.context
-        if key not in self._tokens:
-            self._tokens[key] = shared_tokens_s(
-                of.attention, of.division, axes.context, of.times, how.context, how.context_sums_bytes, self.rates, self._network
-            )  # fmt: skip
-        return self._tokens[key]
+    @cached_method
+    def _shared_tokens(self, of: Divided, group: Group, way: ContextWay, sums_bytes: int) -> SharedTokens:
+        return shared_tokens_s(of.attention, of.division, group, of.times, way, sums_bytes, self.rates, self._network)
 
     def how(self, traits: Traits, way: ContextWay, context: int) -> KernelOptions:
         """The kernels of an engine on these devices, where ``context`` ranks share each sequence."""
@@ -154,13 +147,11 @@ class UnitPricer:
         return tuple(map(min, zip(*each, strict=True)))
 
     def _units_by(self, way: ContextWay, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
-        how = self.how(traits, way, axes.context.size)
-        key = micro_batch_size, axes, how
-        if key not in self._units:
-            self._units[key] = self._price(self._segments_of(how).at(micro_batch_size), axes, how)
-        return self._units[key]
+        return self._price(micro_batch_size, axes, self.how(traits, way, axes.context.size))
 
-    def _price(self, graph: ModelGraph, axes: Axes, how: KernelOptions) -> Units:
+    @cached_method
+    def _price(self, micro_batch_size: int, axes: Axes, how: KernelOptions) -> Units:
+        graph = self._segments_of(how).at(micro_batch_size)
         embedding = self._unit(graph, graph.embedding, "embedding", 0, axes, how)
         hidden = graph.blocks[0].output if graph.blocks else graph.embedding.output
         hidden_bytes = hidden.bytes if hidden else 0
@@ -224,7 +215,7 @@ class UnitPricer:
             times=of.times,
             memory=of.memory,
             tensor=tensor,
-            context=self._shared_tokens(of, axes, how),
+            context=self._shared_tokens(of, axes.context, how.context, how.context_sums_bytes),
             expert_s=self._expert_s(of, micro_batch_size, axes, how),
             weights=of.weights,
             # The host waits for each expert's number of tokens before it prepares the experts' products.

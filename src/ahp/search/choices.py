@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ahp.arrays import Ints, Mask
+from ahp.cached_method import cached_method
 from ahp.cluster.domains import joined
 from ahp.divisors import divisors
 from ahp.engines.traits import Traits
@@ -111,30 +110,10 @@ class Choices:
         self.recompute = self._values("activation_checkpoint", RECOMPUTE[1:] if some else RECOMPUTE)
         self.micro_batch = self._values("micro_batch_size", divisors(asked.job.global_batch_size))
         self.orders = Orders(joined(asked.cluster.groups[0]).devices_per_node, asked.refused_order)
-        self.shared: Callable[[MeshDegrees], Shared] = cache(lambda of: of.shared)
-        self.splits = cache(self._splits)
-        self.folds = self._folded(2, 2, 1, 1)
+        self.folds = self.folded(2, 2, 1, 1)
         """Whether the engine lays experts over tensor-parallel ranks at all, given the user's ``expert_tensor_parallel_degree``."""
-        self.folded = cache(self._folded)
-        self.lying = cache(self._lying)
-        self.pipes = cache(self._pipes)
-        self.legal_stages = cache(self._legal_stages)
         self._same_splits: dict[tuple[ShardingChoice, ...], tuple[ShardingChoice, ...]] = {}
         self._legal: dict[tuple[int, Shared], tuple[ShardingChoice, ...]] = {}
-        self.legal_states = cache(self._legal_states)
-        self.legal_pipes = cache(self._legal_pipes)
-        self.legal_recompute = cache(self._legal_recompute)
-        self.bad_recompute = cache(self._bad_recompute)
-        self.refused = cache(self._refused)
-        self.refused_experts = cache(self._refused_experts)
-        self._sharing, self._sharing_nothing = cache(self._shared), cache(self._unshared)
-        self.bad_split = cache(self._bad_split)
-        self.refused_sharing = cache(self._refused_sharing)
-        self.bad_depth = cache(self._bad_depth)
-        self.refused_pipe = cache(self._refused_pipe)
-        self.traits = cache(self._traits)
-        self.bad_stages = cache(self._bad_stages)
-        self.bad_schedule = cache(self._bad_schedule)
 
     def _values(self, key: str, free: Any) -> tuple[Any, ...]:
         return (self.given[key],) if key in self.given else tuple(free)
@@ -190,7 +169,8 @@ class Choices:
     def _sequence_parallel(self, tensor: int) -> tuple[int, ...]:
         return tuple(map(int, self._values("enable_sequence_parallel", (False, True) if tensor > 1 else (False,))))
 
-    def _splits(self, data: int, context: bool) -> tuple[ShardingChoice, ...]:
+    @cached_method
+    def splits(self, data: int, context: bool) -> tuple[ShardingChoice, ...]:
         """Ways to make ``data`` replicas share states; ``context``: whether each has several context ranks, which share states too."""
         replicate, shard, _, _, _ = (self._values(key, ()) for key in DEGREES)
         return tuple(
@@ -200,7 +180,8 @@ class Choices:
             for zero in self._zero_stages(s, context)
         )
 
-    def _folded(self, tensor: int, expert: int, sequence: int, ranks: int) -> bool:
+    @cached_method
+    def folded(self, tensor: int, expert: int, sequence: int, ranks: int) -> bool:
         """Whether the engine lays whole experts over tensor-parallel ranks; ``ranks``: those of the data and context axes."""
         layout = Parallelism(
             data_parallel_replicate_degree=ranks,
@@ -211,7 +192,8 @@ class Choices:
         )
         return self.asked.traits(layout).experts.folded
 
-    def _lying(
+    @cached_method
+    def lying(
         self, tensor: int, context: int, pipeline: int, expert: int, data: int, folded: bool
     ) -> tuple[tuple[Within, tuple[ShardingChoice, ...]], ...]:
         """Ways to share states, grouped by where the devices of a replica lie; the usual place first."""
@@ -239,7 +221,8 @@ class Choices:
             return [0]
         return [stage] if self.given.get("data_parallel_shard_degree") == 1 else []
 
-    def _pipes(self, degree: int) -> tuple[ScheduleChoice, ...]:
+    @cached_method
+    def pipes(self, degree: int) -> tuple[ScheduleChoice, ...]:
         """Ways to run a pipeline of this degree. There is one way for degree 1, where the schedule has nothing to order."""
         name, virtual = self.given.get("pipeline_parallel_schedule"), self.given.get("virtual_stages_per_rank")
         if degree == 1:
@@ -259,6 +242,11 @@ class Choices:
         kept = [pipe for pipe in found if name in (None, pipe.schedule) and virtual in (None, pipe.virtual)]
         return tuple(kept) or (ScheduleChoice(name or PLAIN, virtual or 1),)
 
+    @cached_method
+    def shared(self, of: MeshDegrees) -> Shared:
+        """``of.shared``, one object for equal degrees."""
+        return of.shared
+
     def legal_splits(self, splits: tuple[ShardingChoice, ...], mesh: Shared) -> tuple[ShardingChoice, ...]:
         """The legal ones of a mesh's splits; of ZeRO stages that the engine runs in the same way, only the first."""
         key = id(splits), mesh  # ``lying`` keeps the tuples, and equal ones are one object
@@ -271,7 +259,8 @@ class Choices:
             )
         return self._legal[key]
 
-    def _legal_stages(self, replicate: int, shard: int, mesh: Shared) -> tuple[int, ...]:
+    @cached_method
+    def legal_stages(self, replicate: int, shard: int, mesh: Shared) -> tuple[int, ...]:
         """ZeRO stages that the engine can express for these replicas and shards; of stages it runs in the same way, only the first."""
         found: dict[Traits, int] = {}
         for zero in self._zero_stages(shard, mesh.context > 1):
@@ -279,7 +268,8 @@ class Choices:
                 found.setdefault(self.traits((replicate, shard, zero), mesh.of_states), zero)
         return tuple(found.values())
 
-    def _legal_states(self, of: MeshDegrees) -> tuple[ShardingChoice, ...]:
+    @cached_method
+    def legal_states(self, of: MeshDegrees) -> tuple[ShardingChoice, ...]:
         found: dict[tuple[int, int, int], ShardingChoice] = {}
         folded = self.folded(of.tensor, of.expert, of.sequence_parallel, of.data * of.context)
         for _, splits in self.lying(of.tensor, of.context, of.pipeline, of.expert, of.data, folded):
@@ -287,7 +277,8 @@ class Choices:
                 found.setdefault(split[:3], split)
         return tuple(found.values())
 
-    def _legal_pipes(self, pipeline: int, micro_batches: int) -> tuple[ScheduleChoice, ...]:
+    @cached_method
+    def legal_pipes(self, pipeline: int, micro_batches: int) -> tuple[ScheduleChoice, ...]:
         return tuple(
             pipe
             for pipe in self.pipes(pipeline)
@@ -298,10 +289,12 @@ class Choices:
             )
         )
 
-    def _legal_recompute(self, tensor: int, context: int, expert: int) -> tuple[str, ...]:
+    @cached_method
+    def legal_recompute(self, tensor: int, context: int, expert: int) -> tuple[str, ...]:
         return tuple(kind for kind in self.recompute if not self.bad_recompute(kind, tensor, context, expert))
 
-    def _bad_recompute(self, kind: str, tensor: int, context: int, expert: int) -> str | None:
+    @cached_method
+    def bad_recompute(self, kind: str, tensor: int, context: int, expert: int) -> str | None:
         """Why the engine cannot recompute like this with these degrees; None if it cannot run the degrees without recompute either."""
         if refused := self.refused(activation_checkpoint=kind):
             return refused
@@ -318,7 +311,8 @@ class Choices:
         broken = rules.context(graph, Parallelism(**keys), engine)
         return None if rules.context(graph, Parallelism(**lighter), engine) else broken
 
-    def _refused_experts(self, expert: int, tensor: int, context: int) -> str | None:
+    @cached_method
+    def refused_experts(self, expert: int, tensor: int, context: int) -> str | None:
         """Why the engine cannot share experts among this many ranks, whatever else they share."""
         if self.refused(tensor_parallel_degree=tensor):
             tensor = 1
@@ -331,28 +325,34 @@ class Choices:
         refused = self.bad_split(split[:3], mesh)
         return refused or (None if split.order is None else self.orders.refused(split.order))
 
-    def _refused(self, **keys: Any) -> str | None:
+    @cached_method
+    def refused(self, **keys: Any) -> str | None:
         """Why the engine cannot run a layout with these keys, whatever the others are."""
         return self.asked.refused(Parallelism(**keys))
 
-    def _bad_split(self, split: tuple[int, int, int], mesh: Shared) -> str | None:
+    @cached_method
+    def bad_split(self, split: tuple[int, int, int], mesh: Shared) -> str | None:
         """Why the engine cannot share states in this way, or why its configuration file cannot express it."""
         return self.refused_sharing(split, mesh.of_states) or self.asked.untold(self._sharing(split, mesh))
 
-    def _refused_sharing(self, split: tuple[int, int, int], mesh: Shared) -> str | None:
+    @cached_method
+    def refused_sharing(self, split: tuple[int, int, int], mesh: Shared) -> str | None:
         return self.asked.refused(self._sharing(split, mesh))
 
-    def _traits(self, split: tuple[int, int, int], mesh: Shared) -> Traits:
+    @cached_method
+    def traits(self, split: tuple[int, int, int], mesh: Shared) -> Traits:
         """The engine's traits when it shares states in this way."""
         layout = self._sharing(split, mesh)
         return self.asked.traits(layout)
 
-    def _shared(self, split: tuple[int, int, int], mesh: Shared) -> Parallelism:
+    @cached_method
+    def _sharing(self, split: tuple[int, int, int], mesh: Shared) -> Parallelism:
         """A layout that shares states in this way, with the other keys that decide whether the engine can run it."""
         degrees: dict[str, Any] = dict(zip((*DEGREES[:2], "zero_stage"), split, strict=True))
         return self._sharing_nothing(mesh).model_copy(update=degrees)
 
-    def _unshared(self, mesh: Shared) -> Parallelism:
+    @cached_method
+    def _sharing_nothing(self, mesh: Shared) -> Parallelism:
         context = 1 if self.refused(context_parallel_degree=mesh.context) else mesh.context
         return Parallelism(
             context_parallel_degree=context,
@@ -362,7 +362,8 @@ class Choices:
             enable_sequence_parallel=bool(mesh.sequence_parallel),
         )
 
-    def _refused_pipe(self, pipe: ScheduleChoice, pipeline: int) -> str | None:
+    @cached_method
+    def refused_pipe(self, pipe: ScheduleChoice, pipeline: int) -> str | None:
         """Why the engine cannot run a schedule, or why its configuration file cannot express it."""
         if self.bad_depth(pipeline):
             return None
@@ -376,12 +377,14 @@ class Choices:
             keys |= {"recomputed_layers_per_stage": some, "activation_checkpoint": self.recompute[-1]}
         return self.refused(**keys) or self.asked.untold(Parallelism(**keys))
 
-    def _bad_depth(self, pipeline: int) -> str | None:
+    @cached_method
+    def bad_depth(self, pipeline: int) -> str | None:
         """Why the engine cannot have this many pipeline ranks, or why its configuration file cannot express it."""
         layout = Parallelism(pipeline_parallel_degree=pipeline)
         return self.asked.refused(layout) or self.asked.untold(layout)
 
-    def _bad_stages(self, pipe: ScheduleChoice, pipeline: int) -> str | None:
+    @cached_method
+    def bad_stages(self, pipe: ScheduleChoice, pipeline: int) -> str | None:
         """Why the model's layers cannot be cut into the stages of this pipeline; or None."""
         stages, given = pipeline * pipe.virtual, self.given.get("layers_per_stage")
         if stages > (most := max(self.asked.most_stages, 1)):
@@ -424,7 +427,8 @@ class Choices:
         )
         return rules.recomputed(self.asked.graph.num_layers, self.asked.job, layout, self.asked.engine)
 
-    def _bad_schedule(self, pipe: ScheduleChoice, pipeline: int, micro_batches: int) -> str | None:
+    @cached_method
+    def bad_schedule(self, pipe: ScheduleChoice, pipeline: int, micro_batches: int) -> str | None:
         if micro_batches == 0:
             return None
         return rules.schedule(pipe.schedule, pipeline, pipe.virtual, micro_batches, in_torch=self.asked.torch_orders)

@@ -14,6 +14,7 @@ from functools import cache, cached_property, lru_cache
 from itertools import permutations
 from typing import NamedTuple
 
+from ahp.cached_method import cached_method
 from ahp.forecast.groups import OF_A_REPLICA, joined
 from ahp.forecast.mesh import Run, first_of, numbered_runs
 from ahp.plan import AXES, Axis
@@ -71,7 +72,6 @@ class Orders:
     def __init__(self, devices_per_node: int, refused: Callable[[Order], str | None]) -> None:
         """``refused``: why the engine cannot number ranks in an order. Refused orders are left out, except for the usual one."""
         self.devices_per_node, self.refused = devices_per_node, cache(refused)
-        self._different, self._only_usual = cache(self._found), cache(self._has_only)
 
     def different(self, degrees: Degrees, given: Order | None = None) -> tuple[Ordered, ...]:
         """One order for each way in which ranks can lie, the usual one first; ``given``: the only order to consider."""
@@ -91,7 +91,8 @@ class Orders:
         per_node = self.devices_per_node
         return degree if degree % per_node else max(per_node, math.gcd(degree, expert))
 
-    def _found(self, degrees: Degrees, usual: Order) -> tuple[Ordered, ...]:
+    @cached_method
+    def _different(self, degrees: Degrees, usual: Order) -> tuple[Ordered, ...]:
         if math.prod(degrees.of) <= self.devices_per_node or self._only_usual(usual):
             return (Ordered(None, _lie(self.devices_per_node, degrees, usual)[0]),)
         found: dict[object, Ordered] = {}
@@ -101,7 +102,8 @@ class Orders:
                 found.setdefault(place, Ordered(None if order == usual else order, place[0]))
         return tuple(found.values())
 
-    def _has_only(self, usual: Order) -> bool:
+    @cached_method
+    def _only_usual(self, usual: Order) -> bool:
         """Whether the engine numbers ranks along these axes in the usual order alone."""
         return all(order == usual or self.refused(order) for order in permutations(usual))
 

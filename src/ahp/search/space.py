@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from functools import cache
 
 import numpy as np
 
 from ahp.arrays import Ints
+from ahp.cached_method import cached_method
 from ahp.forecast.axes import Axes, axes_of
-from ahp.forecast.group import Group
+from ahp.forecast.group import Group, on_nodes
 from ahp.plan import Parallelism
 from ahp.search.choices import Choices, Mesh, ScheduleChoice, ShardingChoice, Shared
 from ahp.search.degree_rules import Broken, broken_degrees
@@ -95,7 +95,6 @@ class Space:
         self.rules = broken
         self.num_alike = alike
         """Number of combinations that break no rule, but whose ZeRO stage the engine runs like a lower one: these are not rows."""
-        self._groups = cache(self._groups_of)
 
     @property
     def has_orders(self) -> bool:
@@ -135,14 +134,15 @@ class Space:
         )
         return np.array(list(every), dtype=np.int64).reshape(-1, 3)[meshes]
 
-    def _groups_of(self, number: int) -> tuple[Group, Group, Group]:
+    @cached_method
+    def _groups(self, number: int) -> tuple[Group, Group, Group]:
         """The tensor, context and expert group of one mesh; where an axis does not fill nodes evenly (the same for all splits of the mesh), the
         groups that lie on the most nodes."""
         mesh = self._meshes[number]
         of, split = mesh.degrees, mesh.splits[0]
         if not mesh.within.uneven:
             sizes = zip((of.tensor, of.context, of.expert), mesh.within[:3], strict=True)
-            tensor, context, expert = (Group(size, on, -(-size // on)) for size, on in sizes)
+            tensor, context, expert = (on_nodes(size, local) for size, local in sizes)
             return tensor, context, expert
         layout = Parallelism(
             data_parallel_replicate_degree=split.replicate,

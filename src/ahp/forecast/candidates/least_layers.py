@@ -10,17 +10,18 @@ Dims: K = kinds of layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 
 from ahp.arrays import Floats, Ints
+from ahp.cached_method import cached_method
 from ahp.engines.traits import ContextWay, Traits
 from ahp.forecast.compute import is_causal, reads_mask
 from ahp.forecast.dispatch import Routed, pass_waits_s
 from ahp.forecast.division import GROUPED, expert_parameters, is_weight_gradient
 from ahp.forecast.efficiency import is_cpu
-from ahp.forecast.group import CollectiveKind, Group
+from ahp.forecast.group import CollectiveKind, Group, on_nodes
 from ahp.forecast.kernels import Fusion, kernels
 from ahp.forecast.overlap import shown_s
 from ahp.forecast.pricer import Pricer
@@ -39,19 +40,13 @@ class LeastLayers:
     def __init__(self, pricer: Pricer) -> None:
         self._pricer, self._graph, self._job = pricer, pricer.graph, pricer.job
         self._rates, self._network = pricer.unit_pricer.rates, pricer.network
-        self._of_engine = self._traits_of(1, 1, 1, 0, 0)
+        self._of_engine = self._traits(1, 1, 1, 0, 0)
         ways = self._of_engine.context.ways
         self._how = pricer.unit_pricer.how(self._of_engine, ways[0], 1)
         self._causal = is_causal(self._graph)
-        self._split = cache(self._split_of)
         forward = [list(block.phase("forward")) for block in self._graph.blocks]
         self._attention = [[op for op in of_block if "attention" in op.name] for of_block in forward]
         self._grouped = [next((op for op in of_block if op.name in GROUPED), None) for of_block in forward]
-        self._traits = cache(self._traits_of)
-        self._group = cache(lambda size, local: Group(size, local, -(-size // local)))
-        self._of_tensor, self._of_context, self._of_experts = map(
-            cache, (self._tensor_s, self._contexts_s, self._experts_s)
-        )
 
     @cached_property
     def kept_bytes(self) -> float:
@@ -126,22 +121,22 @@ class LeastLayers:
 
         ``local``: how many ranks of the tensor, the context and the expert group share a node.
         """
-        of_tensor, of_context, of_experts = map(self._group, (tensor, context, expert), local)
+        of_tensor, of_context, of_experts = map(on_nodes, (tensor, context, expert), local)
         in_parts, traits = bool(sequence) and tensor > 1, self._traits(tensor, context, expert, sequence, folded)
         size = micro_batch / self._graph.micro_batch_size
-        shown = 1.0, shown_s(1.0, np.inf, traits.tensor.overlap_backward)
-        if traits.tensor.in_pieces:
-            shown = (shown_s(1.0, np.inf, 1.0),) * 2
+        of_both = shown_s(1.0, np.inf, 1.0 if traits.tensor.in_pieces else traits.tensor.overlap_backward)
+        shown = of_both if traits.tensor.in_pieces else 1.0, of_both
         each_has_parts = in_parts and not traits.experts.gather_tokens
         return (
-            self._of_tensor(
+            self._tensor_s(
                 of_tensor, in_parts, traits.experts.folded, size / context, *shown, traits.tensor.gathers_inputs_again
             )
-            + self._of_context(of_context, traits.context.ways, size / tensor)
-            + self._of_experts(of_experts, size / (context * (tensor if each_has_parts else 1)))
+            + self._contexts_s(of_context, traits.context.ways, size / tensor)
+            + self._experts_s(of_experts, size / (context * (tensor if each_has_parts else 1)))
         )
 
-    def _traits_of(self, tensor: int, context: int, expert: int, sequence: int, folded: int) -> Traits:
+    @cached_method
+    def _traits(self, tensor: int, context: int, expert: int, sequence: int, folded: int) -> Traits:
         layout = Parallelism(
             tensor_parallel_degree=tensor,
             context_parallel_degree=context,
@@ -161,6 +156,7 @@ class LeastLayers:
         part = 0.5 if kind == "all_gather" and self._job.precision == "fp8" else 1.0
         return sum(self._network.time_s(kind, part * size * spec.bytes, group) for spec in tensors)
 
+    @cached_method
     def _tensor_s(
         self,
         group: Group,
@@ -185,7 +181,8 @@ class LeastLayers:
 
         return self._of_kinds(group, of_kind)
 
-    def _split_of(self, kind: int, way: KeysWay, folded: bool) -> TensorSplit:
+    @cached_method
+    def _split(self, kind: int, way: KeysWay, folded: bool) -> TensorSplit:
         whole, block = self._of_engine.experts.whole_biased, self._graph.blocks[kind]
         return split(block, "block", whole_biased_experts=whole, folded_experts=folded, way_of_keys=way)
 
@@ -201,6 +198,7 @@ class LeastLayers:
         backward = self._time_s("all_gather", (*hidden, *(parts.backward_reduce if again else ())), group, size)
         return forward, backward + self._time_s("reduce_scatter", parts.backward_reduce, group, size)
 
+    @cached_method
     def _contexts_s(self, group: Group, ways: tuple[ContextWay, ...], size: float) -> Floats:
         """[K] Seconds to exchange keys, values and their gradients between context ranks. ``size``: all ranks' keys, over those traced."""
 
@@ -218,6 +216,7 @@ class LeastLayers:
         shown = shown_s(1.0, np.inf, 1.0 if way == "ring" else 0.0)
         return 3 * shown * self._network.time_s("all_gather", keys, group)
 
+    @cached_method
     def _experts_s(self, group: Group, size: float) -> Floats:
         """[K] Seconds to send tokens to expert ranks and back, in both passes. ``size``: what a rank sends, over what was traced."""
         tokens, how = self._graph.micro_batch_size * self._graph.sequence_length, self._how

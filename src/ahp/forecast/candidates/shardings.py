@@ -6,12 +6,13 @@ Blocks that differ only in the micro-batch share them. Dims: J = splits, W = ran
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from ahp.arrays import Floats
+from ahp.cached_method import cached_method
 from ahp.cluster.model import NodeGroup
 from ahp.engines.traits import Traits
 from ahp.forecast.candidates.sharding_columns import ShardingColumns
@@ -40,7 +41,6 @@ class Shardings:
     def __init__(self, layouts: list[Parallelism], traits: list[Traits], nodes: NodeGroup, network: Network) -> None:
         """``layouts``: one for each split; all else is equal. Equal ``traits`` are one object."""
         self.layouts, self.traits, self._nodes, self._network = layouts, traits, nodes, network
-        self.collectives, self.collectives_of_kinds = cache(self._of_unit), cache(self._of_kinds)
         self._update_s: Floats | None = None
 
     @property
@@ -84,12 +84,14 @@ class Shardings:
         """The data-parallel groups and traffic of one split."""
         return replace(self._data[split], micro_batches=micro_batches)
 
-    def _of_unit(self, weights: CommUnit) -> CollectiveTimes:
+    @cached_method
+    def collectives(self, weights: CommUnit) -> CollectiveTimes:
         """[J] Times of one unit of communication with these weights."""
         passes = (DataParallel.gather_s, DataParallel.reduce_s, DataParallel.replicas_s)
         return CollectiveTimes(*(np.array([of(one, weights, self._network) for one in self._data]) for of in passes))
 
-    def _of_kinds(self, kinds: tuple[CommUnit, ...]) -> CollectiveTimes:
+    @cached_method
+    def collectives_of_kinds(self, kinds: tuple[CommUnit, ...]) -> CollectiveTimes:
         """[J, K] Times of the kinds of layers."""
         parts = zip(*map(self.collectives, kinds), strict=True) if kinds else [()] * 3
         shape = len(kinds), len(self.layouts)

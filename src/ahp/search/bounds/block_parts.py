@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ahp.cached_method import cached_method
 from ahp.engines.traits import Traits
 from ahp.forecast.assembly import recompute_of
 from ahp.forecast.axes import Axes
@@ -62,16 +63,15 @@ class BlockLayers:
         self._pricer, self._space, self._shardings = problem.pricer, space, shardings
         self._some = problem.constraints.recomputed_layers_per_stage is not None
         """Whether the user recomputes some layers of a stage and not others."""
-        self._layers: dict[tuple[Axes, Traits, int, tuple[str, ...]], LayerColumns] = {}
 
     def of(self, block: int) -> LayerColumns:
         """The layers of one block."""
         # How replicas share states changes no layer, so any of the ways will do; so will any groups of data-parallel ranks.
         axes, traits = self._space.axes(block), self._shardings.states(block).traits[0]
-        key = axes, traits, int(self._space.blocks.micro_batch[block]), self._space.recompute(block)
-        if key not in self._layers:
-            units = self._pricer.unit_pricer.units(key[2], axes, traits)
-            kinds: list[Recompute] = [recompute_of(kind, traits, units) for kind in key[3]]
-            data = DataParallel.on(self._pricer.nodes, traits)
-            self._layers[key] = LayerColumns(units, kinds, data, some_layers=self._some)
-        return self._layers[key]
+        return self._priced(axes, traits, int(self._space.blocks.micro_batch[block]), self._space.recompute(block))
+
+    @cached_method
+    def _priced(self, axes: Axes, traits: Traits, micro_batch: int, recompute: tuple[str, ...]) -> LayerColumns:
+        units = self._pricer.unit_pricer.units(micro_batch, axes, traits)
+        kinds: list[Recompute] = [recompute_of(kind, traits, units) for kind in recompute]
+        return LayerColumns(units, kinds, DataParallel.on(self._pricer.nodes, traits), some_layers=self._some)

@@ -6,11 +6,12 @@ Dims: J = splits, R = kinds of recompute, U = distinct stages, S = stages, p = p
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 
 from ahp.arrays import Floats, Ints, Mask
+from ahp.cached_method import cached_method
 from ahp.forecast.beside_stages import gathered_columns_s, gathers_ahead, share_ahead, share_beside
 from ahp.forecast.candidates.layer_columns import BESIDE, LayerColumns
 from ahp.forecast.candidates.shardings import Shardings
@@ -78,9 +79,6 @@ class BlockRows:
         self.pricer, self.stages = asked.pricer, stages
         self.bytes_per_s = self.pricer.unit_pricer.rates.bytes_per_s
         self.units, self.recompute = stages.units, stages.recompute
-        self._update_s = cache(self._updated)
-        self._beside = cache(self._beside_activations)
-        self._sends = cache(self._sent)
 
     def bounds(self, most_bytes: float) -> RowBounds:
         """Bounds of every row; rows that need more than ``most_bytes`` take infinitely long."""
@@ -155,14 +153,16 @@ class BlockRows:
     def _schedule(self, pipe: ScheduleChoice) -> PipelineSchedule:
         return of_ranks(pipe.schedule, self.p)
 
-    def _sent(self, virtual: int, placement: Placement) -> tuple[Floats, Floats]:
+    @cached_method
+    def _sends(self, virtual: int, placement: Placement) -> tuple[Floats, Floats]:
         """[1, S] each: seconds to send forward and backward, as in the forecast."""
         pairs, at = self.pipelines.links(placement, pipeline_axis(self.any), virtual)
         sent = [self.pricer.send_s(self.any, self.splits.traits[0], a, b, self.units) for a, b in pairs]
         between = np.array(sent, dtype=float)[at]
         return np.append(between, 0.0)[None], np.append(0.0, between)[None]
 
-    def _updated(self, virtual: int, placement: Placement) -> Floats:
+    @cached_method
+    def _update_s(self, virtual: int, placement: Placement) -> Floats:
         """[J, 1] Seconds of clipping and AdamW on the rank where they take longest; for Muon, which distributes whole matrices over a
         stage's ranks, the least that these take."""
         at = self._cut.of[virtual][self._own(virtual, placement)]
@@ -204,7 +204,8 @@ class BlockRows:
         pooled = pooled_bytes(beside.units, held)
         return self.splits.columns.device_bytes(allocated, pooled, beside.freed).max(axis=1)
 
-    def _beside_activations(self, virtual: int, placement: Placement) -> Beside:
+    @cached_method
+    def _beside(self, virtual: int, placement: Placement) -> Beside:
         ranks = np.array(sorted({0, min(1, self.p - 1), self.p - 1}))
         own = self._own(virtual, placement)[ranks]
         at = self._cut.of[virtual][own]

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
 
 from ahp.arrays import Floats, Ints, Mask
+from ahp.cached_method import cached_method
 from ahp.forecast.beside_stages import gathers_ahead, share_ahead, share_beside
 from ahp.forecast.candidates.layer_columns import LayerColumns
 from ahp.forecast.candidates.layer_costs import LayerCosts, launched, layer_costs
@@ -68,14 +69,6 @@ class LayerBounds:
         """[N] The block of each way to share states."""
         self.ways = ShardingColumns.joined([block.splits.columns for block in blocks])
         self._m = np.array([[block.m] for block in blocks], dtype=np.int64)
-        self._column = cache(lambda name: np.array([[getattr(block.stages, name)] for block in blocks], dtype=float))
-        """[B, 1] A figure of the blocks' layers, by its name."""
-        self._kinds_of: Callable[[str], Floats] = cache(
-            lambda name: np.array([getattr(block.stages, name) for block in blocks])
-        )
-        """[B, K] A figure of each kind of the blocks' layers."""
-        self._of_stages = cache(lambda name: self._kinds_of(name)[self._of])
-        """[N, ...] The same, or other figures of the blocks' layers, one for each way to share states."""
         self._update_of_one_s = np.concatenate([block.splits.update_of_one_s(asked.pricer) for block in blocks])
 
     # Bounds of all rows that fit.
@@ -171,6 +164,21 @@ class LayerBounds:
         return np.array([[block.splits.layouts[0].world_size // block.p] for block in self.blocks], dtype=np.int64)
 
     # Times and bytes of layers.
+
+    @cached_method
+    def _column(self, name: str) -> Floats:
+        """[B, 1] A figure of the blocks' layers, by its name."""
+        return np.array([[getattr(block.stages, name)] for block in self.blocks], dtype=float)
+
+    @cached_method
+    def _kinds_of(self, name: str) -> Floats:
+        """[B, K] A figure of each kind of the blocks' layers."""
+        return np.array([getattr(block.stages, name) for block in self.blocks])
+
+    @cached_method
+    def _of_stages(self, name: str) -> Floats:
+        """[N, ...] The same, or other figures of the blocks' layers, one for each way to share states."""
+        return self._kinds_of(name)[self._of]
 
     @cached_property
     def _ahead(self) -> Floats:

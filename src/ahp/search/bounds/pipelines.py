@@ -6,12 +6,12 @@ Dims: S = stages, U = distinct stages, p = pipeline ranks, K = kinds of layers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 
 import numpy as np
 
 from ahp.arrays import Floats, Ints
+from ahp.cached_method import cached_method
 from ahp.forecast.group import Group
 from ahp.forecast.mesh import PipelineAxis
 from ahp.forecast.stage_table import StageTable
@@ -43,13 +43,9 @@ class Pipelines:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self.edges = cache(self._edges)
-        self.cut = cache(self._cut)
-        self.paths, self.fullest = cache(self._paths), cache(self._fullest)
-        self._layers = cache(self._layers_of_stages)
-        self.links = cache(self._links)
 
-    def _edges(self, p: int, v: int) -> Ints:
+    @cached_method
+    def edges(self, p: int, v: int) -> Ints:
         """The first layer of every stage, and the number of layers after the last."""
         layout = Parallelism(
             pipeline_parallel_degree=p,
@@ -59,13 +55,15 @@ class Pipelines:
         layers = layers_of_stages(layout, self._problem.graph.num_layers, ends=self._problem.stage_ends)
         return np.cumsum([0, *layers])
 
-    def _layers_of_stages(self, p: int, v: int) -> Layers:
+    @cached_method
+    def _layers(self, p: int, v: int) -> Layers:
         """The number of layers of each kind in every stage."""
         kinds, count = np.array(self._problem.graph.layers, dtype=np.int64), max(len(self._problem.graph.blocks), 1)
         own = (kinds[start:end] for start, end in pairwise(self.edges(p, v).tolist()))
         return tuple(tuple(np.bincount(layers, minlength=count).tolist()) for layers in own)
 
-    def _cut(self, p: int, virtual: tuple[int, ...]) -> Cut:
+    @cached_method
+    def cut(self, p: int, virtual: tuple[int, ...]) -> Cut:
         """The stages of the pipelines with these virtual stages per rank."""
         kinds, places = self._problem.graph.layers, {}
         rows: list[tuple[int, int, bool, bool]] = []
@@ -85,7 +83,8 @@ class Pipelines:
             behind[at[p:]] = p - 1
         return Cut(StageTable.of(kinds, len(self._problem.graph.blocks), rows), of, behind)
 
-    def _paths(self, pipes: tuple[ScheduleChoice, ...], p: int, m: int) -> Floats:
+    @cached_method
+    def paths(self, pipes: tuple[ScheduleChoice, ...], p: int, m: int) -> Floats:
         """[L, C, parts of a ``Path``, K] The paths through each pipeline that can be longest; pipelines with fewer repeat their last."""
         each = [
             longest_paths(of_ranks(pipe.schedule, p), p, pipe.virtual, m, self._layers(p, pipe.virtual))
@@ -94,14 +93,16 @@ class Pipelines:
         number = np.arange(max(map(len, each)))
         return np.stack([own[np.minimum(number, len(own) - 1)] for own in each], axis=1)
 
-    def _fullest(self, pipes: tuple[ScheduleChoice, ...], p: int, m: int) -> FullestRanks:
+    @cached_method
+    def fullest(self, pipes: tuple[ScheduleChoice, ...], p: int, m: int) -> FullestRanks:
         ranks = [
             fullest_ranks(of_ranks(pipe.schedule, p), p, pipe.virtual, m, self._layers(p, pipe.virtual))
             for pipe in pipes
         ]
         return FullestRanks(*map(np.array, zip(*ranks, strict=True)))
 
-    def _links(self, placement: Placement, axis: PipelineAxis, v: int) -> tuple[tuple[Pair, ...], Ints]:
+    @cached_method
+    def links(self, placement: Placement, axis: PipelineAxis, v: int) -> tuple[tuple[Pair, ...], Ints]:
         """Pairs of ranks that represent all links between neighboring stages, and [S - 1] the pair of each stage and the next."""
         holders = placement.stage_ranks(axis.places, v)
         per_node = self._problem.pricer.nodes.devices_per_node

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.arrays import Ints, Mask
+from ahp.cached_method import cached_method
 from ahp.cluster.cells import cells_of
 from ahp.cluster.model import NodeGroup
 from ahp.divisors import divisors
@@ -176,16 +176,6 @@ class MixedSpace:
         self.legal = 0
         self.twins = 0
         """Pipelines that the engine runs like those of a lower ZeRO stage; not counted in ``size``."""
-        self.grid = cache(self._grid)
-        self._count = cache(self._counted)
-        self._rules = cache(self._ruled)
-        self._of_tensor = cache(self._of_tensor_ranks)
-        self._twins = cache(self._twin)
-        self.allowed = cache(self._allowed)
-        self.methods = cache(self._all_methods)
-        self.pipes = cache(self._pipes)
-        self.schedules = cache(self._all_schedules)
-        self._has_pipes = cache(self._with_pipes)
         self.alike = list(self._all_alike())
 
     def cells(self, width: int) -> tuple[int, ...]:
@@ -196,7 +186,8 @@ class MixedSpace:
         """Micro-batches of all replicas together."""
         return self.asked.job.global_batch_size // (alike.shard * alike.micro_batch)
 
-    def _allowed(self, pipeline: int, schedule: str, total: int) -> NDArray[np.bool_]:
+    @cached_method
+    def allowed(self, pipeline: int, schedule: str, total: int) -> NDArray[np.bool_]:
         """[M + 1] Whether a replica can have m micro-batches, for each m up to ``total``."""
         numbers = np.arange(total + 1)
         if schedule == SEVERAL:
@@ -205,7 +196,8 @@ class MixedSpace:
             return numbers >= 1
         return self.legal_pipe(ScheduleChoice(schedule, 1), pipeline, numbers)
 
-    def _all_schedules(self, pipeline: int) -> tuple[str, ...]:
+    @cached_method
+    def schedules(self, pipeline: int) -> tuple[str, ...]:
         """The schedules that the engine has; just one without a pipeline, where there is nothing to order."""
         name = self.given.get("pipeline_parallel_schedule")
         if pipeline == 1:
@@ -215,7 +207,8 @@ class MixedSpace:
         ranks = range(2, self.placed.num_stages or 3)
         return (*((SEVERAL,) if any(map(self.pipes, ranks)) else ()), *found)
 
-    def _pipes(self, pipeline: int) -> tuple[ScheduleChoice, ...]:
+    @cached_method
+    def pipes(self, pipeline: int) -> tuple[ScheduleChoice, ...]:
         """The schedules with several stages on each of ``pipeline`` ranks."""
         name, most = self.given.get("pipeline_parallel_schedule"), self.asked.graph.num_layers // max(pipeline, 1)
         depths = (
@@ -249,7 +242,8 @@ class MixedSpace:
         schedule = schedule_of(pipe.schedule)
         return schedule.runs(pipeline, pipe.virtual, micro_batches, in_torch=self.asked.torch_orders)
 
-    def _grid(self, width: int, total: int) -> Grid:
+    @cached_method
+    def grid(self, width: int, total: int) -> Grid:
         """Every pair of stages and replicas that the cells, the layers and the micro-batches allow."""
         there = self.cells(width)
         cells = sum(there)
@@ -278,7 +272,8 @@ class MixedSpace:
         num_stages = self.placed.num_stages
         return there if num_stages is None else there & (grid.pipeline == num_stages)
 
-    def _with_pipes(self, most: int) -> Mask:
+    @cached_method
+    def _has_pipes(self, most: int) -> Mask:
         """[P + 1] Whether p ranks can have several stages each, for each p up to ``most``."""
         return np.array([p > 1 and bool(self.pipes(p)) for p in range(most + 1)])
 
@@ -344,7 +339,8 @@ class MixedSpace:
             shapes[rule] = alone + more_alone, piped + more
         return _Sizes(legal, shapes)
 
-    def _all_methods(self, context: int) -> list[ContextMethod | None]:
+    @cached_method
+    def methods(self, context: int) -> list[ContextMethod | None]:
         """The methods by which ``context`` ranks can share a sequence."""
         if context == 1:
             return [None]
@@ -386,7 +382,8 @@ class MixedSpace:
         refused = self.asked.refused(layout_of(alike, 1))
         return None if refused is None else ("engine", refused)
 
-    def _ruled(self, alike: Alike) -> tuple[tuple[str, str | None], ...]:
+    @cached_method
+    def _rules(self, alike: Alike) -> tuple[tuple[str, str | None], ...]:
         """The rules for these degrees, as (name, message); the message is None where the rule holds."""
         graph, job, engine, layout = self.asked.graph, self.asked.job, self.asked.engine, layout_of(alike, 1)
         return (
@@ -397,12 +394,14 @@ class MixedSpace:
             ("experts", rules.experts(graph, job, layout, engine)),
         )
 
-    def _of_tensor_ranks(self, tensor: int, sequence: bool) -> tuple[tuple[str, str | None], ...]:
+    @cached_method
+    def _of_tensor(self, tensor: int, sequence: bool) -> tuple[tuple[str, str | None], ...]:
         """The rules for ranks that share products, whatever else they share."""
         layout = Parallelism(tensor_parallel_degree=tensor, enable_sequence_parallel=sequence)
         return tuple((name, reason(layout)) for name, reason, _ in of_tensor(self.asked))
 
-    def _counted(self, width: int, total: int) -> tuple[int, int]:
+    @cached_method
+    def _count(self, width: int, total: int) -> tuple[int, int]:
         """Numbers of shapes with cells of this width: (without a pipeline, with one)."""
         grid = self.grid(width, total)
         alone = int(self.runs(grid, self.schedules(1)[0], pipelined=False).sum())
@@ -413,7 +412,8 @@ class MixedSpace:
         """Whether the engine runs pipelines of this ZeRO stage like those of a lower one; False where the user gives the stage."""
         return self._twins(alike._replace(micro_batch=1, recompute="none"))
 
-    def _twin(self, alike: Alike) -> bool:
+    @cached_method
+    def _twins(self, alike: Alike) -> bool:
         if alike.zero < 2 or "zero_stage" in self.given:
             return False
 

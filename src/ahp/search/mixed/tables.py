@@ -8,13 +8,14 @@ n - r times the most that one more layer can add. Where passes wait neither for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ahp.arrays import Floats, Ints, Mask
+from ahp.cached_method import cached_method
 from ahp.forecast.cell_columns import BETWEEN, FIRST, LAST, WHOLE, CellColumns
 from ahp.forecast.cells import GroupCells
 from ahp.forecast.stage_room import Positions, StageRoom
@@ -79,8 +80,6 @@ class LayoutTables:
         self._least_work = float(share.min())
         self._dropped = columns.held.dropped[row] * share.max()
         """[G] Bytes of a micro-batch that recomputing one layer saves, at most."""
-        self.by_layers = cache(self._by_layers)
-        self._room = cache(self._room_with)
 
     @cached_property
     def layer_s(self) -> Floats:
@@ -146,7 +145,8 @@ class LayoutTables:
         at = which.reshape(np.shape(micro_batches))[..., None], kinds, np.arange(self.num_stages)
         return self._work[last] - self._work[first], seconds, self._rooms(numbers, at)
 
-    def _by_layers(self, micro_batches: int) -> StageCosts:
+    @cached_method
+    def by_layers(self, micro_batches: int) -> StageCosts:
         """[G, S, L] Costs by number of layers, from 1 on, of the mean layer where layers differ. Infinite seconds where a stage does not fit."""
         n = np.arange(1, self.num_layers + 1)
         group = np.arange(len(self.groups))[:, None, None]
@@ -181,7 +181,8 @@ class LayoutTables:
         layer_s, again_s, free, held, *others = each[(slice(None), *at)]
         return StageRoom(layer_s, again_s, free, held.astype(np.int64), *others)
 
-    def _room_with(self, micro_batches: int) -> Floats:
+    @cached_method
+    def _room(self, micro_batches: int) -> Floats:
         """[F, G, S] The fields of one ``StageRoom``, for one number of micro-batches."""
         at = Positions(self._held(micro_batches), self._places, np.ones(self.num_stages, dtype=np.int64))
         room = StageRoom.of(self._columns, np.array([self._row]), at, micro_batches)

@@ -11,10 +11,10 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import permutations, product
 from typing import NamedTuple
 
+from ahp.cached_method import cached_method
 from ahp.cluster.cells import first_devices
 from ahp.cluster.model import NodeGroup
 from ahp.divisors import divisors
@@ -126,7 +126,6 @@ class _Finder:
         self.asked, self.found = asked, found
         self.graph: ModelGraph = asked.graph
         self.prices = asked.mixed_pricer
-        self.sides = cache(self._sides)
 
     def promising(self, ranked: Sequence[Pair]) -> Iterator[Promise]:
         """Every number of stages on every group, at the fastest widths, in every order of the groups."""
@@ -177,7 +176,8 @@ class _Finder:
         ways = [(degree, method)]
         return ways if method else [(degree, way) for way in self.asked.context_methods(degree)]
 
-    def _sides(self, name: str, common: Common) -> list[Side | None]:
+    @cached_method
+    def sides(self, name: str, common: Common) -> list[Side | None]:
         """The two fastest widths with room on a group's devices, for each number of stages; None = the group has no stage."""
         group = next(group for group in self.asked.cluster.groups if group.name == name)
         found: list[Side | None] = [None]

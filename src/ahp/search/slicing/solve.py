@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ahp.cached_method import cached_method
 from ahp.errors import BadInput
 from ahp.graph.capture import Capture
 from ahp.search.slicing.aliases import written
@@ -260,8 +261,6 @@ class _Call:
         self.node, self.task, self.sources = node, task, tensor_inputs(node)
         self.flops = flops_of(node)
         self.written = numel_of(node) if is_tensor(node) and node.target not in VIEWS else 0
-        self._ways: dict[Any, tuple[tuple[Step, int], ...] | None] = {}
-        """``_find_way``, by its arguments."""
 
     def step(self, state: _State, option: Strategy) -> _State | None:
         """The state after the call is run by ``option``, or None when an input cannot be brought there."""
@@ -276,10 +275,7 @@ class _Call:
                     len(shape_of(source)) > 1
                 ):  # biases and norms weigh nothing next to what their place makes others move
                     elements += numel_of(source) // (task.context.degree if isinstance(wanted, Split) else 1)
-            asked = source, live[source], wanted, option.reads_whole_in_parts
-            if asked not in self._ways:
-                self._ways[asked] = self._find_way(*asked)
-            way = self._ways[asked]
+            way = self._way(source, live[source], wanted, option.reads_whole_in_parts)
             if way is None:
                 return None
             for step, sent in way:
@@ -292,7 +288,8 @@ class _Call:
         cost = _plus(state.cost, (self.flops // share, elements, moved, self.written // share))
         return _State(cost, {**live, node: option.output}, paid, (node, option, state.history))
 
-    def _find_way(
+    @cached_method
+    def _way(
         self, source: Node, have: Placement, wanted: Placement, reads_in_parts: bool
     ) -> tuple[tuple[Step, int], ...] | None:
         """The steps that bring an input where it is wanted, each with the bytes it sends; None if the task allows none."""
