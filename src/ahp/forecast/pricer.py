@@ -151,7 +151,7 @@ class Pricer(LayoutPricer):
         beside = self._beside(parallelism, units, data, costs)
         stages = beside.stages(costs)
         neighbours = tuple(pairwise(ranks_of_stages(parallelism)))
-        sends_s = self._sends_s(neighbours, pipeline_axis(parallelism), message_bytes(parallelism, data.traits, units))
+        sends_s = self.sends_s(neighbours, pipeline_axis(parallelism), message_bytes(parallelism, data.traits, units))
         return stages, beside.times(parallelism, stages, sends_s, sends_s)
 
     def units(self, parallelism: Parallelism) -> Units:
@@ -232,19 +232,16 @@ class Pricer(LayoutPricer):
         return self._ranges[key]
 
     @cached_method
-    def _sends_s(self, neighbours: tuple[tuple[int, int], ...], axis: PipelineAxis, num_bytes: float) -> list[float]:
-        """Seconds to send ``num_bytes`` between each pair of pipeline ranks; computed once for all cuts."""
-        each = {pair: self._sent_s(axis, *pair, num_bytes) for pair in dict.fromkeys(neighbours)}
-        return [each[pair] for pair in neighbours]
+    def sends_s(self, pairs: tuple[tuple[int, int], ...], axis: PipelineAxis, num_bytes: float) -> list[float]:
+        """Seconds to send ``num_bytes`` from one pipeline rank to another, for each pair of ranks; computed once for all cuts."""
 
-    def send_s(self, parallelism: Parallelism, traits: Traits, source: int, target: int, units: Units) -> float:
-        """Seconds to send one micro-batch's hidden states from one pipeline rank to another."""
-        return self._sent_s(pipeline_axis(parallelism), source, target, message_bytes(parallelism, traits, units))
+        def sent_s(source: int, target: int) -> float:
+            if source == target:
+                return 0.0
+            return self.network.time_s("send_recv", num_bytes, axis.pair(source, target, self.nodes.devices_per_node))
 
-    def _sent_s(self, axis: PipelineAxis, source: int, target: int, num_bytes: float) -> float:
-        if source == target:
-            return 0.0
-        return self.network.time_s("send_recv", num_bytes, axis.pair(source, target, self.nodes.devices_per_node))
+        each = {pair: sent_s(*pair) for pair in dict.fromkeys(pairs)}
+        return [each[pair] for pair in pairs]
 
     def _optimizer_s(
         self, parallelism: Parallelism, traits: Traits, span: Makespan, stages: StageMemory
@@ -327,7 +324,9 @@ class Pricer(LayoutPricer):
         units = self.units(parallelism)
         recompute = recompute_of(parallelism.activation_checkpoint, traits, units)
         some = recomputed_layers or parallelism.recomputed_layers_per_stage
-        return StageMemory.of(units, recompute, self._table(self.ranges(parallelism), None if some is None else tuple(some)))
+        return StageMemory.of(
+            units, recompute, self._table(self.ranges(parallelism), None if some is None else tuple(some))
+        )
 
     @cached_method
     def _table(self, ranges: tuple[range, ...], recomputed_layers: tuple[int, ...] | None = None) -> StageTable:

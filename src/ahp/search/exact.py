@@ -143,33 +143,29 @@ class _Queue:
         self.opened: dict[int, NDArray[np.float64]] = {}
         self.bounds_s = blocks.copy()
         self.too_large = int(sizes[np.isinf(blocks)].sum())
-        self._blocks, self._sizes, self._refine, self._open = blocks, sizes, refine, open_block
-        self._order = np.argsort(blocks, kind="stable")[: int(np.isfinite(blocks).sum())].tolist()[::-1]
-        """Blocks that were never refined, the lowest bound last."""
-        self._heap: list[tuple[float, int, int]] = []
-        """(bound, block, position): the next row of each opened block; position -n is a block that was refined n times."""
+        self._sizes, self._refine, self._open = sizes, refine, open_block
+        there = np.flatnonzero(np.isfinite(blocks))
+        self._heap = [
+            (bound, True, block, -1) for bound, block in zip(blocks[there].tolist(), there.tolist(), strict=True)
+        ]
+        """(bound, whether it is a block that was never refined, block, position): the next row of each opened block; position -1 - n is a
+        block that was refined n times. Of equal bounds, those of blocks never refined come last."""
+        heapq.heapify(self._heap)
         self._of_block: dict[int, tuple[list[float], list[int]]] = {}
         """Bounds of the rows that may fit, ascending, and which rows they are; keyed by block."""
 
     def next_s(self) -> float:
         """The lowest bound there is; infinite when nothing is left."""
-        return min(self._heap[0][0] if self._heap else np.inf, self._next_block_s())
-
-    def _next_block_s(self) -> float:
-        return float(self._blocks[self._order[-1]]) if self._order else np.inf
+        return self._heap[0][0] if self._heap else np.inf
 
     def pop(self) -> Place | None:
         """Take the entry with the lowest bound: return a row, or refine or open a block and return None."""
-        if not self._heap or self._heap[0][0] > self._next_block_s():
-            block = self._order.pop()
-            self._refine_once(block, 0, float(self._blocks[block]))
-            return None
-        bound, block, at = heapq.heappop(self._heap)
+        bound, _, block, at = heapq.heappop(self._heap)
         if at >= 0:
             self._push(block, at + 1)
             return block, self._of_block[block][1][at]
-        if -at < len(self._refine):
-            self._refine_once(block, -at, bound)
+        if (times := -1 - at) < len(self._refine):
+            self._refine_once(block, times, bound)
         else:
             self._open_rows(block, bound)
         return None
@@ -180,7 +176,7 @@ class _Queue:
         if np.isinf(bound):
             self.too_large += int(self._sizes[block])
         else:
-            heapq.heappush(self._heap, (bound, block, -times - 1))
+            heapq.heappush(self._heap, (bound, False, block, -2 - times))
 
     def _open_rows(self, block: int, bound: float) -> None:
         bounds = np.maximum(self._open(block), bound)
@@ -193,7 +189,7 @@ class _Queue:
     def _push(self, block: int, at: int) -> None:
         bounds = self._of_block[block][0]
         if at < len(bounds):
-            heapq.heappush(self._heap, (bounds[at], block, at))
+            heapq.heappush(self._heap, (bounds[at], False, block, at))
 
 
 def _enough(bound: float, kept: list[float], priced: int, limits: Limits) -> bool:

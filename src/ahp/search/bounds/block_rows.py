@@ -12,6 +12,7 @@ import numpy as np
 
 from ahp.arrays import Floats, Ints, Mask
 from ahp.cached_method import cached_method
+from ahp.forecast.assembly import message_bytes
 from ahp.forecast.beside_stages import gathered_columns_s, gathers_ahead, share_ahead, share_beside
 from ahp.forecast.candidates.layer_columns import BESIDE, LayerColumns
 from ahp.forecast.candidates.shardings import Shardings
@@ -156,8 +157,9 @@ class BlockRows:
     @cached_method
     def _sends(self, virtual: int, placement: Placement) -> tuple[Floats, Floats]:
         """[1, S] each: seconds to send forward and backward, as in the forecast."""
-        pairs, at = self.pipelines.links(placement, pipeline_axis(self.any), virtual)
-        sent = [self.pricer.send_s(self.any, self.splits.traits[0], a, b, self.units) for a, b in pairs]
+        axis = pipeline_axis(self.any)
+        pairs, at = self.pipelines.links(placement, axis, virtual)
+        sent = self.pricer.sends_s(pairs, axis, message_bytes(self.any, self.splits.traits[0], self.units))
         between = np.array(sent, dtype=float)[at]
         return np.append(between, 0.0)[None], np.append(0.0, between)[None]
 
