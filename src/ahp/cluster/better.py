@@ -41,7 +41,7 @@ def better_clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     for words, better in _PIECES.items():
         if (words in links and not any(links[words])) or (words == "network between nodes" and not several):
             continue
-        changed = cluster.model_copy(update={"groups": tuple(map(better, cluster.groups))})
+        changed = cluster.with_groups(map(better, cluster.groups))
         if words == "network between nodes":
             wider = tuple(link.model_copy(update={"link": _wider(link.link)}) for link in cluster.links)
             changed = changed.model_copy(update={"links": wider})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -225,6 +225,13 @@ class Cluster(Record):
     @property
     def is_mixed(self) -> bool:
         return len(self.groups) > 1
+
+    def with_groups(self, groups: Iterable[NodeGroup]) -> Cluster:
+        """These groups in the place of the cluster's own, with the links that it has between groups of their names."""
+        found = tuple(groups)
+        names = {group.name for group in found}
+        links = tuple(link for link in self.links if names.issuperset(link.between))
+        return self.model_copy(update={"groups": found, "links": links})
 
     def plain(self) -> dict[str, Any]:
         """Plain data for YAML and JSON; ``Cluster.model_validate`` reads it back."""

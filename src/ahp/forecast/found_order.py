@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from math import inf
 
 import numpy as np
 
 from ahp.arrays import Floats
+from ahp.cached_method import cached_method
 from ahp.engines.registry import get
 from ahp.errors import AhpError, BadInput
 from ahp.forecast.mixed import MixedPricer
@@ -79,13 +80,10 @@ class ToOrder:
         """The layout with its pattern's order given action by action."""
         return self.pricer.price(self._with_orders([one.span.schedule for one in self._pipelines(self.before)]))
 
-    @cached_property
-    def _way(self) -> Callable[[bool], Priced | None]:
+    @cached_method
+    def _way(self, split: bool) -> Priced | None:
         """The same with backwards in two parts (True) or whole (False), in which stages can take different times; None if the engine cannot run
         that."""
-        return cache(self._with_backwards)
-
-    def _with_backwards(self, split: bool) -> Priced | None:
         change = apart if split else whole
         schedules = [change(one.span.schedule) for one in self._pipelines(self.before)]
         try:

@@ -103,8 +103,7 @@ def _pricer(graph: Same, cluster: Same, job: str, engine: str, in_cells: bool = 
         if group.calibration is not None:
             rule = f"the steps of a mixed cluster do not show which of its groups took longer; leave it out of {group.name!r}"
             raise bad_input("cluster.groups.calibration", group.calibration.step_ratio, rule, ["null"])
-    alone = [Same(Cluster(groups=(group,), source=on.source)) for group in on.groups]
-    found = [_pricer(graph, part, job, engine, True) for part in alone]
+    found = [_pricer(graph, Same(on.with_groups([group])), job, engine, True) for group in on.groups]
     groups = {part.nodes.name: part for part in found if isinstance(part, Pricer)}
     return MixedPricer(run, on, of, choice, groups)
 

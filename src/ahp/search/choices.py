@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -100,6 +101,16 @@ class Mesh(NamedTuple):
     """Ways to share states with this placement, legal or not."""
 
 
+def zero_stages(given: Mapping[str, Any], shard: int, context: bool) -> list[int]:
+    """The ZeRO stages that ``shard`` data-parallel ranks can have; ``context``: whether there are context ranks, which hold the same weights
+    and can share states without such shards. ``given``: the keys that the user fixes."""
+    free, stage = [1, 2, 3] if shard > 1 else [0, 1, 2, 3] if context else [0], given.get("zero_stage")
+    if stage is None:
+        return free
+    # One rank shards nothing whatever the stage: a stage above 0 is kept only if the user fixes a shard degree of 1.
+    return [stage] if stage in free or given.get("data_parallel_shard_degree") == 1 else []
+
+
 class Choices:
     """The values that each key can have, and why a single value is impossible."""
 
@@ -177,7 +188,7 @@ class Choices:
             ShardingChoice(data // s, s, zero)
             for s in shard or divisors(data)
             if data % s == 0 and (not replicate or data // s in replicate)
-            for zero in self._zero_stages(s, context)
+            for zero in zero_stages(self.given, s, context)
         )
 
     @cached_method
@@ -209,17 +220,6 @@ class Choices:
                 found.setdefault(within, []).append(ShardingChoice(replicate, shard, zero, order))
         tuples = ((within, tuple(splits)) for within, splits in found.items())
         return tuple((within, self._same_splits.setdefault(splits, splits)) for within, splits in tuples)
-
-    def _zero_stages(self, shard: int, context: bool) -> list[int]:
-        stage = self.given.get("zero_stage")
-        if shard > 1:
-            return [1, 2, 3] if stage is None else [stage] if stage > 0 else []
-        if context:  # context ranks can share states without data-parallel shards
-            return [0, 1, 2, 3] if stage is None else [stage]
-        # One rank shards nothing whatever the stage: a stage above 0 is kept only if the user fixes a shard degree of 1.
-        if not stage:
-            return [0]
-        return [stage] if self.given.get("data_parallel_shard_degree") == 1 else []
 
     @cached_method
     def pipes(self, degree: int) -> tuple[ScheduleChoice, ...]:
@@ -263,7 +263,7 @@ class Choices:
     def legal_stages(self, replicate: int, shard: int, mesh: Shared) -> tuple[int, ...]:
         """ZeRO stages that the engine can express for these replicas and shards; of stages it runs in the same way, only the first."""
         found: dict[Traits, int] = {}
-        for zero in self._zero_stages(shard, mesh.context > 1):
+        for zero in zero_stages(self.given, shard, mesh.context > 1):
             if not self.bad_split((replicate, shard, zero), mesh):
                 found.setdefault(self.traits((replicate, shard, zero), mesh.of_states), zero)
         return tuple(found.values())

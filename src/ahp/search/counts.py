@@ -37,8 +37,7 @@ def smaller(cluster: Cluster) -> list[Cluster]:
     For a mixed cluster: all of it, and each group with its parts.
     """
     if cluster.is_mixed:
-        groups = [cluster.model_copy(update={"groups": (group,), "links": ()}) for group in cluster.groups]
-        found = [cluster, *(part for group in groups for part in smaller(group))]
+        found = [cluster, *(part for group in cluster.groups for part in smaller(cluster.with_groups([group])))]
         return sorted(found, key=lambda one: one.num_devices)
     group = cluster.groups[0]
     parts = {*_numbers(group.devices_per_node), *(n * group.devices_per_node for n in _numbers(group.nodes))}

@@ -117,11 +117,9 @@ def _without_one(cluster: Cluster) -> tuple[str, Cluster | None]:
         return what, with_devices(cluster, cluster.num_devices - lost)
     largest = max(cluster.groups, key=lambda group: group.num_devices)
     what = f"one of {largest.nodes} nodes of {largest.name}" if largest.nodes > 1 else f"the node of {largest.name}"
-    fewer = largest.model_copy(update={"nodes": largest.nodes - 1}) if largest.nodes > 1 else None
-    groups = tuple(fewer if group is largest else group for group in cluster.groups if group is not largest or fewer)
-    names = {group.name for group in groups if group is not None}
-    links = tuple(link for link in cluster.links if set(link.between) <= names)
-    return what, cluster.model_copy(update={"groups": groups, "links": links})
+    fewer = [largest.model_copy(update={"nodes": largest.nodes - 1})] if largest.nodes > 1 else []
+    left = (part for group in cluster.groups for part in (fewer if group is largest else [group]))
+    return what, cluster.with_groups(left)
 
 
 def _fastest(remains: Problem, before: Parallelism, work: float) -> Fastest | None:

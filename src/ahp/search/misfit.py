@@ -199,7 +199,7 @@ def more_nodes(used: Problem) -> Changes:
         if network is None:
             return
         larger = group.model_copy(update={"nodes": nodes, "inter_node": network})
-        yield f"{nodes} nodes instead of {group.nodes}", used.on(used.cluster.model_copy(update={"groups": (larger,)}))
+        yield f"{nodes} nodes instead of {group.nodes}", used.on(used.cluster.with_groups([larger]))
         times *= 2
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ahp.cached_method import cached_method
 from ahp.cluster.model import Cluster, NodeGroup
 from ahp.config import Constraints
 from ahp.divisors import divisors
@@ -60,10 +61,11 @@ class Problem:
         """Forecast of one layout, made once for layouts that cost the same. Raises BadInput or NotExpressible if it is not legal."""
         if self.either_blocks:
             return self.with_blocks(parallelism).price(parallelism)
-        alike = self.first_alike(parallelism)
-        if alike not in self._forecasts:
-            self._forecasts[alike] = self.priced(alike).forecast
-        return self._forecasts[alike]
+        return self._forecast(self.first_alike(parallelism))
+
+    @cached_method
+    def _forecast(self, parallelism: Parallelism) -> Forecast:
+        return self.priced(parallelism).forecast
 
     def with_blocks(self, layout: Parallelism) -> Problem:
         """This problem with compiled or eager blocks, whichever are faster under a layout; ``either_blocks`` must be set."""
@@ -101,10 +103,6 @@ class Problem:
             return self.price(parallelism)
         except (BadInput, NotExpressible):
             return None
-
-    @cached_property
-    def _forecasts(self) -> dict[Parallelism, Forecast]:
-        return {}
 
     def first_alike(self, layout: Parallelism) -> Parallelism:
         """The layout with the lowest ZeRO stage above 0 that the engine runs in the same way: a forecast depends on the stage only through
@@ -272,7 +270,7 @@ class Problem:
         layout = Parallelism(**keys)
         reasons = []
         for group in self.cluster.groups:
-            alone = self.cluster.model_copy(update={"groups": (group,)})
+            alone = self.cluster.with_groups([group])
             count = layout.world_size  # judges the degrees alone, not where ranks are placed
             cluster = with_devices(alone, count) or _part(alone, 1, count)
             reasons.append(rules.illegal(self.graph, cluster, self.job, layout, self.engine))
@@ -351,10 +349,7 @@ def _that_compute_in(precision: Precision, cluster: Cluster) -> tuple[Cluster, t
     can = tuple(group for group in cluster.groups if precision in group.device.peak_flops_per_s)
     if len(can) in (0, len(cluster.groups)):
         return cluster, ()
-    names = {group.name for group in can}
-    links = tuple(link for link in cluster.links if names.issuperset(link.between))
-    others = tuple(group for group in cluster.groups if group.name not in names)
-    return cluster.model_copy(update={"groups": can, "links": links}), others
+    return cluster.with_groups(can), tuple(group for group in cluster.groups if group not in can)
 
 
 def with_devices(cluster: Cluster, count: int) -> Cluster | None:
@@ -371,5 +366,4 @@ def _part(cluster: Cluster, nodes: int, per_node: int) -> Cluster:
     if domain is not None:
         domain = None if nodes == 1 else domain // group.devices_per_node * per_node
     update = {"nodes": nodes, "devices_per_node": per_node, "devices_per_nvlink_domain": domain}
-    smaller = group.model_copy(update=update)
-    return cluster.model_copy(update={"groups": (smaller,), "links": ()})
+    return cluster.with_groups([group.model_copy(update=update)])

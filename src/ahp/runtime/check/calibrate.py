@@ -56,8 +56,7 @@ def measured(folder: RunFolder) -> MeasuredRun:
 
 def without_calibration(cluster: Cluster) -> Cluster:
     """The cluster as if nothing had run on it."""
-    groups = tuple(group.model_copy(update={"calibration": None}) for group in cluster.groups)
-    return cluster.model_copy(update={"groups": groups})
+    return cluster.with_groups(group.model_copy(update={"calibration": None}) for group in cluster.groups)
 
 
 def calibrated(cluster: Cluster, ratios: Sequence[float], runs: Sequence[MeasuredRun]) -> Cluster:
@@ -65,7 +64,7 @@ def calibrated(cluster: Cluster, ratios: Sequence[float], runs: Sequence[Measure
     mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
     [group] = without_calibration(cluster).groups
     known = Calibration(step_ratio=mean, runs=len(runs), source=_source(runs))
-    return cluster.model_copy(update={"groups": (group.model_copy(update={"calibration": known}),)})
+    return cluster.with_groups([group.model_copy(update={"calibration": known})])
 
 
 def _source(runs: Sequence[MeasuredRun]) -> str:
@@ -114,14 +113,12 @@ def group_ratios(
 
 def with_ratios(cluster: Cluster, ratios: dict[str, float], source: str) -> Cluster:
     """The cluster with the compute time of each group multiplied by its ratio."""
-    groups = tuple(scaled(group, ratios[group.name], source) for group in cluster.groups)
-    return cluster.model_copy(update={"groups": groups})
+    return cluster.with_groups(scaled(group, ratios[group.name], source) for group in cluster.groups)
 
 
 def calibrated_groups(cluster: Cluster, ratios: dict[str, float], runs: Sequence[MeasuredRun]) -> Cluster:
     """The mixed cluster with its groups' figures corrected by runs: no single ratio corrects a forecast there."""
-    groups = tuple(
+    return cluster.with_groups(
         scaled(group, ratios[group.name], f"times {ratios[group.name]:.3g} by {_source(runs)}")
         for group in cluster.groups
     )
-    return cluster.model_copy(update={"groups": groups})

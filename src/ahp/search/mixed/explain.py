@@ -24,7 +24,7 @@ def on_fullest(asked: Problem, pair: Pair) -> Problem:
         return asked
     name = place(asked.cluster, pair[0]).group_of(pair[1].fullest_rank)
     group = next(group for group in asked.cluster.groups if group.name == name)
-    return asked.on(Cluster(groups=(group,), source=asked.cluster.source))
+    return asked.on(asked.cluster.with_groups([group]))
 
 
 def idle(asked: Problem, layout: Parallelism, used: Cluster) -> Iterator[str]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import replace
 
-from ahp.cluster.model import Cluster, NodeGroup
+from ahp.cluster.model import NodeGroup
 from ahp.errors import AhpError, NothingFits
 from ahp.search.misfit import Changes, Fits, by_how_much, freed, lighter, nearest, shorter, what_helps
 from ahp.search.mixed.explain import on_fullest
@@ -66,7 +65,7 @@ def that_fits(changed: Problem, asked: Problem | None = None) -> str | None:
         for group in changed.cluster.groups:
             if placed or group in known:
                 continue
-            alone = changed.on(Cluster(groups=(group,), source=changed.cluster.source))
+            alone = changed.on(changed.cluster.with_groups([group]))
             if (found := nearest(alone, fitting=True)) is not None:
                 return f"{group.name} alone: {found[0].short()}"
         if (only := given_widths(changed)) is not None:
@@ -100,6 +99,5 @@ def _more_nodes(asked: Problem, fits: Fits) -> Changes:
 
 def _with_nodes(asked: Problem, group: NodeGroup, times: int) -> tuple[str, Problem]:
     more = group.model_copy(update={"nodes": group.nodes * times})
-    groups = tuple(more if one is group else one for one in asked.cluster.groups)
-    words = f"{more.nodes} nodes in {group.name} instead of {group.nodes}"
-    return words, replace(asked, cluster=asked.cluster.model_copy(update={"groups": groups}))
+    larger = asked.cluster.with_groups(more if one is group else one for one in asked.cluster.groups)
+    return f"{more.nodes} nodes in {group.name} instead of {group.nodes}", asked.on(larger)

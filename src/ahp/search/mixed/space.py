@@ -21,7 +21,7 @@ from ahp.forecast import mixed_rules, rules
 from ahp.plan import Axis, ContextMethod, Parallelism, StagePlace
 from ahp.schedule.registry import PLAIN, SCHEDULES
 from ahp.schedule.registry import get as schedule_of
-from ahp.search.choices import DEEPEST_UNEVEN_VIRTUAL, RECOMPUTE, ScheduleChoice
+from ahp.search.choices import DEEPEST_UNEVEN_VIRTUAL, RECOMPUTE, ScheduleChoice, zero_stages
 from ahp.search.degree_rules import of_tensor
 from ahp.search.mixed.given import Given
 from ahp.search.problem import OF_PLACEMENTS, Problem
@@ -304,9 +304,7 @@ class MixedSpace:
     def _of_width(self, tensor: int, context: int, shard: int, experts: list[int]) -> Iterator[Alike]:
         sizes = self._sizes(tensor * context * shard, shard)
         kinds = self._values("activation_checkpoint", list(RECOMPUTE[self.placed.recomputed :]))
-        for zero in self._values("zero_stage", _zero_stages(shard, context)):
-            if zero not in _zero_stages(shard, context) and self.given.get("data_parallel_shard_degree") != 1:
-                continue
+        for zero in zero_stages(self.given, shard, context > 1):
             for sequence in self._values("enable_sequence_parallel", [False, True] if tensor > 1 else [False]):
                 for expert in self._values("expert_parallel_degree", experts):
                     legal = [
@@ -440,11 +438,6 @@ class MixedSpace:
         name = self.asked.cluster.groups[0].name
         layers = max(self.asked.graph.num_layers, 1)
         return self.asked.refused(Parallelism(stages=(StagePlace(group=name, layers=layers),)))
-
-
-def _zero_stages(shard: int, context: int) -> list[int]:
-    """The ZeRO stages of a cell. Context ranks hold the same weights, so they can shard their states as data-parallel ranks do."""
-    return [1, 2, 3] if shard > 1 else [0, 1, 2, 3] if context > 1 else [0]
 
 
 def spaces_of(asked: Problem, near: Parallelism | None = None) -> list[MixedSpace]:
