@@ -12,7 +12,7 @@ import pytest
 import ahp
 from ahp.arrays import Mask
 from ahp.errors import BadInput, NotExpressible
-from ahp.search.mixed.fewest import fewest
+from ahp.search.fewest import fewest
 from ahp.search.mixed.find import Budget, Finder
 from ahp.search.mixed.several import SeveralTask
 from ahp.search.mixed.solve import Placement, Row, Task

@@ -19,9 +19,9 @@ from ahp.forecast import memory
 from ahp.plan import Forecast, Parallelism, validated
 from ahp.search.by_speed import ranking_by_speed
 from ahp.search.choices import ScheduleChoice
+from ahp.search.fewest import fewest
 from ahp.search.method import Method
 from ahp.search.mixed.balance import _cut
-from ahp.search.mixed.fewest import fewest
 from ahp.search.mixed.several import SeveralTask
 from ahp.search.mixed.solve import Task
 from ahp.search.mixed.tables import StageCosts

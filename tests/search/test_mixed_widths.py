@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ahp.errors import BadInput, NothingFits
@@ -12,7 +13,8 @@ from ahp.forecast.step import forecast
 from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.plan import Parallelism
-from ahp.search.mixed.widths import UnlikeWidths, _Finder, _shared, unlike_widths
+from ahp.search.mixed.balance import share
+from ahp.search.mixed.widths import UnlikeWidths, _Finder, unlike_widths
 from ahp.search.problem import Problem, problem
 from ahp.search.ranking import search
 
@@ -151,4 +153,5 @@ def test_the_ranking_has_them_in_their_place_and_the_certificate_says_nothing_of
     [(10, [1, 1], [5, 5]), (9, [2, 1], [6, 3]), (5, [9, 1, 1], [3, 1, 1]), (4, [1, 3], [1, 3])],
 )
 def test_layers_are_shared_by_speed(total: int, rates: list[float], wanted: list[int]) -> None:
-    assert _shared(total, rates) == wanted
+    numbers = np.arange(1, total + 1)
+    assert share([1] * len(rates), total, 1, [numbers / rate for rate in rates]) == [[count] for count in wanted]

@@ -19,6 +19,7 @@ from ahp.schedule.registry import PLAIN
 from ahp.schedule.stages import layers_of_stages
 from ahp.search.bounds.layer_bounds import Ways
 from ahp.search.choices import RECOMPUTE, ScheduleChoice
+from ahp.search.fewest import fewest, lowest_first
 from ahp.search.pairs import Improved, Pair, by_time
 from ahp.search.problem import Problem
 from ahp.search.stages import WORTH_S
@@ -91,15 +92,6 @@ def ways_of(asked: Problem) -> Ways | None:
     return can if some else None
 
 
-def lowest_first(counts: Sequence[int], layers: Sequence[int], rank_of: Sequence[int]) -> tuple[int, ...]:
-    """The count of each stage: a rank's count goes to its lowest stages first, which hold the most micro-batches."""
-    left, found = list(counts), []
-    for most, rank in zip(layers, rank_of, strict=True):
-        found.append(min(most, left[rank]))
-        left[rank] -= found[-1]
-    return tuple(found)
-
-
 class _Fewest:
     """The fewest recomputed layers of each stage of one layout such that every rank fits."""
 
@@ -134,21 +126,17 @@ class _Fewest:
         return self.layout.model_copy(update={"recomputed_layers_per_stage": recomputed})
 
     def _least(self, fill: Fill, most: list[int]) -> Pair | None:
-        """Halve the range of all counts at once until one value is left; None if that is 0 everywhere or does not fit. A count of 0
-        is tried separately: then nothing is made again for a backward pass."""
-        none = self._fitting(fill([0] * len(most)), len(most))
-        low, high = [1] * len(most), list(most)
-        for at, fits in enumerate(none):
-            if fits:
-                low[at] = high[at] = 0
-        while any(a < b for a, b in zip(low, high, strict=True)):
-            middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
-            for at, fits in enumerate(self._fitting(fill(middle), len(most))):
-                if low[at] < high[at]:
-                    low[at], high[at] = (low[at], middle[at]) if fits else (middle[at] + 1, high[at])
-        if not any(high):
+        """The layout with the fewest of each count, up to ``most``; None if that is 0 everywhere or does not fit. A count of 0 is tried
+        separately: then nothing is made again for a backward pass."""
+
+        def fits(counts: Sequence[int]) -> list[bool]:
+            return self._fitting(fill(counts), len(most))
+
+        ranges = [(0, 0) if fit else (1, count) for fit, count in zip(fits([0] * len(most)), most, strict=True)]
+        counts = fewest(fits, *zip(*ranges, strict=True), step=max(most))
+        if not any(counts):
             return None  # the layout that recomputes nothing is in the table
-        layout = self._with(fill(high))
+        layout = self._with(fill(counts))
         self.forecasts += 1
         forecast = self.asked.price_or_none(layout)
         return (layout, forecast) if forecast is not None and forecast.fits else None

@@ -11,6 +11,7 @@ from ahp.plan import Forecast, Parallelism
 from ahp.schedule.orders import ranks_of_stages
 from ahp.schedule.stages import layers_of_stages
 from ahp.search import reasons
+from ahp.search.fewest import with_all
 from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 from ahp.search.result import Ranking
@@ -93,11 +94,10 @@ def _recomputed(layout: Parallelism, held_by: list[tuple[int, int]]) -> str:
 
 def recompute(asked: Problem, pair: Pair) -> Iterator[str]:
     """How much faster it is that each stage recomputes as few layers as fit."""
-    layout, stages = pair[0], pair[0].stages
-    if stages is None or layout.recomputed_layers() is None:
+    layout = pair[0]
+    if layout.stages is None or layout.recomputed_layers() is None:
         return
-    every = tuple(stage.model_copy(update={"recomputed_layers": None}) for stage in stages)
-    if (forecast := asked.price_or_none(layout.model_copy(update={"stages": every}))) is None:
+    if (forecast := asked.price_or_none(with_all(layout))) is None:
         return
     gain = forecast.step_time_s / pair[1].step_time_s - 1
     yield f"each stage recomputes as few layers as fit: {percent(gain)} faster than with all layers recomputed"

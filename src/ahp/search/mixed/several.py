@@ -24,8 +24,7 @@ from ahp.errors import BadInput, NotExpressible
 from ahp.schedule.patterns import stage_ranks
 from ahp.schedule.registry import get
 from ahp.search.choices import ScheduleChoice
-from ahp.search.lighten import lowest_first
-from ahp.search.mixed.fewest import fewest
+from ahp.search.fewest import fewest, lowest_first
 from ahp.search.mixed.solve import Ends, Placement, Price, Row, Solved, Task
 from ahp.search.mixed.tables import LayoutTables, RankCosts
 

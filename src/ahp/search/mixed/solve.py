@@ -19,8 +19,8 @@ from ahp.plan import Forecast, Parallelism, StagePlace
 from ahp.schedule.patterns import stage_ranks
 from ahp.schedule.registry import of_ranks
 from ahp.search.choices import ScheduleChoice
+from ahp.search.fewest import fewest, said_plainly
 from ahp.search.mixed.balance import balance, ends_s
-from ahp.search.mixed.fewest import fewest, said_plainly
 from ahp.search.mixed.given import Fixed
 from ahp.search.mixed.matrices import Kind, Matrix, families, matrices, num_matrices
 from ahp.search.mixed.space import Shape

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from itertools import permutations, product
 from typing import NamedTuple
 
+import numpy as np
+
 from ahp.cached_method import cached_method
 from ahp.cluster.cells import first_devices
 from ahp.cluster.model import NodeGroup
@@ -23,7 +25,8 @@ from ahp.forecast import mixed_rules, rules
 from ahp.forecast.priced import Priced
 from ahp.graph.operators import ModelGraph
 from ahp.plan import ContextMethod, Parallelism, StagePlace, validated
-from ahp.search.mixed.fewest import fewest, said_plainly
+from ahp.search.fewest import fewest, said_plainly, with_all
+from ahp.search.mixed.balance import share
 from ahp.search.mixed.given import degrees
 from ahp.search.mixed.space import one_per_rank
 from ahp.search.pairs import Pair
@@ -224,8 +227,9 @@ class _Finder:
         """The layout of a promise, with layers in proportion to the speed of its stages."""
         _, sides, common = promise
         places = [side for side in sides for _ in range(side.stages)]
-        rates = [1 / side.layer_s for side in places]
-        layers = _shared(self.graph.num_layers, rates)
+        numbers = np.arange(1, self.graph.num_layers + 1)
+        layers = share([1] * len(places), len(numbers), 1, [numbers / (1 / side.layer_s) for side in places])
+        assert layers is not None, "there are no more stages than layers"
         split = any(side.width[1] > 1 for side in sides)
         given = self.asked.constraints.given
         return Parallelism(
@@ -243,7 +247,7 @@ class _Finder:
                     data_parallel_shard_degree=side.width[0],
                     tensor_parallel_degree=side.width[1],
                 )
-                for side, count in zip(places, layers, strict=True)
+                for side, [count] in zip(places, layers, strict=True)
             ),
             **{key: given[key] for key in ("pipeline_parallel_schedule",) if key in given},
         )
@@ -290,7 +294,7 @@ class _Finder:
         if key in self.asked.constraints.given:
             return best
         layouts = (best.parallelism.model_copy(update={key: name}) for name in one_per_rank())
-        others = (one for layout in layouts for one in self.priced(self._searched_again(layout)))
+        others = (one for layout in layouts for one in self.priced(with_all(layout)))
         return min([best, *others], key=lambda one: one.forecast.step_time_s)
 
     def _moved_while_faster(self, best: Priced) -> Priced:
@@ -314,18 +318,4 @@ class _Finder:
             return None
         for stage, more in ((source, -1), (target, 1)):
             stages[stage] = stages[stage].model_copy(update={"layers": stages[stage].layers + more})
-        return self._searched_again(layout.model_copy(update={"stages": tuple(stages)}))
-
-    def _searched_again(self, layout: Parallelism) -> Parallelism:
-        """The layout without its numbers of recomputed layers, which are then searched again."""
-        stages = tuple(stage.model_copy(update={"recomputed_layers": None}) for stage in layout.stages or ())
-        return layout.model_copy(update={"stages": stages})
-
-
-def _shared(total: int, rates: Sequence[float]) -> list[int]:
-    """``total`` divided by the rates, at least one for each stage: the next goes to the stage that is then done first."""
-    found = [1] * len(rates)
-    for _ in range(total - len(rates)):
-        at = min(range(len(rates)), key=lambda stage: (found[stage] + 1) / rates[stage])
-        found[at] += 1
-    return found
+        return with_all(layout.model_copy(update={"stages": tuple(stages)}))
