@@ -420,7 +420,7 @@ class Rejected(Record):
             reason=reason,
             step_time_s=forecast.step_time_s,
             band_s=(forecast.step_time_low_s, forecast.step_time_high_s),
-            memory_bytes=sum(forecast.memory.values()),
+            memory_bytes=forecast.needed_bytes,
             fits=forecast.fits,
         )
 

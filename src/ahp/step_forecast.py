@@ -28,6 +28,11 @@ class Forecast(Record):
     fullest_rank: int = 0
 
     @property
+    def needed_bytes(self) -> int:
+        """Bytes that the fullest rank needs: all parts, including those outside the allocator."""
+        return sum(self.memory.values())
+
+    @property
     def fit_words(self) -> str:
         """``fit_probability`` in two digits; rounded down if the layout does not fit, so that 0.949 does not read as the 0.95 that is asked."""
         return f"{self.fit_probability if self.fits else int(100 * self.fit_probability) / 100:.2f}"

@@ -137,10 +137,10 @@ def _verdict(other: Plan, plan: Plan) -> str:
 def _nearest(subject: Problem, misses: list[Constraints]) -> Alternative:
     """The layout that needs the least memory, among those that do not fit."""
     from ahp.search.misfit import nearest
-    from ahp.search.reasons import does_not_fit, needed_bytes
+    from ahp.search.reasons import does_not_fit
 
     near = [miss for keys in misses if (miss := nearest(replace(subject, constraints=keys))) is not None]
-    layout, forecast = min(near, key=lambda miss: needed_bytes(miss[1]))
+    layout, forecast = min(near, key=lambda miss: miss[1].needed_bytes)
     return Alternative(layout, forecast, does_not_fit(forecast, subject.capacity_bytes))
 
 

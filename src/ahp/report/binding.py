@@ -102,7 +102,7 @@ def what_binds(forecast: Forecast, capacity_bytes: int) -> tuple[str, float, str
     """What binds a layout (``Binding.part``), its share, and both in a sentence."""
     if forecast.fits:
         return _slowest(forecast)
-    return "memory", sum(forecast.memory.values()) / capacity_bytes, _too_much(forecast, capacity_bytes)
+    return "memory", forecast.needed_bytes / capacity_bytes, _too_much(forecast, capacity_bytes)
 
 
 def binding(
@@ -156,7 +156,7 @@ def _largest_memory(forecast: Forecast) -> str:
 
 
 def _too_much(forecast: Forecast, capacity_bytes: int) -> str:
-    used, part = sum(forecast.memory.values()), _largest_memory(forecast)
+    used, part = forecast.needed_bytes, _largest_memory(forecast)
     holds = f"{part_words(part)} ({gib(forecast.memory[part])})"
     if used > capacity_bytes:
         return f"Memory: {of_gib(used, capacity_bytes)}; {holds} would have to shrink by {gib(used - capacity_bytes)}."
@@ -168,7 +168,7 @@ def _too_much(forecast: Forecast, capacity_bytes: int) -> str:
 
 def _headroom(forecast: Forecast, capacity_bytes: int) -> str:
     """What is free, and what would have to shrink for more."""
-    used, part = sum(forecast.memory.values()), _largest_memory(forecast)
+    used, part = forecast.needed_bytes, _largest_memory(forecast)
     largest = f"most is {part_words(part)}, {gib(forecast.memory[part])}"
     if used > capacity_bytes:
         return f"{of_gib(used, capacity_bytes)}, {gib(used - capacity_bytes)} too much; {largest}"
@@ -184,7 +184,7 @@ def _tried(
         other = price(neighbour)
     except (BadInput, NotExpressible) as refusal:
         return Neighbour(words, part, f"not possible: {_without_key(str(refusal), change)}", None, False)
-    used = of_gib(sum(other.memory.values()), capacity_of(neighbour, other))
+    used = of_gib(other.needed_bytes, capacity_of(neighbour, other))
     if not other.fits:
         verdict = f"does not fit: {used}, probability {other.fit_words}"
         return Neighbour(words, part, verdict, other, False)

@@ -45,7 +45,7 @@ def candidates_of(plan: Plan) -> list[Candidate]:
         return []
     own = Candidate(
         plan.parallelism.short(), forecast.step_time_s, forecast.step_time_low_s, forecast.step_time_high_s,
-        sum(forecast.memory.values()), forecast.fits, "chosen", "best",
+        forecast.needed_bytes, forecast.fits, "chosen", "best",
     )  # fmt: skip
     today = plan.current.parallelism.short() if plan.current is not None else None
     others = [*plan.rejected]

@@ -27,7 +27,7 @@ def figures(plan: Plan) -> list[tuple[str, str, str]]:
     if forecast is None:
         return []
     band = f"{seconds(forecast.step_time_low_s)} to {seconds(forecast.step_time_high_s)}"
-    limit, used = fullest_device_bytes(plan), sum(forecast.memory.values())
+    limit, used = fullest_device_bytes(plan), forecast.needed_bytes
     return [
         ("step time, predicted", seconds(forecast.step_time_s), band),
         ("tokens per second", f"{forecast.tokens_per_s_per_device:,.0f}", "per device"),

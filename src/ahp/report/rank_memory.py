@@ -40,7 +40,7 @@ def picture(forecast: Forecast, places: Sequence[PlaceMemory]) -> str:
 
 def of_fullest(forecast: Forecast, capacity_bytes: int | None) -> str:
     """The fullest rank alone, if nothing is known about the others."""
-    used = sum(forecast.memory.values())
+    used = forecast.needed_bytes
     words = of_gib(used, capacity_bytes) if capacity_bytes else gib(used)
     row = f"rank {forecast.fullest_rank}", forecast.memory, float(capacity_bytes or used), words
     return bars_of([row], gib, forecast.memory) + note("The fullest rank.")

@@ -97,7 +97,7 @@ class Ranked:
 
     def _memory(self) -> list[str]:
         """What the fullest rank needs; with its device's memory, unless this is the same for all plans (the caption has it then)."""
-        needs = [sum(plan.priced.memory.values()) for plan in self.plans]
+        needs = [plan.priced.needed_bytes for plan in self.plans]
         if (room := self._room()) is not None:
             return [of_gib(need, room).split()[0] for need in needs]
         return [

@@ -97,7 +97,7 @@ def predicted_peak_bytes(plan: Plan) -> int:
     they take."""
     assert plan.cluster is not None, "a plan with a forecast has one"
     on_cores = all(group["device"]["name"].lower().startswith(CPU) for group in plain_groups(plan.cluster))
-    return sum(plan.priced.memory.values()) if on_cores else plan.priced.memory_reserved_bytes
+    return plan.priced.needed_bytes if on_cores else plan.priced.memory_reserved_bytes
 
 
 def figures(run: RunFiles) -> list[tuple[str, str, str]]:

@@ -85,11 +85,11 @@ def time_bar(forecast: Forecast) -> RenderableType:
 def memory_bar(forecast: Forecast, capacity: int) -> RenderableType:
     """Where the bytes of the fullest rank go: one bar for each part against ``capacity`` bytes."""
     rows = bars(forecast.memory, capacity)
-    free = capacity - sum(forecast.memory.values())
+    free = capacity - forecast.needed_bytes
     if free != 0:
         rows.append(("free" if free > 0 else "too much", abs(free), abs(free) / capacity))
     fits = f"fits with probability {forecast.fit_words}"
-    title = Text(f"memory {of_gib(sum(forecast.memory.values()), capacity)}, {fits}", style="bold")
+    title = Text(f"memory {of_gib(forecast.needed_bytes, capacity)}, {fits}", style="bold")
     return Group(title, _Bars(rows, gib))
 
 
@@ -162,7 +162,7 @@ def memory_by_part(
     for part, mine, its in sorted(rows, key=lambda row: -abs(row[2] - row[1])):
         if max(mine, its) > ROUNDING * capacity:
             table.add_row(part_words(part), gib(mine), gib(its), _signed(its - mine, gib))
-    mine, its = sum(forecast.memory.values()), sum(other.memory.values())
+    mine, its = forecast.needed_bytes, other.needed_bytes
     of = gib(capacity) if its_capacity in (None, capacity) else f"{gib(capacity)} and {gib(its_capacity)}"
     table.add_row(f"of {of}", gib(mine), gib(its), _signed(its - mine, gib), style="bold")
     return table

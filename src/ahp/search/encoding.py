@@ -99,7 +99,7 @@ class Objective:
             self.outcome.fitting.append((place, forecast))
             return value
         self.outcome.misfits.append((place, forecast))
-        return value + TOO_LARGE + float(np.log(sum(forecast.memory.values()) / self.capacity_bytes))
+        return value + TOO_LARGE + float(np.log(forecast.needed_bytes / self.capacity_bytes))
 
 
 def anneal(objective: Objective, seed: int) -> None:

@@ -78,7 +78,7 @@ class Outcome:
 
     def settled(self, rows: int, lowest_s: float) -> Outcome:
         """The outcome, sorted, with what is left of all ``rows`` and the lowest bound of these."""
-        self.fitting.sort(key=lambda pair: (pair[1].step_time_s, sum(pair[1].memory.values()), pair[0]))
+        self.fitting.sort(key=lambda pair: (pair[1].step_time_s, pair[1].needed_bytes, pair[0]))
         self.left = rows - self.too_large - self.priced - len(self.refused)
         self.lowest_bound_left_s = lowest_s if self.left else None
         return self

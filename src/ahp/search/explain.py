@@ -40,7 +40,7 @@ def different(pairs: Iterable[Pair]) -> list[Pair]:
     found: dict[tuple[Parallelism, float, int], Pair] = {}
     for layout, forecast in pairs:
         stageless = layout.model_copy(update={"zero_stage": 0})
-        found.setdefault((stageless, forecast.step_time_s, reasons.needed_bytes(forecast)), (layout, forecast))
+        found.setdefault((stageless, forecast.step_time_s, forecast.needed_bytes), (layout, forecast))
     return list(found.values())
 
 
@@ -52,7 +52,7 @@ def runner_up(pair: Pair, best: Forecast) -> Rejected:
 def too_large(misfits: list[Pair], best: Forecast, capacity_bytes: int) -> tuple[Rejected, ...]:
     """The layouts that would be faster but do not fit, those that need the least memory first."""
     faster = [pair for pair in misfits if pair[1].step_time_s < best.step_time_s]
-    faster.sort(key=lambda pair: (reasons.needed_bytes(pair[1]), pair[1].step_time_s))
+    faster.sort(key=lambda pair: (pair[1].needed_bytes, pair[1].step_time_s))
     return tuple(
         Rejected.of(layout, forecast, reasons.does_not_fit(forecast, capacity_bytes))
         for layout, forecast in faster[:NUM_TOO_LARGE]
@@ -79,7 +79,7 @@ def headline(what: str, best: Forecast) -> str:
 def memory_words(best: Forecast, capacity_bytes: int) -> str:
     """How full the fullest rank is."""
     return (
-        f"memory: {of_gib(reasons.needed_bytes(best), capacity_bytes)} on the fullest rank, "
+        f"memory: {of_gib(best.needed_bytes, capacity_bytes)} on the fullest rank, "
         f"fits with probability {best.fit_words}"
     )
 

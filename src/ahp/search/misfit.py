@@ -21,7 +21,6 @@ from ahp.search.bounds.space_bounds import Bounds
 from ahp.search.exact import Place
 from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
-from ahp.search.reasons import needed_bytes
 from ahp.search.space import build
 from ahp.stage_place import in_words
 from ahp.words import gib, of_gib, part_words
@@ -97,7 +96,7 @@ def nearest(used: Problem, *, fitting: bool = False) -> Pair | None:
         layout = space.layout(*place)
         if (forecast := used.price_or_none(layout)) is None:
             continue
-        if found is None or needed_bytes(forecast) < needed_bytes(found[1]):
+        if found is None or forecast.needed_bytes < found[1].needed_bytes:
             found = layout, forecast
         if forecast.fits:
             return layout, forecast
@@ -128,8 +127,8 @@ def _that_may_fit(bounds: Bounds) -> Iterator[Place]:
 
 
 def by_how_much(forecast: Forecast, capacity_bytes: int) -> str:
-    over = needed_bytes(forecast) - capacity_bytes
-    need = f"needs {of_gib(needed_bytes(forecast), capacity_bytes)}"
+    over = forecast.needed_bytes - capacity_bytes
+    need = f"needs {of_gib(forecast.needed_bytes, capacity_bytes)}"
     if over <= 0:
         return f"{need}, and fits with probability {forecast.fit_words} only (0.95 is asked)"
     parts = sorted(forecast.memory.items(), key=lambda item: -item[1])[:2]
@@ -141,7 +140,7 @@ def _fits(changed: Problem) -> str | None:
     """A layout that fits, in words; None if none does."""
     if (fit := nearest(changed, fitting=True)) is None:
         return None
-    return f"{fit[0].short()}: {of_gib(needed_bytes(fit[1]), changed.capacity_bytes)}"
+    return f"{fit[0].short()}: {of_gib(fit[1].needed_bytes, changed.capacity_bytes)}"
 
 
 def freed(used: Problem) -> Changes:

@@ -56,7 +56,7 @@ def slower_because(other: Forecast, best: Forecast) -> str:
         faster = f"{percent(1 - other.step_time_s / best.step_time_s)} faster by the forecast"
         return f"tied, {faster}" if best.step_time_s <= other.step_time_s * (1 + TIED) else faster
     if more_share < TIE:
-        more = needed_bytes(other) - needed_bytes(best)
+        more = other.needed_bytes - best.needed_bytes
         amount = f", {gib(more)} more memory" if more > 0 else ""
         within = f" within {percent(abs(more_share))}" if abs(more_share) >= 0.0005 else ""
         return f"as fast{within}{amount}"
@@ -85,15 +85,10 @@ def on_a_node(layout: Parallelism, devices_per_node: int) -> str:
 def does_not_fit(forecast: Forecast, capacity_bytes: int) -> str:
     """``does not fit: 91.2 of 80.0 GiB, most of it activations 60.3 GiB``."""
     part, amount = max(forecast.memory.items(), key=lambda item: item[1])
-    need = of_gib(needed_bytes(forecast), capacity_bytes)
-    if needed_bytes(forecast) <= capacity_bytes:
+    need = of_gib(forecast.needed_bytes, capacity_bytes)
+    if forecast.needed_bytes <= capacity_bytes:
         return f"may not fit: {need}, probability {forecast.fit_words}"
     return f"does not fit: {need}, most of it {part_words(part)} {gib(amount)}"
-
-
-def needed_bytes(forecast: Forecast) -> int:
-    """Memory that the fullest rank needs: all parts, including those outside the allocator."""
-    return sum(forecast.memory.values())
 
 
 def choice_words(layout: Parallelism, name: str) -> str:

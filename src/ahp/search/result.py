@@ -10,7 +10,6 @@ from ahp.search.certificate import Certificate
 from ahp.search.choice import Choice
 from ahp.search.current import Current
 from ahp.search.objective import Objective, Worth
-from ahp.search.reasons import needed_bytes
 from ahp.words import WORTH_TELLING, percent, seconds
 
 SPEED = Objective()
@@ -92,7 +91,7 @@ class Ranking:
         rows = [("#", "layout", "step", "tokens/s/device", "GiB", "why not #1")]
         for number, plan in enumerate(self.plans, 1):
             forecast = plan.priced
-            used, speed = f"{needed_bytes(forecast) / 2**30:.1f}", f"{forecast.tokens_per_s_per_device:,.0f}"
+            used, speed = f"{forecast.needed_bytes / 2**30:.1f}", f"{forecast.tokens_per_s_per_device:,.0f}"
             reason = "chosen" if number == 1 else plan.why[0]
             rows.append((str(number), plan.parallelism.short(), seconds(forecast.step_time_s), speed, used, reason))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -13,7 +13,6 @@ from ahp.search.mixed.space import spaces_of
 from ahp.search.mixed.widths import given_widths
 from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
-from ahp.search.reasons import needed_bytes
 
 FEW = Budget(shapes=10, forecasts=200, near=0, every=False)
 """A small search that finds whether something fits."""
@@ -48,7 +47,7 @@ def nothing_fits_anywhere(
 def _nearest_miss(asked: Problem, over: MixedOutcome) -> str:
     def over_by(pair: Pair) -> tuple[float, int]:
         capacity = on_fullest(asked, pair).capacity_bytes
-        return needed_bytes(pair[1]) / capacity, capacity
+        return pair[1].needed_bytes / capacity, capacity
 
     layout, forecast = min(over.misfits, key=lambda pair: over_by(pair)[0])
     return f"over several groups the nearest miss, {layout.short()}, {by_how_much(forecast, over_by((layout, forecast))[1])}"
