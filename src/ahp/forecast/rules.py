@@ -50,7 +50,7 @@ def illegal(
         or between_blocks(graph.uncuttable, parallelism, engine)
         or _cluster(cluster, job, parallelism)
         or batch(job, parallelism)
-        or _divided(graph, job, parallelism, engine)
+        or divided(graph, job, parallelism, engine)
         or asynchronous(parallelism, engine)
         or experts(graph, job, parallelism, engine)
         or stages(graph, job, parallelism, engine)
@@ -76,7 +76,7 @@ def between_blocks(uncuttable: str | None, parallelism: Parallelism, engine: Eng
     return None
 
 
-def _divided(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
+def divided(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
     """Checks that the model and its sequences can be cut as the layout says, and stages with a width of their own as they say."""
     for own in parallelism.layouts_of_ranks:
         reason = (

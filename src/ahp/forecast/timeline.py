@@ -99,12 +99,10 @@ class _Done:
         return self.action.kind is Kind.FORWARD
 
     @property
-    def near_start_s(self) -> float:
-        return self.start_s + INSIDE * (self.leaves_s - self.start_s)
-
-    @property
-    def near_end_s(self) -> float:
-        return self.leaves_s - INSIDE * (self.leaves_s - self.start_s)
+    def inside_s(self) -> tuple[float, float]:
+        """Where an arrow arrives and where one leaves."""
+        edge_s = INSIDE * (self.leaves_s - self.start_s)
+        return self.start_s + edge_s, self.leaves_s - edge_s
 
 
 @dataclass(frozen=True)
@@ -314,7 +312,7 @@ class _Drawing:
                     name = f"{done.action} to rank {receiver}"
                     yield span(name, sender, SENDS + lane, done.leaves_s, arrives_s)
                 if needs is not None:
-                    yield from arrow(next(arrows), (sender, done.near_end_s), (receiver, needs.near_start_s))
+                    yield from arrow(next(arrows), (sender, done.inside_s[1]), (receiver, needs.inside_s[0]))
 
     def _pairs(self, place: int, target: int) -> Iterator[tuple[int, int]]:
         """(sender, receiver) of drawn ranks at two places; each rank of the wider place comes once."""

@@ -188,13 +188,7 @@ class Problem:
     def can_divide(self, tensor: int, context: int) -> bool:
         """Whether the model and the engine allow these tensor and context degrees."""
         layout = Parallelism(tensor_parallel_degree=tensor, context_parallel_degree=context)
-        return not (
-            rules.tensor(self.graph, self.job, layout, self.engine)
-            or rules.products(self.graph, self.job, layout, self.engine)
-            or rules.sequence(self.graph, layout)
-            or rules.context(self.graph, layout, self.engine)
-            or self.refused(layout)
-        )
+        return not (rules.divided(self.graph, self.job, layout, self.engine) or self.refused(layout))
 
     def refused(self, parallelism: Parallelism) -> str | None:
         """Why the engine cannot express a layout, or cannot run the model under it; or None."""

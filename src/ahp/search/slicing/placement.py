@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -114,6 +114,11 @@ class Context:
             if self.divides(segments):
                 yield Split(dim, segments)
         yield from self.token_splits(dim, size)
+
+    def splits_of(self, shape: Sequence[int]) -> Iterator[Split]:
+        """Every split of every dim of a tensor, the first dim's first."""
+        for dim, size in enumerate(shape):
+            yield from self.splits(dim, size)
 
     def token_splits(self, dim: int, size: int) -> Iterator[Split]:
         """The splits of a dim that hold parts of the tokens."""

@@ -41,8 +41,8 @@ ALONG_ONE_DIM = {
 def pointwise(node: Node, context: Context) -> Iterator[Strategy]:
     """With broadcasting: an input of size 1 along the split dim stays whole. Sums and multiples of summands are summands."""
     out, inputs = shape_of(node), tensor_inputs(node)
-    for dim, size in enumerate(out):
-        for split in context.splits(dim, size) if size > 1 else ():
+    for split in context.splits_of(out):
+        if out[split.dim] > 1:
             yield Strategy(tuple(_broadcast(split, shape_of(i), out) for i in inputs), split)
     if node.target in _SUMS and len(inputs) == 2 and all(shape_of(i) == out for i in inputs) and not kwargs_of(node):
         yield Strategy((P, P), P)
@@ -69,9 +69,8 @@ def same(node: Node, context: Context) -> Iterator[Strategy]:
 def every_dim(node: Node, context: Context) -> Iterator[Strategy]:
     """One tensor in, the same shape out, element by element; not linear. This includes dropout: each rank drops elements
     of its own part, by its own random numbers."""
-    for dim, size in enumerate(shape_of(node)):
-        for split in context.splits(dim, size):
-            yield Strategy((split,), split)
+    for split in context.splits_of(shape_of(node)):
+        yield Strategy((split,), split)
 
 
 def normalisation(node: Node, context: Context) -> Iterator[Strategy]:
@@ -99,12 +98,12 @@ def reduction(node: Node, context: Context) -> Iterator[Strategy]:
     reduced = {d % len(shape) for d in ([dims] if isinstance(dims, int) else dims or range(len(shape)))}
     keep = len(shape_of(node)) == len(shape)
     is_sum = node.target in (aten.sum.dim_IntList, aten.mean.dim)
-    for dim, size in enumerate(shape):
-        for split in context.splits(dim, size):
-            if dim not in reduced:
-                yield Strategy((split,), split.at(dim if keep else dim - sum(r < dim for r in reduced)))
-            elif is_sum:
-                yield Strategy((split,), P)
+    for split in context.splits_of(shape):
+        dim = split.dim
+        if dim not in reduced:
+            yield Strategy((split,), split.at(dim if keep else dim - sum(r < dim for r in reduced)))
+        elif is_sum:
+            yield Strategy((split,), P)
     if is_sum:
         yield Strategy((P,), P)
 
@@ -114,6 +113,6 @@ def along_one_dim(node: Node, context: Context) -> Iterator[Strategy]:
     shape = shape_of(args_of(node)[0])
     position = 2 if node.target is aten.topk.default else 1
     along = argument(node, position, "dim", -1) % len(shape)
-    for dim, size in enumerate(shape):
-        for split in context.splits(dim, size) if dim != along else ():
+    for split in context.splits_of(shape):
+        if split.dim != along:
             yield Strategy((split,), split)

@@ -105,12 +105,11 @@ def slicing(node: Node, context: Context) -> Iterator[Strategy]:
     """slice(x, dim, start, end, step): along a packed dim it takes whole segments; splits of the other dims pass."""
     shape, out = shape_of(args_of(node)[0]), shape_of(node)
     _, start, end = slice_range(node)
-    for dim, size in enumerate(shape):
-        for split in context.splits(dim, size):
-            if out[dim] == size:
-                yield Strategy((split,), split)
-            elif (taken := _whole_segments(split.segments, start, end)) and out[dim] == end - start:
-                yield Strategy((split,), split.at(dim, taken))
+    for split in context.splits_of(shape):
+        if out[split.dim] == shape[split.dim]:
+            yield Strategy((split,), split)
+        elif (taken := _whole_segments(split.segments, start, end)) and out[split.dim] == end - start:
+            yield Strategy((split,), split.at(split.dim, taken))
     yield Strategy((P,), P)
 
 
@@ -135,10 +134,9 @@ def cut(node: Node, context: Context) -> Iterator[Strategy]:
     """split, chunk: a packed dim falls into its segments (``getitem`` picks one); splits of the other dims pass."""
     shape = shape_of(args_of(node)[0])
     along, sizes = cut_dim(node), cut_sizes(node)
-    for dim, size in enumerate(shape):
-        for split in context.splits(dim, size):
-            if dim != along or split.segments == sizes:
-                yield Strategy((split,), split)
+    for split in context.splits_of(shape):
+        if split.dim != along or split.segments == sizes:
+            yield Strategy((split,), split)
     yield Strategy((P,), P)
 
 
@@ -163,8 +161,8 @@ def concatenation(node: Node, context: Context) -> Iterator[Strategy]:
     if any(len(shape_of(i)) != len(out) for i in inputs):  # an empty tensor is joined in
         return
     along = argument(node, 1, "dim", 0) % len(out)
-    for dim, size in enumerate(out):
-        for split in context.splits(dim, size) if dim != along else ():
+    for split in context.splits_of(out):
+        if split.dim != along:
             yield Strategy((split,) * len(inputs), split)
     sizes = tuple(shape_of(i)[along] for i in inputs)
     if len(sizes) > 1 and context.divides(sizes):
@@ -186,9 +184,9 @@ def repeat_interleave(node: Node, context: Context) -> Iterator[Strategy]:
     shape, out = shape_of(args_of(node)[0]), shape_of(node)
     if len(shape) != len(out):
         return
-    for dim, size in enumerate(shape):
-        for split in context.splits(dim, size):
-            yield Strategy((split,), split.at(dim, tuple(s * out[dim] // size for s in split.segments)))
+    for split in context.splits_of(shape):
+        of, size = out[split.dim], shape[split.dim]
+        yield Strategy((split,), split.at(split.dim, tuple(s * of // size for s in split.segments)))
     yield Strategy((P,), P)
 
 
@@ -200,10 +198,9 @@ def index(node: Node, context: Context) -> Iterator[Strategy]:
         return
     along, shape = looked_up[0], shape_of(args_of(node)[0])
     more = len(shape_of(node)) - len(shape)
-    for dim, size in enumerate(shape):
-        for split in context.splits(dim, size) if dim != along else ():
-            if not split.tokens:
-                yield Strategy((split, R), split.at(dim + (more if dim > along else 0)))
+    for split in context.splits_of(shape):
+        if split.dim != along and not split.tokens:
+            yield Strategy((split, R), split.at(split.dim + (more if split.dim > along else 0)))
     yield Strategy((P, R), P)
 
 
@@ -219,8 +216,8 @@ def gather(node: Node, context: Context) -> Iterator[Strategy]:
     """gather(x, dim, indices): splits of the other dims pass, of both alike; summands stay summands."""
     shape, out = shape_of(args_of(node)[0]), shape_of(node)
     along = argument(node, 1, "dim") % len(shape)
-    for dim, size in enumerate(shape):
-        for split in context.splits(dim, size) if dim != along and out[dim] == size else ():
+    for split in context.splits_of(shape):
+        if split.dim != along and out[split.dim] == shape[split.dim]:
             yield Strategy((split, split), split)
     yield Strategy((P, R), P)
 
