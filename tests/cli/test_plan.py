@@ -55,8 +55,8 @@ def test_plan_prints_a_table_and_writes_a_plan(
     ):
         assert told in out
     rows = [line.split() for line in out.splitlines()]
-    # One row for each family: tensor parallelism alone, and with sequences that are divided.
-    assert [row[0] for row in rows if row and row[0] in {"1", "2", "3", "4"}] == ["1", "2"]
+    # One row for each family: with replicas, with states that are sharded, and with sequences that are divided.
+    assert [row[0] for row in rows if row and row[0] in {"1", "2", "3", "4"}] == ["1", "2", "3"]
     assert re.search(
         r"the best of each family .*; (\d+ other layouts|one other layout) of these families fits?, slower or tied", out
     )

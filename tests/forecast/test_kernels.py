@@ -16,6 +16,9 @@ from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 
+NORMS = ("input_layernorm", "post_attention_layernorm")
+OF_NORM = {NORMS[0]: ("self_attn.q_proj", "self_attn.k_proj"), NORMS[1]: ("mlp.gate_proj",)}
+"""Modules of the products whose gradients are summed before the backward pass of a llama's norm."""
 SEQUENCE, HIDDEN, HEADS, KV_HEADS, FFN = 512, 256, 8, 2, 704
 
 
@@ -88,6 +91,76 @@ def test_fusion_moves_and_launches_less_and_touches_no_product(family):
     for op in segment.operators:
         if op.flops:
             assert fused.moved_bytes[op.index] == eager.moved_bytes[op.index]
+
+
+def test_the_backward_pass_of_a_fused_activation_reads_two_tensors_and_writes_one():
+    """As Megatron's bias_gelu_back, and a compiler's kernel: what is made from the kept input alone is made in the same kernel."""
+    segment = block("gpt2", "flash")
+    run = kernels(segment, "fused")
+    moved = sum(run.moved_bytes.get(op.index, 0.0) for op in segment.phase("backward") if op.module == "mlp.act")
+    assert moved == 3 * 2 * SEQUENCE * 4 * HIDDEN
+    assert len([op for op in segment.phase("backward") if op.module == "mlp.act" and op.index in run.launched]) == 1
+
+
+HIDDEN_BYTES = 2 * SEQUENCE * HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("apart", "weights_apart", "passes"),
+    [
+        (
+            False,
+            False,
+            4,
+        ),  # torch's compiler since mix-order reduction: gradient, input and residual's gradient in, their sum out
+        (False, True, 6),  # before: the gradient and the input once more for the weight
+        (True, False, 3 + 3),  # Transformer Engine, common/normalization; autograd then adds the residual's gradient
+        (True, True, 5 + 3),  # apex, csrc/layer_norm_cuda_kernel.cu: cuComputePartGradGammaBeta and cuComputeGradInput
+    ],
+)
+@pytest.mark.parametrize(("family", "norms"), [("gpt2", ("ln_1", "ln_2")), ("llama", NORMS)])
+def test_the_backward_pass_of_a_norm_has_the_passes_over_memory_of_its_kernels(
+    family, norms, apart, weights_apart, passes
+):
+    segment = block(family, "flash")
+    run = kernels(segment, "fused", norms_apart=apart, norm_weights_apart=weights_apart)
+    for norm, products in zip(norms, (3, 2), strict=True):
+        # llama: queries, keys and values each give a part of the gradient, as gate and up do
+        moved = _backward_bytes(segment, run, norm, *(OF_NORM[norm] if family == "llama" else ()))
+        summed = products - 1 if family == "llama" else 0
+        assert moved == pytest.approx((passes + summed) * HIDDEN_BYTES, rel=0.01)
+
+
+@pytest.mark.parametrize(("family", "norms"), [("gpt2", ("ln_1", "ln_2")), ("llama", NORMS)])
+def test_a_norm_of_torch_alone_reads_its_input_and_gradient_twice(family, norms):
+    """ATen/native/cuda/layer_norm_kernel.cu: one kernel for the input's gradient, GammaBetaBackward for the weight's."""
+    segment = block(family, "flash")
+    run = kernels(segment, "modules")
+    for norm in norms:
+        assert _backward_bytes(segment, run, norm) == pytest.approx((5 + 3) * HIDDEN_BYTES, rel=0.01)
+
+
+def _backward_bytes(segment, run, *modules):
+    return sum(
+        run.moved_bytes.get(op.index, 0.0) for op in segment.phase("backward") if op.module in modules and not op.flops
+    )
+
+
+def test_rows_that_are_written_out_of_order_need_zeros_in_memory_first():
+    sizes = {
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+    }
+    experts = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 32}
+    config = {"model_type": "qwen3_moe", "vocab_size": 1024, "intermediate_size": FFN, **sizes, **experts}
+    segment = analyze(config, Job(sequence_length=SEQUENCE, precision="bf16"), attention="flash").blocks[0]
+    run = kernels(segment, "fused")
+    zeros = [op for op in segment.phase("backward") if op.name == "aten.new_zeros"]
+    rows = max(zeros, key=lambda op: op.outputs[0].numel)
+    assert rows.outputs[0].shape == (2 * SEQUENCE, HIDDEN)
+    assert run.moved_bytes[rows.index] >= rows.outputs[0].bytes
 
 
 def test_dropout_apart_from_the_softmax_writes_its_gradient_and_reads_it_again():

@@ -135,6 +135,9 @@ class DeepSpeedEngine(Engine):
                 fusion="fused",
                 fused_loss=False,  # Megatron's, whose logits are copied to fp32 first
                 dropout_apart=True,  # Megatron's
+                # Megatron-DeepSpeed 34c9b34f, model/fused_layer_norm.py: apex's, whose cuComputePartGradGammaBeta reads both tensors again
+                norms_apart=True,
+                norm_weights_apart=True,
             ),
             host=HostTraits(operators_per_unit=0, launches_per_operator=steps.value("host_launches")),
             source="DeepSpeed edaa722: runtime/engine.py, runtime/zero, runtime/pipe",

@@ -146,6 +146,8 @@ class MegatronEngine(Engine):
                 fused_loss=has("fused_loss") and job.precision in ("bf16", "fp8"),
                 recent_cudnn=has("recent_cudnn"),
                 dropout_apart=True,  # core/transformer/dot_product_attention.py: FusedScaleMaskSoftmax, then torch.nn.Dropout
+                # Transformer Engine, common/normalization/*/*_bwd_kernels.cuh, as apex's FastLayerNorm: one kernel sums the weight's gradient too.
+                norms_apart=True,
             ),
             host=HostTraits(
                 operators_per_unit=0,

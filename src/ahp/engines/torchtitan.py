@@ -130,6 +130,7 @@ class TorchtitanEngine(Engine):
                     )
                     if not has(feature)
                 ),
+                norm_weights_apart=not has("norms_in_one_kernel"),
                 recent_cudnn=has("recent_cudnn"),
             ),
             host=HostTraits(

@@ -263,6 +263,10 @@ class KernelTraits(NamedTuple):
     """Whether cross-entropy is one kernel that keeps nothing besides the logits."""
     dropout_apart: bool = False
     """Whether dropout after the softmax of unfused attention is a kernel of its own in the backward pass too; else one kernel does the backward of both."""
+    norms_apart: bool = False
+    """Whether the backward pass of a norm is a kernel of its own where whole chains are fused, so that another one adds the residual's gradient."""
+    norm_weights_apart: bool = False
+    """Whether the gradient of a norm's weight is made by a kernel of its own there, which reads the norm's input and its output's gradient again."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits, loss and gradient exist at a time; None = all of a micro-batch."""
 

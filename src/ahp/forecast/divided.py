@@ -152,8 +152,15 @@ class SegmentPricer:
             )
             fusion, fp8 = (how.fusion, how.fp8) if role == "block" else (how.fusion_at_the_ends, None)
             grouped: GroupedKernel = "each" if how.experts.launched_one_by_one else "torch"
-            apart = how.dropout_apart
-            run = kernels(segment, fusion, fused_loss=how.fused_loss, dropout_apart=apart, grouped=grouped)
+            run = kernels(
+                segment,
+                fusion,
+                fused_loss=how.fused_loss,
+                dropout_apart=how.dropout_apart,
+                norms_apart=how.norms_apart,
+                norm_weights_apart=how.norm_weights_apart,
+                grouped=grouped,
+            )
             self._runs[alike] = _Run(segment, parts, run, how, fp8, self._causal)
         return self._runs[alike]
 

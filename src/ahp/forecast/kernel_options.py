@@ -19,6 +19,8 @@ class KernelOptions(NamedTuple):
     fusion_at_the_ends: Fusion
     fused_loss: bool
     dropout_apart: bool
+    norms_apart: bool
+    norm_weights_apart: bool
     attention: AttentionKernel | None
     by_lengths: bool
     """Attention goes by the lengths of documents, so that the graph with their starts is the one that runs."""
@@ -84,6 +86,8 @@ class KernelOptions(NamedTuple):
             fusion_at_the_ends=on_device(traits.kernels.fusion_at_the_ends or traits.kernels.fusion),
             fused_loss=traits.kernels.fused_loss,
             dropout_apart=traits.kernels.dropout_apart,
+            norms_apart=traits.kernels.norms_apart,
+            norm_weights_apart=traits.kernels.norm_weights_apart,
             attention="torch_flash2" if flash2 else attention,
             by_lengths=of_lengths is not None,
             attention_again=takes_cudnn(generation)

@@ -15,6 +15,7 @@ from typing import Literal
 from ahp.forecast.division import GROUPED
 from ahp.forecast.efficiency import kind_of
 from ahp.forecast.gpu import GroupedKernel
+from ahp.forecast.norms import in_norms, read_for_weights, reads_besides
 from ahp.graph.operators import Operator, Segment
 
 Fusion = Literal["traced", "eager", "modules", "fused"]
@@ -28,6 +29,9 @@ SOFTMAX_BACKWARD = "_softmax_backward"
 REDUCED = 4
 """With more input elements than this for each element of a result, torch's compiler does not recompute it (torch 2.13,
 functorch/partitioners.py, ban_recompute_reductions)."""
+
+INPUT = -1
+"""Stands for the segment's input, where operators are named by their index."""
 
 LOSS = "loss"
 """Cross-entropy is no module with a kernel of its own: without fusion across modules it runs as torch's operators."""
@@ -59,13 +63,16 @@ def kernels(
     *,
     fused_loss: bool = False,
     dropout_apart: bool = False,
+    norms_apart: bool = False,
+    norm_weights_apart: bool = False,
     grouped: GroupedKernel = "torch",
 ) -> Kernels:
     """The kernels of one segment.
 
     ``traced``: one for each operator, as on a CPU. ``eager``: as PyTorch on a GPU. ``modules``: the element-wise operators of
     one module are one kernel (norms, activation functions). ``fused``: those of a chain are one kernel, whatever their modules.
-    ``fused_loss``: cross-entropy is one kernel under ``modules`` too. ``dropout_apart``: see ``KernelTraits``.
+    ``fused_loss``: cross-entropy is one kernel under ``modules`` too. ``dropout_apart``, ``norms_apart``, ``norm_weights_apart``: see
+    ``KernelTraits``; under ``modules`` norms are torch's own kernels, for which both hold (ATen/native/cuda/layer_norm_kernel.cu).
     """
     saved = {op.index: float(op.saved_bytes) for op in segment.operators if op.saved_bytes}
     if fusion == "traced":
@@ -81,19 +88,29 @@ def kernels(
         return Kernels(moved, frozenset(moved), saved, 0.0, alone, grouped)
     if fusion == "fused":
         saved = _weighted_before_the_last_product(segment, saved)
+    across, by_module = fusion == "fused", fusion == "modules"
     chains = _Chains(
-        segment, masks, across_modules=fusion == "fused", fused_loss=fused_loss, dropout_apart=dropout_apart
+        segment,
+        masks,
+        across_modules=across,
+        fused_loss=fused_loss,
+        dropout_apart=dropout_apart,
+        norms=in_norms(segment) if norms_apart or by_module else frozenset(),
     )
     kept, input_bytes = chains.kept(saved)
     alone = () if fused_loss else (op for op in segment.operators if op.module == LOSS)
+    moved = chains.moved_bytes(kept)
+    if norm_weights_apart or by_module:
+        for index, more in read_for_weights(segment).items():
+            moved[index] = moved.get(index, 0.0) + more
     return Kernels(
-        chains.moved_bytes(kept),
+        moved,
         chains.launched(kept),
         kept,
         input_bytes,
         _unvectorized(alone),
         grouped,
-        one_graph=fusion == "fused",
+        one_graph=across,
     )
 
 
@@ -143,6 +160,10 @@ def _is_chain(op: Operator) -> bool:
     return op.flops == 0 and op.bytes_written > 0
 
 
+def _is_row_by_row(op: Operator) -> bool:
+    return kind_of(op.name) == "gather" or op.name == "aten.index"
+
+
 def _masks(segment: Segment) -> dict[int, int]:
     """Index of each random draw -> the operator whose output is kept as the mask (the draw, or the scaling after it)."""
     found: dict[int, int] = {}
@@ -171,11 +192,20 @@ class _Chains:
     """Element-wise operators that run together: between the same products, in the same phase."""
 
     def __init__(
-        self, segment: Segment, masks: dict[int, int], *, across_modules: bool, fused_loss: bool, dropout_apart: bool
+        self,
+        segment: Segment,
+        masks: dict[int, int],
+        *,
+        across_modules: bool,
+        fused_loss: bool,
+        dropout_apart: bool,
+        norms: frozenset[int],
     ) -> None:
+        """``norms``: operators of norms that run with no other in their phase that reads them."""
         self.segment, self.ops = segment, segment.operators
         self.owner = owners(segment)
         self.across_modules, self.fused_loss, self.dropout_apart = across_modules, fused_loss, dropout_apart
+        self.norms = norms
         self.masks = set(masks.values())
         self.draws = set(masks)
         self.level = self._levels()
@@ -185,6 +215,16 @@ class _Chains:
                 for source in self._sources(op):
                     self.readers[source].append(op.index)
         self.output = self._output()
+        self._run_late()
+
+    def _run_late(self) -> None:
+        """An operator that one later chain alone reads runs with it: backward operators on kept results alone wait for the gradient.
+        What is read or written row by row, out of order, is there before."""
+        for op in reversed(self.ops):
+            readers = [self.ops[r] for r in self.readers[op.index] if self.ops[r].phase == op.phase]
+            levels = {self.level[reader.index] for reader in readers}
+            if len(levels) == 1 and all(_is_chain(one) and not _is_row_by_row(one) for one in (op, *readers)):
+                self.level[op.index] = levels.pop()
 
     def _sources(self, op: Operator) -> list[int]:
         return list(dict.fromkeys(self.owner[i] for i in op.depends_on))
@@ -219,27 +259,31 @@ class _Chains:
             return op.module == other.module and self.fused_loss
         if self.dropout_apart and SOFTMAX_BACKWARD in other.name and self.masks & set(op.depends_on):
             return False
+        if op.index in self.norms and other.index not in self.norms:
+            return False
         return self.across_modules or other.module == op.module
 
-    def _roots(self, index: int) -> tuple[set[int], bool]:
-        """Where the chain that makes a forward output starts: operators with outputs in memory, and whether the segment's input too."""
+    def _chain(self, index: int) -> tuple[set[int], list[Operator]]:
+        """The chain that makes a forward output: where it starts, operators with outputs in memory, and its operators."""
         found: set[int] = set()
-        takes_input = False
-        waiting, seen = [index], set()
+        waiting, seen = [index], dict[int, Operator]()
         while waiting:
             op = self.ops[waiting.pop()]
             if op.index in seen:
                 continue
-            seen.add(op.index)
-            sources = self._sources(op)
-            takes_input |= not sources or self._reads_input(op)
-            for source in sources:
+            seen[op.index] = op
+            for source in self._sources(op):
                 inner = _is_chain(self.ops[source]) and not self._materialised(self.ops[source])
                 if inner and source not in self.masks:
                     waiting.append(source)
                 elif self.ops[source].bytes_written > 0:
                     found.add(source)
-        return found, takes_input
+        return found, list(seen.values())
+
+    def _roots(self, index: int) -> tuple[set[int], bool]:
+        """Where the chain that makes a forward output starts: operators with outputs in memory, and whether the segment's input too."""
+        found, chain = self._chain(index)
+        return found, any(not self._sources(op) or self._reads_input(op) for op in chain)
 
     def _reads_input(self, op: Operator) -> bool:
         made = sum(self.ops[s].bytes_written > 0 for s in self._sources(op))
@@ -321,21 +365,28 @@ class _Chains:
         total, known = 0.0, 0.0
         for source in self._sources(op):
             made = self.ops[source]
-            known += made.bytes_written
+            besides = made.outputs[0].bytes if reads_besides(op, made) else 0
+            known += made.bytes_written - besides
             if made.bytes_written == 0:
                 continue
             for root in self._read_from(made, op, kept):
                 key = (op.module, op.phase, self.level[op.index], root)
                 if key not in done:
                     done.add(key)
-                    total += kept.get(root, 0.0) if root in self.masks else self.ops[root].bytes_written
+                    total += self._bytes_of(root, kept) - besides
         if op.index in self.draws or op.index in self.masks:
             return total
         return total + max(0.0, op.bytes_read - known)
+
+    def _bytes_of(self, root: int, kept: dict[int, float]) -> float:
+        if root == INPUT:
+            return float(self.segment.output.bytes) if self.segment.output else 0.0
+        return kept.get(root, 0.0) if root in self.masks else float(self.ops[root].bytes_written)
 
     def _read_from(self, made: Operator, op: Operator, kept: dict[int, float]) -> list[int]:
         if not _is_chain(made) or made.index in kept:
             return [made.index]
         if made.phase == op.phase:
             return [made.index] if self._materialised(made) else []
-        return sorted(self._roots(made.index)[0])
+        roots, chain = self._chain(made.index)
+        return sorted(roots | {INPUT} if any(map(self._reads_input, chain)) else roots)
