@@ -25,6 +25,7 @@ recompute              none, selective or full; absent = the lightest that fits
 lora                   adapters that are trained instead of the weights, by the keys of ``job.lora``; priced as the engine ahp, which alone has them
 loss_chunk_tokens      tokens whose logits and loss are computed at once (``engine.loss_chunk_tokens``)
 document_mask          true: tokens attend only within their document (``job.document_mask``)
+graphs                 parts of a block in CUDA graphs, by the source's recipe of that release (``engine.cuda_graph_modules``); absent = none
 dispatcher, expert_overlap    Megatron's moe_token_dispatcher_type (alltoall, flex) and overlap_moe_expert_parallel_comm; absent = as the engine does by itself
 flash_attention, torch_compile, async_tp    whether they were used; async_tp absent = as the engine does by itself
 measured               step_time_s, or tokens_per_s_per_gpu (``derived`` may hold a step time reckoned from FLOP/s);
@@ -68,8 +69,10 @@ NETWORKS = (
 OTHER_NAMES = {"V100-SXM3-32GB": "V100-SXM-32GB"}
 """Parts that the catalogue has under another form factor."""
 
-SENDS = (("moe_token_dispatcher_type", "dispatcher"), ("overlap_moe_expert_parallel_comm", "expert_overlap"))
-"""Keys of an engine by keys of a row: how tokens travel to experts."""
+SENDS = (
+    ("moe_token_dispatcher_type", "dispatcher"), ("overlap_moe_expert_parallel_comm", "expert_overlap"), ("cuda_graph_modules", "graphs"),
+)  # fmt: skip
+"""Keys of an engine by keys of a row: how tokens travel to experts, and what one CUDA graph launches."""
 
 SCHEDULES = {"zb-1p": "InterleavedZeroBubble", "gpipe": "GPipe"}
 NOT_PRICED_SCHEDULES = ("zb-2p",)

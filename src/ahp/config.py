@@ -296,6 +296,7 @@ HELP: dict[str, str] = {
     "engine.enable_async_tensor_parallel": "whether collectives of sequence parallelism overlap with products, piece by piece; AHP's own runtime does not",
     "engine.moe_token_dispatcher_type": "alltoall: NCCL sends a token once for each of its experts; flex: once to each node (Megatron)",
     "engine.overlap_moe_expert_parallel_comm": "whether tokens travel to experts beside the opposite pass of another micro-batch (Megatron)",
+    "engine.cuda_graph_modules": "parts of a block that are launched as one CUDA graph (Megatron): attn, moe_router",
     "engine.version": "the release of the engine that is priced; AHP's own runtime is the installed one",
     "run.folder": "where the run leaves its files; the same folder again continues the run",
     "run.checkpoint_every": "steps between checkpoints, or the time between them (30min, 2h); auto: from the time of a checkpoint and the failure rate of the cluster (docs/train/checkpoints.md)",

@@ -374,6 +374,8 @@ class EngineChoice(Record):
     """alltoall: NCCL sends a token once for each of its experts; flex: DeepEP or HybridEP, once to each node. None = as in the engine's recipes."""
     overlap_moe_expert_parallel_comm: bool | None = None
     """Whether tokens travel to experts beside the opposite pass of another micro-batch; None = where expert ranks span nodes, as in recipes."""
+    cuda_graph_modules: tuple[Literal["attn", "moe_router"], ...] | None = None
+    """Parts of a block that the host launches as one CUDA graph: attention; norm and router of experts, up to the sending of tokens. None = none."""
     version: Release | None = None
     """The release that runs: a name (megatron 26.04) or a day (2024-12); None = the newest (engines/releases.yaml)."""
 
@@ -388,13 +390,12 @@ class EngineChoice(Record):
 
     def words(self, *, fused: bool = True) -> str:
         """One line for people: ``ahp, flash attention, compiled blocks``; ``fused``: whether the model has attention in one operator."""
-        chunks, moments = self.loss_chunk_tokens, self.offload_optimizer
         found = (
             " ".join(filter(None, (self.name, self.version))),
             f"{self.attention} attention" if fused or self.attention != "flash" else "no fused attention",
             "compiled blocks" if self.compile else "",
-            f"loss in chunks of {count(chunks)} tokens" if chunks else "",
-            "optimizer states in host memory" if moments else "",
+            f"loss in chunks of {count(self.loss_chunk_tokens)} tokens" if self.loss_chunk_tokens else "",
+            "optimizer states in host memory" if self.offload_optimizer else "",
             "asynchronous tensor parallelism" if self.enable_async_tensor_parallel else "",
         )
         return ", ".join(filter(None, found))
@@ -477,8 +478,7 @@ def _refuse_no_plan(data: Mapping[str, Any], path: str) -> None:
         if key == "groups" or "schema_version" not in data:
             raise BadInput(f"plan = {path!r}: this is a {another[key]} write a plan with: ahp plan MODEL CLUSTER")
     if (version := data.get("schema_version", PLAN_SCHEMA_VERSION)) != PLAN_SCHEMA_VERSION:
-        told = f"this version of AHP reads {PLAN_SCHEMA_VERSION}; plan again"
-        raise BadInput(f"schema_version = {shortened(version)}: {told}")
+        raise BadInput(f"schema_version = {shortened(version)}: this AHP reads {PLAN_SCHEMA_VERSION}; plan again")
     if data.get("init_from", "") is None and "versions" not in data:  # only AHP writes keys that are null
         raise BadInput(f"plan = {path!r}: its last key, versions, is missing: the file is cut off; copy it again")
 

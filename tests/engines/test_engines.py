@@ -23,6 +23,8 @@ from ahp.schedule.registry import SCHEDULES
         ("torchtitan", {}, {}, {"moe_token_dispatcher_type": "flex"}, "engine.moe_token_dispatcher_type = 'flex'"),
         ("accelerate", {}, {}, {"overlap_moe_expert_parallel_comm": False}, "engine.overlap_moe_expert_parallel_comm = False"),
         ("ahp", {}, {}, {"moe_token_dispatcher_type": "alltoall"}, "engine.moe_token_dispatcher_type = 'alltoall'"),
+        ("torchtitan", {}, {}, {"cuda_graph_modules": ("attn",)}, "engine.cuda_graph_modules = ('attn',)"),
+        ("megatron", {"activation_checkpoint": "full"}, {}, {"cuda_graph_modules": ("attn",)}, "engine.cuda_graph_modules = ['attn']"),
         ("torchtitan", {}, {"precision": "fp16"}, {}, "precision = 'fp16'"),
         ("deepspeed", {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}, {}, {}, "data_parallel_replicate_degree = 2"),
         ("deepspeed", {"activation_checkpoint": "selective"}, {}, {}, "activation_checkpoint = 'selective'"),

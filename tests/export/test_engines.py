@@ -16,8 +16,8 @@ from ahp.engines import registry as engines
 from ahp.errors import BadInput, NotExpressible
 from ahp.export import accelerate, deepspeed, megatron, torchtitan
 from ahp.export.engine_target import Format
-from ahp.export.megatron_keys import EXPERTS
-from ahp.export.table import Subject, plan_of
+from ahp.export.megatron_keys import EXPERTS, GRAPH_RULE
+from ahp.export.table import Subject, Unreadable, plan_of
 from ahp.export.target import Shape
 from ahp.job import Job, Optimizer
 from ahp.plan import EngineChoice, Parallelism, Plan
@@ -338,6 +338,36 @@ def test_megatrons_script_is_one_that_bash_reads(tmp_path: Path) -> None:
     assert words[:4] == ["--nnodes", "2", "--nproc-per-node", "8"]
     assert words[words.index("--pipeline-model-parallel-layout") + 1] == f"E{'t' * 17}|{'t' * 15}L"
     assert {"--use-distributed-optimizer", "pretrain_gpt.py", "--mock-data"} <= set(words)
+
+
+def test_graphs_of_attention_and_router_are_written_and_read() -> None:
+    choice = EngineChoice(name="megatron", cuda_graph_modules=("attn", "moe_router"))
+    layout = Parallelism(data_parallel_shard_degree=8, zero_stage=1, expert_parallel_degree=8)
+    plan = Plan(model=MODEL, job=Job(), parallelism=layout, engine=choice)
+    written = GRAPH_RULE.write(Subject(plan, LAYERS, ""))
+    assert written == {
+        "--cuda-graph-impl": "transformer_engine",
+        "--cuda-graph-modules": "attn moe_router moe_preprocess",
+    }
+    line = "torchrun pretrain_gpt.py --cuda-graph-impl transformer_engine --cuda-graph-scope moe_router moe_preprocess --bf16"
+    read = megatron.parse(line)
+    assert read["--cuda-graph-scope"] == "moe_router moe_preprocess"
+    assert read["--bf16"] is True
+    assert GRAPH_RULE.read(read) == {"engine.cuda_graph_modules": ("moe_router",)}
+    assert GRAPH_RULE.read(written) == {"engine.cuda_graph_modules": ("attn", "moe_router")}
+    assert GRAPH_RULE.read({}) == {}
+    with pytest.raises(Unreadable, match="full_iteration"):
+        GRAPH_RULE.read({"--cuda-graph-impl": "full_iteration"})
+
+
+def test_a_script_has_the_parts_of_a_graph_as_words_of_their_own(tmp_path: Path) -> None:
+    layout = {"data_parallel_shard_degree": 8, "zero_stage": 1, "expert_parallel_degree": 8}
+    engine = {"cuda_graph_modules": ["attn", "moe_router"]}
+    path = a_plan(
+        tmp_path, "megatron", model="mixtral-8x7b", parallelism=layout, engine=engine, cluster="8xH100-SXM-80GB"
+    )
+    assert run(["megatron", path, "-o", str(tmp_path / "s.sh")]) == 0
+    assert "--cuda-graph-modules attn moe_router moe_preprocess\n" in (tmp_path / "s.sh").read_text()
 
 
 def test_how_megatron_sends_tokens_to_experts_is_written_and_read() -> None:

@@ -1,10 +1,13 @@
 """Tokens on their way to experts on other ranks: what is sent once to a node, and what another micro-batch hides."""
 
 import itertools
+import math
 import random
 
 import pytest
 
+from ahp.engines.traits import ExpertTraits
+from ahp.errors import NotExpressible
 from ahp.forecast.axes import has_opposite_pass
 from ahp.forecast.dispatch import Routed, all_to_all_s, pass_waits_s
 from ahp.forecast.group import Group
@@ -12,6 +15,8 @@ from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.step import simulate
 from ahp.plan import Parallelism
 
+RANKS_OF_FOUR = 8 * (1 - math.comb(14, 4) / math.comb(16, 4))
+"""Ranks that a token goes to which has four of 16 experts, two on each rank."""
 EIGHT_OF_64 = Routed(num_bytes=8.0, per_token=8, num_experts=64)
 MIXTURE = {
     "model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -52,20 +57,22 @@ def test_shares_grow_with_the_places():
 
 def test_nodes_get_a_token_once_and_forward_it():
     network, nodes = OneByteASecond(), Group(32, 8, 4)
-    each_s = all_to_all_s(EIGHT_OF_64, nodes, network, once_to_a_node=False)
+    each_s = all_to_all_s(EIGHT_OF_64, nodes, network, ExpertTraits())
     assert each_s == pytest.approx(8 * 24 / 32)
-    once_s = all_to_all_s(EIGHT_OF_64, nodes, network, once_to_a_node=True)
+    once_s = all_to_all_s(EIGHT_OF_64, nodes, network, ExpertTraits(tokens_once_to_a_node=True))
     # Forwarding takes longer here, where NVLink is no faster than the network.
     within_s = 8 * EIGHT_OF_64.share_sent_once(32) * 7 / 8
     assert once_s == pytest.approx(max(each_s * EIGHT_OF_64.share_sent_once(4), within_s)) == pytest.approx(within_s)
     one_node = Group(8, 8, 1)
-    assert all_to_all_s(EIGHT_OF_64, one_node, network, once_to_a_node=True) == pytest.approx(7.0)
+    assert all_to_all_s(EIGHT_OF_64, one_node, network, ExpertTraits(tokens_once_to_a_node=True)) == pytest.approx(7.0)
+    to_ranks_s = all_to_all_s(EIGHT_OF_64, one_node, network, ExpertTraits(tokens_once_to_a_rank=True))
+    assert to_ranks_s == pytest.approx(7.0 * EIGHT_OF_64.share_sent_once(8))
 
 
 def test_what_is_sent_beside_the_opposite_pass_slows_it_down():
     def waits_s(passes_s, overlap, nodes=2):
         group, routed = Group(4, 4 // nodes, nodes), Routed(num_bytes=2.0, per_token=1, num_experts=4)
-        return pass_waits_s(routed, group, OneByteASecond(), passes_s, once_to_a_node=False, overlap=overlap)
+        return pass_waits_s(routed, group, OneByteASecond(), passes_s, ExpertTraits(), overlap=overlap)
 
     # Half of two bytes crosses the network, there and back.
     assert waits_s(200.0, 1.0) == pytest.approx(2 * CONTENTION)
@@ -124,8 +131,28 @@ def test_megatrons_own_flags_say_how_tokens_travel():
     assert waits_s(2) < alone_s  # what the opposite pass is long enough to hide
     # All but 1 of 13 tokens have experts on both nodes, so that one copy crosses in place of two of four on average.
     assert 1.5 * alone_s < waits_s(2, **{sends: "alltoall", beside: False}) < 2.5 * alone_s
-    # On one node NCCL sends in either case, and beside the opposite pass only if it is asked for.
+    # On one node NCCL sends if nothing is asked for, and beside the opposite pass only if that is.
     assert waits_s(1) == waits_s(1, **{sends: "alltoall", beside: False}) > 1.5 * waits_s(1, **{beside: True})
+    # DeepEP sends a token to a rank once for all of its experts there; what does not depend on bytes stays.
+    assert RANKS_OF_FOUR / 4 < waits_s(1, **{sends: "flex", beside: False}) / waits_s(1) < 0.98
+
+
+def test_a_graph_launches_attention_and_router_in_place_of_the_host():
+    def host_s(parts: list[str] | None, **keys: object) -> float:
+        engine = {"name": "megatron", "cuda_graph_modules": parts}
+        job = {"sequence_length": 256, "global_batch_size": 64, "precision": "bf16"}
+        layout = {"data_parallel_shard_degree": 8, "zero_stage": 1, "expert_parallel_degree": 8} | keys
+        return simulate(model=MIXTURE, cluster="1x8xH100-SXM-80GB", job=job, parallelism=layout, engine=engine).step[
+            "host"
+        ]
+
+    none, attention, both = host_s(None), host_s(["attn"]), host_s(["attn", "moe_router"])
+    assert none > attention > both > 0.3 * none  # the experts' own launches stay
+    assert host_s(["moe_router"]) > attention
+    with pytest.raises(
+        NotExpressible, match=r"engine.cuda_graph_modules = \['attn'\].*valid: null; or activation_checkpoint"
+    ):
+        host_s(["attn"], activation_checkpoint="full")
 
 
 def in_8_bits(device: str, version: str | None = None, engine: str = "megatron", **keys: object):

@@ -136,7 +136,9 @@ class MegatronEngine(Engine):
                 overlap_backward=2 / 3 if parallelism.enable_sequence_parallel else 1.0,
             ),
             context=ContextTraits(ways=("ring",)),  # cp_comm_type p2p, the default
-            experts=_experts(parallelism, choice, one_graph_in_mxfp8=has("experts_in_one_graph")),
+            experts=_experts(
+                parallelism, choice, one_graph_in_mxfp8=not choice.cuda_graph_modules and has("experts_in_one_graph")
+            ),
             # training/arguments.py sets deallocate_pipeline_outputs: what a stage has sent is freed (core/pipeline_parallel/schedules.py)
             pipeline=PipelineTraits(ends="may_be_empty", sends_split_by_tensor=True, keeps_outputs=False),
             # --cross-entropy-loss-fusion is off by default and on in NVIDIA's recipes, none of which is in fp16: there logits are copied to fp32
@@ -153,6 +155,7 @@ class MegatronEngine(Engine):
                 operators_per_unit=0,
                 launches_per_operator=steps.value("host_launches"),
                 experts_operators=grouped if has("dropless_experts") else (0.0, 0.0),
+                graphed=choice.cuda_graph_modules or (),
             ),
             source=(
                 "Megatron-LM d98e8a6: core/distributed, core/tensor_parallel/layers.py, core/optimizer; Transformer Engine: "
@@ -186,6 +189,8 @@ def _experts(parallelism: Parallelism, choice: EngineChoice, *, one_graph_in_mxf
     return ExpertTraits(
         folded=SUPPORT.folded(parallelism),
         tokens_once_to_a_node=choice.moe_token_dispatcher_type != "alltoall",
+        # DeepEP, csrc/kernels (is_token_in_rank) and its hybrid-ep branch (sparse_to_dense_map: one place for each token and rank)
+        tokens_once_to_a_rank=choice.moe_token_dispatcher_type == "flex",
         overlap_between_nodes=0.0 if overlap is False else 1.0,
         overlap_on_a_node=1.0 if overlap else 0.0,
         fused_permutation=True,  # --moe-permute-fusion

@@ -42,7 +42,7 @@ class Support:
     recomputed_layers: Literal["none", "the same"] = "none"
     """Whether a stage can recompute only some of its blocks: no, or the same number of blocks in every stage, in full."""
     dispatchers: bool = False
-    """Whether ``engine.moe_token_dispatcher_type`` and ``engine.overlap_moe_expert_parallel_comm`` can be chosen."""
+    """Whether the keys of ``refuses_dispatch`` can be chosen."""
 
     def refuses(self, engine: str, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
         """The first thing that the engine cannot express, as ``key = value: rule (valid: ...)``."""
@@ -95,6 +95,11 @@ class Support:
             return reason
         if not self.dispatchers and (reason := refuses_dispatch(engine, choice)):
             return reason
+        if (
+            choice.cuda_graph_modules and p.activation_checkpoint == "full"
+        ):  # as in core/transformer/transformer_config.py
+            valid = "null; or activation_checkpoint none or selective"
+            return _cannot(engine, "engine.cuda_graph_modules", list(choice.cuda_graph_modules), [valid])
         if choice.offload_optimizer:
             return _cannot(engine, "engine.offload_optimizer", True, ["False; or engine.name ahp"])
         if choice.loss_chunk_tokens is not None:
@@ -179,8 +184,8 @@ def _cannot(engine: str, key: str, value: object, valid: Sequence[object]) -> st
 
 
 def refuses_dispatch(engine: str, choice: EngineChoice) -> str | None:
-    """Why an engine without a choice of dispatchers cannot run what was asked, or None."""
-    for key in ("moe_token_dispatcher_type", "overlap_moe_expert_parallel_comm"):
+    """Why an engine without Megatron's dispatchers and graphs cannot run what was asked, or None."""
+    for key in ("moe_token_dispatcher_type", "overlap_moe_expert_parallel_comm", "cuda_graph_modules"):
         if (value := getattr(choice, key)) is not None:
             return _cannot(engine, f"engine.{key}", value, ["null; or engine.name megatron"])
     return None

@@ -228,6 +228,8 @@ class ExpertTraits(NamedTuple):
     """Whether a sequence-parallel rank sends all tokens to the experts, gathered first; else only its own part."""
     tokens_once_to_a_node: bool = False
     """Whether a token is sent to another node once, instead of once for each of its experts there."""
+    tokens_once_to_a_rank: bool = False
+    """The same for another rank of one node."""
     overlap_between_nodes: float = 0.0
     """Share of the all-to-alls that can hide behind the opposite pass of another micro-batch, if they cross nodes."""
     overlap_on_a_node: float = 0.0
@@ -292,6 +294,8 @@ class HostTraits(NamedTuple):
     """Host time of one operator of the traced graph, divided by the device's ``kernel_launch_s``: autograd, Python and dispatch."""
     experts_operators: tuple[float, float] = (0.0, 0.0)
     """Host time of a layer's experts besides their operators, forward and backward, as a number of operators of a forward pass."""
+    graphed: tuple[str, ...] = ()
+    """Parts of a block (attn, moe_router) that one CUDA graph launches in each pass."""
     checkpoint: CheckpointHost | None = None
     """None: operators that run again take as long as the first time, and there are no others."""
 

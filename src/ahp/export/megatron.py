@@ -8,7 +8,7 @@ from dataclasses import replace
 from ahp.errors import BadInput
 from ahp.export.engine_target import EngineTarget, Format, commented, torchrun
 from ahp.export.launch_line import sizes
-from ahp.export.megatron_keys import DIALECT, DISPATCHER, FSDP
+from ahp.export.megatron_keys import DIALECT, DISPATCHER, FSDP, GRAPHED
 from ahp.export.megatron_model import MODEL_KEYS, model_settings
 from ahp.export.model_shape import keys_of
 from ahp.export.shell import arguments, words
@@ -32,7 +32,10 @@ def _render(settings: Settings, subject: Subject, shape: Shape, head: list[str])
     left_open = None in (choice.moe_token_dispatcher_type, choice.overlap_moe_expert_parallel_comm)
     if DISPATCHER in settings and shape.most > 1 and left_open:
         head = [*head, *SENDS_LEFT_OPEN]
-    words = [key if value is True else f"{key} {shlex.quote(str(value))}" for key, value in settings.items()]
+    words = [
+        key if value is True else f"{key} {value if key == GRAPHED else shlex.quote(str(value))}"
+        for key, value in settings.items()
+    ]
     vocabulary = keys_of(subject.plan.model)["vocab_size"]
     return TEXT.format(
         head=commented(head),

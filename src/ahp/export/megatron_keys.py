@@ -262,6 +262,28 @@ def _read_experts(settings: Settings) -> Fields:
     )
 
 
+GRAPHS, GRAPHED, SCOPE = "--cuda-graph-impl", "--cuda-graph-modules", "--cuda-graph-scope"
+PARTS = {"attn": "attn", "moe_router": "moe_router moe_preprocess"}
+"""Megatron's own words for a part of a block; what follows the router is never captured without it."""
+
+
+def _write_graphs(s: Subject) -> Settings:
+    parts = s.plan.engine.cuda_graph_modules
+    return {GRAPHS: "transformer_engine", GRAPHED: " ".join(PARTS[part] for part in parts)} if parts else {}
+
+
+def _read_graphs(settings: Settings) -> Fields:
+    if (kind := settings.get(GRAPHS, "none")) == "none":
+        return {}
+    asked = str(settings.get(GRAPHED, settings.get(SCOPE, "")))
+    if kind == "full_iteration" or not set(asked.split()) <= set(" ".join(PARTS.values()).split()) or not asked:
+        raise Unreadable(f"{GRAPHS} {kind} {GRAPHED} {asked}: AHP prices graphs of attn, moe_router and moe_preprocess")
+    return {"engine.cuda_graph_modules": tuple(part for part in PARTS if part in asked.split())}
+
+
+GRAPH_RULE = Rule((GRAPHS, GRAPHED, SCOPE), ("engine.cuda_graph_modules",), _write_graphs, _read_graphs)
+
+
 EXPERTS = Rule(
     (
         EXPERT,
@@ -338,6 +360,7 @@ DIALECT = Dialect(
         STAGES,
         EXPERTS,
         RECOMPUTE,
+        GRAPH_RULE,
         Rule((MAPPING,), (P + "mesh_order",), _write_order, _read_order),
         Rule(("--tp-comm-overlap",), ("engine.enable_async_tensor_parallel",), _write_overlap, _read_overlap),
         TYPES,

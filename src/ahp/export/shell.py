@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import takewhile
 
 from ahp.errors import BadInput
 from ahp.export.table import Settings
@@ -12,6 +13,8 @@ MOST_WORDS = 100_000
 """Most words of a script that is read; longer ones are not launch scripts."""
 LIST = re.compile(r"^[ \t]*(\w+)\+?=\((.*?)\)[ \t]*$", re.M | re.S)
 DIRECTIVE = re.compile(r"^[ \t]*#(?:SBATCH|PBS)[ \t]+(.*)$", re.M)
+SEVERAL = ("--cuda-graph-modules", "--cuda-graph-scope")
+"""Arguments with several values."""
 NODES_OF_SLURM = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 
 
@@ -41,14 +44,17 @@ def _apart(word: str) -> list[str]:
 
 
 def arguments(found: list[str]) -> Settings:
-    """Words that begin with --, each with what follows it: a value, or True."""
+    """Words that begin with --, each with what follows it: a value, or True; all values of ``SEVERAL``, with spaces between them."""
     settings: Settings = {}
     for at, word in enumerate(found):
         if not word.startswith("--") or len(word) == 2:
             continue
         key, equals, value = word.partition("=")
         following = found[at + 1] if at + 1 < len(found) else "--"
-        settings[key.replace("_", "-")] = value if equals else True if _ends(following) else following
+        name = key.replace("_", "-")
+        if name in SEVERAL and not equals:
+            following = " ".join(takewhile(lambda word: not _ends(word), found[at + 1 :])) or "--"
+        settings[name] = value if equals else True if _ends(following) else following
     return settings
 
 

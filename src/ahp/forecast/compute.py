@@ -124,10 +124,11 @@ class Launched:
         accumulates: bool = False,
         attention_again: bool = False,
         fused_permutation: bool = False,
+        graphed: frozenset[int] = frozenset(),
     ) -> None:
         """``fp8``: how products with a weight are computed in 8 bits, None = in the dtype of their inputs. ``accumulates``: products for
         weight gradients add to fp32. ``attention_again``: recompute of every second product repeats fused attention too.
-        ``fused_permutation``: see ``ExpertTraits``."""
+        ``fused_permutation``: see ``ExpertTraits``. ``graphed``: operators that one CUDA graph launches in each pass."""
         self._experts = ExpertOperators.of(segment, kernels)
         self._operator_s = partial(
             operator_s, kernels=kernels, causal=causal, fp8=fp8, kernel=kernel, accumulates=accumulates
@@ -144,6 +145,7 @@ class Launched:
             if mirrored and op.phase == "backward":
                 continue
             launches = 1.0 if op.index in kernels.launched else VIEW_LAUNCHES if is_view(op) else 0.0
+            launches = 0.0 if op.index in graphed else launches
             launches *= BACKWARD_LAUNCHES if op.phase == "backward" else 1.0
             for name in sums:
                 self._launches[name] += launches
@@ -152,6 +154,8 @@ class Launched:
             moved = kernels.moved_bytes.get(op.index, 0.0)
             if (moved or op.flops) and not (self._fuses_experts and op.index in self._experts.between):
                 self._runs.append((op, None if op.flops else _Moves.of(op, kernels), sums))
+        for name in ("forward", "read", "input_gradient") if graphed else ():
+            self._launches[name] += BACKWARD_LAUNCHES if name == "input_gradient" else 1.0  # the graph itself
         self._moving_s = cache(self._each_moving_s)  # many divisions have one share
 
     def times(self, division: Division, rates: Rates) -> SegmentTimes:

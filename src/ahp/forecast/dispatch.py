@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import comb
 
+from ahp.engines.traits import ExpertTraits
 from ahp.forecast.communication import Times
 from ahp.forecast.division import num_experts
 from ahp.forecast.group import Group
@@ -41,9 +42,11 @@ class Routed:
         return places * hit / self.per_token
 
 
-def all_to_all_s(routed: Routed, group: Group, network: Times, *, once_to_a_node: bool) -> float:
-    """Seconds in one direction, to the experts or back. ``once_to_a_node``: each node gets a token once."""
-    if group.nodes == 1 or not once_to_a_node:
+def all_to_all_s(routed: Routed, group: Group, network: Times, how: ExpertTraits) -> float:
+    """Seconds in one direction, to the experts or back."""
+    if group.nodes == 1 and how.tokens_once_to_a_rank:
+        return network.time_s("all_to_all", routed.share_sent_once(group.size) * routed.num_bytes, group)
+    if group.nodes == 1 or not how.tokens_once_to_a_node:
         return network.time_s("all_to_all", routed.num_bytes, group)
     between_s = network.time_s("all_to_all", routed.share_sent_once(group.nodes) * routed.num_bytes, group)
     within = Group(group.local, group.local, 1)
@@ -52,12 +55,12 @@ def all_to_all_s(routed: Routed, group: Group, network: Times, *, once_to_a_node
 
 
 def pass_waits_s(
-    routed: Routed, group: Group, network: Times, passes_s: float, *, once_to_a_node: bool, overlap: float
+    routed: Routed, group: Group, network: Times, passes_s: float, how: ExpertTraits, *, overlap: float
 ) -> float:
     """Seconds that a pass waits for its tokens to reach their experts, and for the results.
 
     ``passes_s``: computation of the forward and the backward pass together, half of which can hide this pass's sends on average: the share
     ``overlap`` of both all-to-alls can overlap with the opposite pass of another micro-batch.
     """
-    sent_s = 2 * all_to_all_s(routed, group, network, once_to_a_node=once_to_a_node)
+    sent_s = 2 * all_to_all_s(routed, group, network, how)
     return shown_s(sent_s, passes_s / 2, overlap) if overlap else sent_s

@@ -19,6 +19,7 @@ from ahp.forecast.compute import Launched, SegmentTimes, is_causal
 from ahp.forecast.division import GROUPED, Division, expert_parameters
 from ahp.forecast.efficiency import Rates
 from ahp.forecast.gpu import GroupedKernel
+from ahp.forecast.graphed import graphed
 from ahp.forecast.kernel_options import KernelOptions
 from ahp.forecast.kernels import Kernels, kernels
 from ahp.forecast.selective import last_read
@@ -47,6 +48,7 @@ class _Run:
         return Launched(
             self.segment, self.kernels, causal=self.causal, fp8=self.fp8, kernel=how.attention, accumulates=how.accumulates,
             attention_again=how.attention_again, fused_permutation=how.experts.fused_permutation,
+            graphed=graphed(self.segment, how.graphed),
         )  # fmt: skip
 
     @cached_property

@@ -39,6 +39,8 @@ class KernelOptions(NamedTuple):
     """A pipeline stage keeps what it has sent."""
     one_graph: bool
     """The host launches one CUDA graph for a step."""
+    graphed: tuple[str, ...]
+    """Parts of a block that one CUDA graph launches."""
     expert_operators: tuple[float, float]
     fp8: Fp8Recipe | None
     """The recipe for products of blocks; None = they are not in 8 bits."""
@@ -102,6 +104,7 @@ class KernelOptions(NamedTuple):
             weight_bytes=traits.states.compute_weight_bytes or traits.states.master_weight_bytes,
             keeps_outputs=traits.pipeline.keeps_outputs,
             one_graph=one_graph,
+            graphed=() if on_cpu else traits.host.graphed,
             expert_operators=traits.host.experts_operators,
             fp8=fp8,
         )

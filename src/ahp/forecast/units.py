@@ -230,9 +230,9 @@ class UnitPricer:
         division, tokens = of.division, micro_batch_size * self._graph.sequence_length
         parts = 1 if how.experts.gather_tokens or not division.sequence_parallel else division.tensor
         routed = Routed.of(grouped, 1 / division.context / parts, tokens)
-        once, overlap = how.experts.tokens_once_to_a_node, how.expert_overlap(axes.expert.nodes) * axes.beside_opposite
+        overlap = how.expert_overlap(axes.expert.nodes) * axes.beside_opposite
         passes_s = of.times.forward_s + of.times.backward_s
-        return pass_waits_s(routed, axes.expert, self._network, passes_s, once_to_a_node=once, overlap=overlap)
+        return pass_waits_s(routed, axes.expert, self._network, passes_s, how.experts, overlap=overlap)
 
 
 def _tied_parameters(graph: ModelGraph) -> int:

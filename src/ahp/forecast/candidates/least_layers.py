@@ -220,13 +220,13 @@ class LeastLayers:
     def _experts_s(self, group: Group, size: float) -> Floats:
         """[K] Seconds to send tokens to expert ranks and back, in both passes. ``size``: what a rank sends, over what was traced."""
         tokens, how = self._graph.micro_batch_size * self._graph.sequence_length, self._how
-        once, overlap = how.experts.tokens_once_to_a_node, how.expert_overlap(group.nodes)
+        overlap = how.expert_overlap(group.nodes)
 
         def of_kind(kind: int) -> float:
             first = self._grouped[kind]
             if first is None:
                 return 0.0
             routed = Routed.of(first, size, tokens)
-            return 2 * pass_waits_s(routed, group, self._network, np.inf, once_to_a_node=once, overlap=overlap)
+            return 2 * pass_waits_s(routed, group, self._network, np.inf, how.experts, overlap=overlap)
 
         return self._of_kinds(group, of_kind)
