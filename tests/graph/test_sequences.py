@@ -71,6 +71,29 @@ def test_a_model_mixes_sequences_as_it_does_on_data(name: str) -> None:
     assert mixed == (name in ("a router that reads other tokens", "a mean over sequences", "a mean over all"))
 
 
+class Often(nn.Module):
+    """Gradients of a token's row are divided by how often the token occurs among those that are looked up together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(97, 32, scale_grad_by_freq=True), nn.Linear(32, 97)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.tokens(input_ids))
+
+
+def test_gradients_that_depend_on_the_other_sequences_are_told() -> None:
+    torch.manual_seed(0)
+    module, rows = Often(), torch.arange(8).repeat(3, 1)
+    together = torch.autograd.grad(module(rows).sum(), module.tokens.weight)[0]
+    alone = sum(torch.autograd.grad(module(row[None]).sum(), module.tokens.weight)[0] for row in rows)
+    torch.testing.assert_close(alone, 3 * together)
+    [told] = _told(module)
+    assert told.startswith(
+        "embedding of tokens mixes the sequences of a micro-batch, so the loss depends on micro_batch_size"
+    )
+
+
 def test_the_warning_names_the_operator_its_module_and_the_key() -> None:
     [told] = _told(MODELS["a router that reads other tokens"])
     assert told.startswith("view of mlp mixes the sequences of a micro-batch, so the loss depends on micro_batch_size")

@@ -233,6 +233,52 @@ class Centred(Own):
         return super().embed(input_ids) - self.tokens.weight.mean(0)
 
 
+class ReadsAfter(Own):
+    """What follows the blocks reads the embedding's weight, with no gradient."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x) - self.tokens.weight.detach().mean(0))
+
+
+class GivesWeight(GivesFirst):
+    """Its blocks are given a sum of the embeddings, with no gradient."""
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tokens.weight.detach().sum(0)
+
+
+class ReadsBefore(Own):
+    """What precedes the blocks reads a weight of what follows them, and a row of the table itself."""
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().embed(input_ids) * self.norm.weight + self.tokens.weight[3].detach()
+
+
+class Borrowing(Numbered):
+    lent: list[nn.Embedding]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.lent[0].weight.sum(0))
+
+
+class Lends(Own):
+    """Its blocks read a weight that they do not hold."""
+
+    def __init__(self, kind: Callable[[int], nn.Module]) -> None:
+        super().__init__(kind)
+        for block in self.blocks:
+            block.__dict__["lent"] = [self.tokens]
+
+
+class ReadsBlock(Own):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(super().forward(input_ids) @ self.head.weight)
+        return self.head(x * self.blocks.get_parameter("0.out.weight").mean(0))
+
+
 class LooksBack(Own):
     """What follows the blocks reads what is before them, with no gradient."""
 
@@ -359,8 +405,17 @@ EQUAL: list[tuple[type[Own], type[Numbered], str]] = [
     (EmbedsAgain, Numbered, "1f1b"),
     (HeadTwice, Numbered, "tp"),
     (Centred, Numbered, "tp"),
+    *((ReadsAfter, Numbered, layout) for layout in ("1f1b", "tp")),
+    *((GivesWeight, WithFirst, layout) for layout in ("1f1b", "tp")),
+    (ReadsBefore, Numbered, "1f1b"),
+    (Lends, Borrowing, "1f1b"),
 ]
 REFUSED: list[tuple[type[Own], type[Numbered], str, str]] = [
+    (Lends, Borrowing, "tp", "block 0 of blocks reads tokens.weight, which is neither its own nor among its arguments"),
+    *(
+        (ReadsBlock, Numbered, layout, "the model reads blocks.0.out.weight outside of the block that holds it")
+        for layout in ("1f1b", "tp", "context")
+    ),
     (LooksBack, Numbered, "1f1b", "what follows blocks reads more than the output of the last block"),
     (ScalesBetween, Numbered, "1f1b", "changes the hidden states between blocks"),
     (GivesEarlier, Earlier, "1f1b", "is given more of an earlier block than its hidden states"),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ahp.graph.torch_compat import TorchDispatchMode, memory_of, pytree
+from ahp.graph.weight_reads import Place, WeightReads
 
 BEFORE = -1
 """The part of the model before the blocks. Block ``i`` is part ``i``."""
@@ -26,8 +27,10 @@ _SHAPES_ALONE = {
 class Flow(TorchDispatchMode):
     """Within, notes for the memory of each tensor the parts that it was computed from. All that a block computes counts as that block's alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: WeightReads) -> None:
         super().__init__()
+        self.weights = weights
+        self._place: Place = "before"
         self.block: int | None = None
         """The block that runs; None outside of the blocks."""
         self.given: frozenset[int] = frozenset()
@@ -46,11 +49,13 @@ class Flow(TorchDispatchMode):
         self._kept: list[Any] = []  # an address stands for the same memory only while that is alive
 
     def enter(self, block: int, hidden: torch.Tensor, arguments: Iterable[torch.Tensor]) -> None:
-        self.block, self.given = block, self.of([hidden])
+        self.block = self._place = block
+        self.given = self.of([hidden])
         self._arguments = {memory_of(x) for x in arguments}
 
-    def leave(self) -> None:
-        self.block = None
+    def leave(self, *, last: bool) -> None:
+        """``last``: whether it was the last block."""
+        self.block, self._place = None, "after" if last else "before"
 
     def of(self, tensors: Iterable[torch.Tensor]) -> frozenset[int]:
         """The parts that any of the tensors was computed from."""
@@ -72,6 +77,8 @@ class Flow(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         given = _tensors((args, kwargs))
+        for x in given:
+            self.weights.note(memory_of(x), self._place, given=memory_of(x) in self._arguments)
         sources = self.of(given)
         if self.block is None and any(memory_of(x) in self._watched for x in given):
             self.reads_watched = True

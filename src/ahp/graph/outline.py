@@ -26,6 +26,7 @@ from ahp.graph.flow import BEFORE, Flow
 from ahp.graph.host_numbers import Generators
 from ahp.graph.likeness import ModulesUsed, Values, watched
 from ahp.graph.torch_compat import FakeTensorMode, pytree
+from ahp.graph.weight_reads import WeightReads
 
 OF_OPERATORS = "GeneratedBackwardFor_"
 """torch's name for the backward of a registered operator begins so; the operator has that backward wherever it runs."""
@@ -63,9 +64,10 @@ class Outline:
     """Why the model cannot be cut between its blocks, None when it can."""
     written: frozenset[str]
     """Modules before the blocks whose output the model writes into (CTRL scales its embeddings in place)."""
+    read_early: frozenset[str]
+    """Modules outside of the blocks whose weights are read before or in the blocks, and not by the modules: every stage needs them."""
     read_after: frozenset[str]
-    """Modules before the blocks whose weights are read after the blocks although no module there holds them (a head that is
-    ``x @ embedding.weight.T``): the last stage needs these modules too."""
+    """Those whose weights are read so after the blocks (a head that is ``x @ embedding.weight.T``): the last stage needs them."""
     own_backward: str | None
     """A function up to the last block with a backward of its own, which a graph of the forward alone lacks; None = there is none."""
     captures: tuple[Capture | BadInput, ...] = field(repr=False)
@@ -73,7 +75,10 @@ class Outline:
     changes: str | None = None
     """The block that changes an object which the model passes to it, if there is one: neither its graph nor a stand-in for it does that."""
     reads_unseen: str | None = None
-    """The block that reads an activation which is not among its arguments, if there is one: its graph has no input for it."""
+    """The block that reads an activation, or another module's weight, which is not among its arguments, if there is one: its graph has no
+    input for it."""
+    reads_blocks: str | None = None
+    """The weight of a block that is read outside of the block, if there is one."""
     reads_beside: bool = False
     """Whether the model computes with what its blocks return besides their hidden states."""
     experts: tuple[str, ...] = ()
@@ -206,7 +211,8 @@ class _Record:
         """Outputs of the blocks, in the order in which they ran."""
         self.last_version = 0
         """The version of the last block's output when the block returned it: writing in place raises it."""
-        self.flow = Flow()
+        self.weights = WeightReads(fake, self.blocks)
+        self.flow = Flow(self.weights)
         self.objects: list[tuple[Any, Any]] = []
         """Arguments of the block that runs which are neither tensors nor plain values, each with its content before."""
         self.changes: str | None = None
@@ -269,7 +275,7 @@ class _Record:
             self.flow.reads_before = True
 
     def _note_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.flow.leave()
+        self.flow.leave(last=self.order[-1] == len(self.blocks) - 1)
         self.draws.enter()
         changed = next((what for what, facts in self.objects if Values().of(what) != facts), None)
         if changed is not None:
@@ -304,6 +310,7 @@ class _Record:
             or self.draws.why_uncuttable()
             or self._runs_otherwise()
             or self.uncuttable
+            or self.weights.of_blocks()
             or self._reads_beside()
             or self._reads_earlier(before, logits)
         )
@@ -329,11 +336,13 @@ class _Record:
             written=frozenset(
                 name for name, _, _, out in before if name in self.versions and out._version > self.versions[name]
             ),
-            read_after=self._read_after(before, after, logits) | again,
+            read_early=frozenset(name for name, module, *_ in self.ran if self.weights.of(module) - {"after"}),
+            read_after=frozenset(name for name, module, *_ in self.ran if "after" in self.weights.of(module)) | again,
             own_backward=_own_backward(self.outputs[-1]),
             reads_beside=self.flow.reads_watched,
             changes=self.changes,
             reads_unseen=self._reads_unseen(),
+            reads_blocks=self.weights.of_blocks(),
             experts=self.experts.found(),
             captures=tuple(self._capture(kind, mode) for kind in range(max(self.kinds) + 1)),
         )
@@ -355,8 +364,12 @@ class _Record:
         return None
 
     def _reads_unseen(self) -> str | None:
-        block = self.flow.reads_unseen
-        if block is None:
+        if self.weights.unseen is not None:
+            block, weight = self.weights.unseen
+            return (
+                f"block {block} of {self.blocks_path} reads {weight}, which is neither its own nor among its arguments"
+            )
+        if (block := self.flow.reads_unseen) is None:
             return None
         return f"block {block} of {self.blocks_path} reads a tensor that was computed before it and is not among its arguments"
 
@@ -377,12 +390,6 @@ class _Record:
             return f"what follows {self.blocks_path} reads more than the output of the last block"
         return None
 
-    def _read_after(self, before: list[Any], after: list[Any], logits: torch.Tensor) -> frozenset[str]:
-        held = {id(p) for _, module, *_ in after for p in module.parameters(recurse=False)}
-        owners = {id(p): name for name, module, *_ in before for p in module.parameters(recurse=False)}
-        read = {id(getattr(node, "variable", None)) for node in _nodes_behind(logits, self.outputs[-1].grad_fn)}
-        return frozenset(name for weight, name in owners.items() if weight in read and weight not in held)
-
     def _token_embedding(self, before: list[Any], logits: torch.Tensor) -> str | None:
         """The embedding with a row for each token; position and type embeddings have other sizes."""
         names = [
@@ -390,39 +397,18 @@ class _Record:
             for n, m, *_ in before
             if isinstance(m, nn.Embedding) and m.num_embeddings == logits.shape[-1] and looks_up_rows(m)
         ]
-        return names[0] if names and self._read_by_modules_alone(names[0], logits) else None
+        return names[0] if names and not self._read_elsewhere(names[0]) else None
 
     def _head(self, after: list[Any], logits: torch.Tensor) -> str | None:
         """The linear module whose output is the logits, if it does nothing else."""
         name = next((n for n, m, _, out in reversed(after) if is_head(m) and out is logits), None)
-        if (
-            name is None
-            or sum(ran == name for ran, *_ in self.ran) > 1
-            or not self._read_by_modules_alone(name, logits)
-        ):
+        if name is None or sum(ran == name for ran, *_ in self.ran) > 1 or self._read_elsewhere(name):
             return None
         return name
 
-    def _read_by_modules_alone(self, name: str, logits: torch.Tensor) -> bool:
-        """Whether the weights of a module outside of the blocks are read only by forwards of such modules. Any other reader (a mean of the
-        embeddings, ``x @ head.weight``) would get one rank's part."""
-        own = {id(p) for p in self.fake.get_submodule(name).parameters(recurse=False)}
-        times = dict.fromkeys(own, 0)
-        for _, module, *_ in self.ran:
-            for p in module.parameters(recurse=False):
-                if id(p) in own:
-                    times[id(p)] += 1
-        waiting, seen = [logits.grad_fn], set()
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            for source, _ in node.next_functions:
-                if (weight := id(getattr(source, "variable", None))) in own:
-                    times[weight] -= 1
-            waiting += [source for source, _ in node.next_functions]
-        return min(times.values()) >= 0
+    def _read_elsewhere(self, name: str) -> bool:
+        """Whether anything else reads the weights of this module: it would get one rank's part of them."""
+        return bool(self.weights.of(self.fake.get_submodule(name)))
 
     def _capture(self, kind: int, mode: FakeTensorMode) -> Capture | BadInput:
         number = next((i for i in self.order if self.kinds[i] == kind), self.kinds.index(kind))

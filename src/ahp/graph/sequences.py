@@ -2,8 +2,9 @@
 
 The forward runs once on tensors without data, with a prime number of sequences that is a factor of no size of the model: so a dim that
 holds the sequences shows by its size. A reshape that puts parts of several sequences at one index, and an operator that reduces or
-normalizes over such a dim, mix them; what is computed from that is mixed too, and it matters if the logits are. Which tokens an index
-operator takes is not followed: routers sort the tokens of all sequences to their experts.
+normalizes over such a dim, mix them, and so does an embedding whose gradients are divided by how often a token occurs
+(``scale_grad_by_freq``); what is computed from that is mixed too, and it matters if the logits are. Which tokens an index operator takes is
+not followed: routers sort the tokens of all sequences to their experts.
 """
 
 from __future__ import annotations
@@ -90,6 +91,9 @@ class Sequences(TorchDispatchMode):
         return out
 
     def _mixes(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], outputs: list[torch.Tensor]) -> bool:
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        if named.get("scale_grad_by_freq"):
+            return True
         source = args[0] if args and isinstance(args[0], torch.Tensor) else None
         held = None if source is None else self._of(source)
         if source is None or held is None or not source.is_floating_point():
@@ -100,7 +104,6 @@ class Sequences(TorchDispatchMode):
             return True
         if (plain := name.removeprefix("_")) not in MIXING:
             return False
-        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         dims = named.get("dim", -1 if "sort" in plain else named.get("dims"))
         dims = [dims] if isinstance(dims, int) else dims or range(source.dim())
         return held.dim in {dim % source.dim() for dim in dims}

@@ -209,7 +209,7 @@ def _zero_embeddings(model: nn.Module, found: Outline, dtype: torch.dtype) -> It
     """Modules before the blocks, each with a stand-in that returns zeros; a later stage has such stand-ins already."""
     modules = dict(model.named_modules())
     for path in separate(found.before, found.blocks_path):
-        if path not in modules or path in found.read_after:
+        if path not in modules or path in found.read_early | found.read_after:
             continue
         if (nothing := zeros_for(modules[path], dtype, written=path in found.written)) is not None:
             yield modules[path], nothing

@@ -181,14 +181,15 @@ def cut(module: nn.Module, found: Outline, layers: range, dtype: torch.dtype) ->
             _stand_in(blocks, number, Stop())
     if not first and not found.shares_inputs:
         for path in separate(found.before, found.blocks_path):
-            if last and path in found.read_after:
+            if path in found.read_early or (last and path in found.read_after):
                 continue
             nothing = zeros_for(model.get_submodule(path), dtype, written=path in found.written)
             if nothing is not None:
                 _put(model, path, nothing)
     if not last:
         for path in separate(found.after, found.blocks_path):
-            _put(model, path, nn.Identity())
+            if path not in found.read_early:
+                _put(model, path, nn.Identity())
     return Stage(model, receive)
 
 
