@@ -14,7 +14,7 @@ from ahp.graph.kept import analyze
 from ahp.search.slicing.conversion import Permission
 from ahp.search.slicing.model import slice_model, slicing
 from ahp.search.slicing.placement import Placement, R, Split
-from ahp.search.slicing.solve import solve
+from ahp.search.slicing.solve import LAST_RESORT, _Call, solve
 from tests.runtime.models import custom, llama
 from tests.search.families import build
 
@@ -206,3 +206,26 @@ def test_weights_that_are_transposed_are_split(way: str) -> None:
     module.blocks = nn.Sequential(*(Transposing(way) for _ in range(2)))
     found = slicing(module, 2)
     assert (found["blocks.*.up"], found["blocks.*.down"]) == ("column", "row")
+
+
+class Recurrence(nn.Module):
+    """The form of a state space model without its kernel: every token is computed apart, and all results are read at the end."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([torch.relu(x * token) for token in range(16)]).sum(0)
+
+
+def test_what_a_call_reads_decides_its_work_not_how_many_states_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of Zamba took a minute: each of a thousand states ran every call."""
+    captured = capture(Recurrence(), (torch.zeros(2, 16, 64, requires_grad=True),), {})
+    ways, step = [], _Call.step
+
+    def counted(call: _Call, *given: Any) -> Any:
+        ways.append(call.node)
+        return step(call, *given)
+
+    monkeypatch.setattr(_Call, "step", counted)
+    solve(captured, 2, permission=LAST_RESORT)
+    once = [node for node in dict.fromkeys(ways) if len(node.all_input_nodes) == 1]
+    assert len(once) > 30
+    assert all(ways.count(node) < 50 for node in once), max(ways.count(node) for node in once)

@@ -19,6 +19,7 @@ import tyro
 from ahp.cli.following import after, show_next
 from ahp.cli.layout_words import constraints_of
 from ahp.cli.options import options_of
+from ahp.cli.waiting import waiting
 from ahp.config import Constraints
 from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
 from ahp.optional import Flag, OptionalText
@@ -57,6 +58,7 @@ def run(argv: list[str]) -> int:
     from ahp.report.schedules import compared_schedules
     from ahp.report.tables import capacity_bytes
     from ahp.search.sensitivity import sensitivity
+    from ahp.search.slicing.explain import told_of as told_of_slicing
 
     arguments = options_of(Arguments, argv, "ahp explain", __doc__)
     plan = Plan.load(arguments.plan)
@@ -71,12 +73,14 @@ def run(argv: list[str]) -> int:
     binds, schedules = (part, sentence), compared_schedules(subject.any_pricer, plan.parallelism)
     layout = subject.decided(plan.parallelism)
     documents = told_of_documents(subject.graph, subject.cluster.groups, plan.job, layout, subject.engine)
+    with waiting("slicing the model's blocks"):
+        sliced = told_of_slicing(plan)
     if arguments.json:
         told = _as_json(plan, arguments.plan, binds, moves, other)
         plain = None if schedules is None else schedules.plain()
-        print(json.dumps({**told, "documents": documents, "schedules": plain}))
+        print(json.dumps({**told, "slicing": sliced, "documents": documents, "schedules": plain}))
     else:
-        _show(plan, arguments.plan, binds, moves, other, schedules, documents)
+        _show(plan, arguments.plan, binds, moves, other, schedules, documents, sliced)
     return 0
 
 
@@ -152,9 +156,9 @@ def _show(
     other: Alternative | str | None,
     schedules: ComparedSchedules | None,
     documents: list[str],
+    sliced: list[str],
 ) -> None:
     from ahp.report import tables
-    from ahp.search.slicing.explain import told_of
 
     console, forecast = tables.console(), plan.priced
 
@@ -182,8 +186,8 @@ def _show(
                 console.print(f"    {line}", markup=False, no_wrap=True, overflow="crop")
     if documents:
         told("How attention keeps documents apart", documents)
-    if lines := told_of(plan):
-        told("How tensor parallelism splits the weights", lines)
+    if sliced:
+        told("How tensor parallelism splits the weights", sliced)
     if plan.why:
         told("Why this one", plan.why)
     if plan.rejected:
@@ -225,7 +229,6 @@ def _as_json(
     plan: Plan, path: str, binds: tuple[str, str], moves: list[Move], other: Alternative | str | None
 ) -> dict[str, Any]:
     from ahp.report import tables
-    from ahp.search.slicing.explain import told_of
 
     forecast = plan.priced
     told: Any = other
@@ -247,7 +250,6 @@ def _as_json(
         "capacity_bytes": tables.capacity_bytes(plan),
         "binds": {"part": binds[0], "words": binds[1]},
         "sensitivity": [move.plain() for move in moves],
-        "slicing": told_of(plan),
         "why": list(plan.why),
         "rejected": [loser.model_dump(mode="json") for loser in plan.rejected],
         "why_not": told,

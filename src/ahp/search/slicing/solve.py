@@ -15,12 +15,13 @@ sequence, and a second pass finds where else tokens are split; it compares bytes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch.fx import Node
 
+from ahp.arrays import Ints
 from ahp.cached_method import cached_method
 from ahp.errors import BadInput
 from ahp.graph.capture import Capture
@@ -78,11 +79,11 @@ class Slicing:
 
 @dataclass(frozen=True)
 class _State:
+    """What a call reads and writes, as one state has it."""
+
     cost: Cost
     live: dict[Node, Placement]
     paid: frozenset[tuple[Node, Step]]
-    history: tuple[Any, ...] = field(repr=False)
-    """A linked list of (node, strategy, earlier history)."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,6 @@ class Problem:
     whole: set[Node]
     """Calls that use memory which the graph writes into: they run whole on every rank."""
     order: tuple[int, ...]
-
-    def rank(self, state: _State) -> tuple[int, ...]:
-        """The sort key of a state, the best state first."""
-        return tuple(state.cost[i] for i in self.order)
 
     def options(self, node: Node) -> list[Strategy]:
         """Every way to run a call, or to return."""
@@ -197,28 +194,95 @@ def _solve(task: Problem) -> Slicing:
     nodes = task.capture.nodes
     last_use = {i: position for position, node in enumerate(nodes) for i in node.all_input_nodes}
     options = viable_options(task)
-    states = [_State((0, 0, 0, 0), dict(task.boundary), frozenset(), ())]
+    states = _States(task)
     for position, node in enumerate(nodes):
         if node not in options:
             continue
-        dead = {i for i in node.all_input_nodes if last_use[i] == position}
-        found: dict[Any, _State] = {}
-        call = _Call(node, task)
-        for state in states:
-            for option in options[node]:
-                after = call.step(state, option)
-                if after is None:
-                    continue
-                after = _forget(after, dead)
-                key = (frozenset(after.live.items()), after.paid)
-                if key not in found or task.rank(after) < task.rank(found[key]):
-                    found[key] = after
-        states = sorted(found.values(), key=task.rank)[:MAX_STATES]
-        if not states:
+        states.run(node, options[node], {i for i in node.all_input_nodes if last_use[i] == position})
+        if not len(states.costs):
             raise BadInput(
                 f"tensor_parallel_degree = {task.context.degree}: no slicing of {node.format_node()} meets the given placements"
             )
-    return _unroll(states[0], task)
+    return _unroll(states, task)
+
+
+class _States:
+    """All states after a call, best first, as arrays: a thousand states differ in few ways in what the next call reads, and each way is
+    computed once."""
+
+    def __init__(self, task: Problem) -> None:
+        self.task = task
+        self.live = list(task.boundary)
+        """The tensors that are still to be read: every state has the same."""
+        self._numbers: dict[tuple[Placement, frozenset[Step]], int] = {}
+        self._told: list[tuple[Placement, frozenset[Step]]] = []
+        """Where a tensor can lie and what is paid for, by number."""
+        lies = [self._number(place, frozenset()) for place in task.boundary.values()]
+        self.lies = np.array([lies], dtype=np.int64)
+        """[states, live]: where each tensor lies, and which conversions of it are paid for, as a number."""
+        self.costs = np.zeros((1, 4), dtype=np.int64)
+        """[states, 4]: the parts of each state's Cost."""
+        self.history: list[tuple[Node, Ints, list[Strategy]]] = []
+        """For every call the state before it, and the strategy, of each state after it."""
+
+    def _number(self, place: Placement, paid: frozenset[Step]) -> int:
+        number = self._numbers.setdefault((place, paid), len(self._told))
+        if number == len(self._told):
+            self._told.append((place, paid))
+        return number
+
+    def run(self, node: Node, options: list[Strategy], dead: set[Node]) -> None:
+        """Run a call in every way in every state, and keep the best states; ``dead``: what is not read again."""
+        call = _Call(node, self.task)
+        touched = [column for column, source in enumerate(self.live) if source in call.sources]
+        kept = [column for column, source in enumerate(self.live) if source not in call.sources]
+        left = [source for source in dict.fromkeys((*call.sources, node)) if source not in dead]
+        ways, first = _numbered(self.lies[:, touched])
+        found: list[tuple[Strategy, _State]] = []
+        starts = [0]
+        for row in first:
+            before = self._seen(touched, row)
+            found += [(option, after) for option in options if (after := call.step(before, option)) is not None]
+            starts.append(len(found))
+        count = np.diff(starts)[ways]
+        parent = np.repeat(np.arange(len(ways)), count)
+        outcome = np.arange(len(parent)) + np.repeat(np.array(starts)[ways] - (np.cumsum(count) - count), count)
+        lies = np.array([[self._lies(after, i) for i in left] for _, after in found], dtype=np.int64)
+        added = np.array([after.cost for _, after in found], dtype=np.int64).reshape(-1, 4)
+        costs = self.costs[parent] + added[outcome]
+        alike = _numbered(self.lies[:, kept])[0][parent] * max(len(found), 1) + _numbered(lies)[0][outcome]
+        best = self._best(alike, costs)
+        parent, outcome = parent[best], outcome[best]
+        self.history.append((node, parent, [found[i][0] for i in outcome]))
+        self.lies = np.hstack([self.lies[parent][:, kept], lies.reshape(-1, len(left))[outcome]])
+        self.costs = costs[best]
+        self.live = [*(self.live[column] for column in kept), *left]
+
+    def _seen(self, columns: list[int], row: int) -> _State:
+        """What a state has of some of its tensors, at no cost so far."""
+        at = {self.live[column]: self._told[self.lies[row, column]] for column in columns}
+        paid = frozenset((source, step) for source, (_, steps) in at.items() for step in steps)
+        return _State((0, 0, 0, 0), {source: place for source, (place, _) in at.items()}, paid)
+
+    def _lies(self, state: _State, source: Node) -> int:
+        return self._number(state.live[source], frozenset(step for i, step in state.paid if i is source))
+
+    def _best(self, alike: Ints, costs: Ints) -> Ints:
+        """The numbers of the states to keep: of those that are alike the cheapest, and of all the cheapest, the earlier one first."""
+        parts = [costs[:, i] for i in reversed(self.task.order)]  # lexsort's last key is its first
+        order = np.lexsort((*parts, alike))
+        groups, earliest = np.unique(alike, return_index=True)
+        cheapest = order[np.searchsorted(alike[order], groups)]
+        return cheapest[np.lexsort((earliest, *(part[cheapest] for part in parts)))][:MAX_STATES]
+
+
+def _numbered(rows: Ints) -> tuple[Ints, list[int]]:
+    """A number for each row, the same for equal rows, and the first row of each number. There may be more columns than
+    ``ahp.arrays.unique_rows`` can count through."""
+    keys = [row.tobytes() for row in rows]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    first = {key: row for row, key in reversed(list(enumerate(keys)))}
+    return np.array([numbers[key] for key in keys], dtype=np.int64), [first[key] for key in numbers]
 
 
 def viable_options(task: Problem) -> dict[Node, list[Strategy]]:
@@ -286,7 +350,7 @@ class _Call:
             moved += sum(self._bytes(step, node) for step in steps(P, option.output, needs_sum=False) or ())
         share = task.context.degree if option.divides else 1
         cost = _plus(state.cost, (self.flops // share, elements, moved, self.written // share))
-        return _State(cost, {**live, node: option.output}, paid, (node, option, state.history))
+        return _State(cost, {**live, node: option.output}, paid)
 
     @cached_method
     def _way(
@@ -317,19 +381,15 @@ def _plus(cost: Cost, more: Cost) -> Cost:
     return cost[0] + more[0], cost[1] + more[1], cost[2] + more[2], cost[3] + more[3]
 
 
-def _forget(state: _State, dead: set[Node]) -> _State:
-    live = {node: placement for node, placement in state.live.items() if node not in dead}
-    paid = frozenset(item for item in state.paid if item[0] not in dead)
-    return _State(state.cost, live, paid, state.history)
-
-
-def _unroll(state: _State, task: Problem) -> Slicing:
+def _unroll(states: _States, task: Problem) -> Slicing:
+    """The best state's strategies."""
     chosen: dict[Node, Strategy] = {}
-    history = state.history
-    while history:
-        node, strategy, history = history
-        chosen[node] = strategy
+    number = 0
+    for node, parent, strategies_of in reversed(states.history):
+        chosen[node] = strategies_of[number]
+        number = parent[number]
     chosen = dict(reversed(chosen.items()))
+    flops, elements, moved, written_elements = states.costs[0].tolist()
     placed = dict(task.boundary)
     for node, strategy in chosen.items():
         for source, placement in zip(tensor_inputs(node), strategy.inputs, strict=True):
@@ -341,7 +401,7 @@ def _unroll(state: _State, task: Problem) -> Slicing:
         placed=placed,
         weights={name: placed.get(node, R) for node, name in task.weights.items()},
         words=words(chosen, placed, task.weights),
-        cost=state.cost,
+        cost=(flops, elements, moved, written_elements),
         undivided=(
             sum(flops_of(node) for node in chosen),
             sum(numel_of(node) for node in task.weights if node in placed and len(shape_of(node)) > 1),
