@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
@@ -26,12 +26,15 @@ SINKS = SIZES | {
     "model_type": "gpt_oss", "head_dim": 16, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
 WINDOWS = SIZES | {"model_type": "mistral", "sliding_window": 8}
+MAMBA = {
+    "model_type": "mamba2", "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16,
+    "state_size": 16, "n_groups": 1, "chunk_size": 16,
+}  # fmt: skip
 JOB = Job(sequence_length=64, global_batch_size=8, precision="bf16")
 
 
 def traced(model: object, job: Job = JOB) -> ModelGraph:
-    with pytest.warns(UserWarning, match="eager") if model is SINKS else nullcontext():
-        return ahp.analyze(model, job)
+    return ahp.analyze(model, job)
 
 
 def attention_flops(block: Segment) -> int:
@@ -94,6 +97,22 @@ def test_engines_that_run_the_code_of_transformers_have_its_attention(engine: st
     assert (graph_of_engine(graph, JOB, choice) is not graph) == own
     math = choice.model_copy(update={"attention": "math"})
     assert graph_of_engine(graph, JOB, math) is graph
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "told"),
+    [(SINKS, "ahp", True), (SINKS, "megatron", False), (MAMBA, "ahp", False), (MAMBA, "megatron", False)],
+)
+def test_only_attention_that_an_engine_runs_in_parts_is_told_to_be_eager(
+    model: dict[str, Any], engine: str, told: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    graph, choice = traced(model), EngineChoice.model_validate({"name": engine})
+    graph_of_engine(graph, JOB, choice)
+    eager = [str(one.message) for one in recwarn if "no sdpa attention" in str(one.message)]
+    assert bool(eager) == told, eager
+    recwarn.clear()
+    graph_of_engine(graph, JOB, choice.model_copy(update={"attention": "math"}))
+    assert not recwarn.list, "math was asked for"
 
 
 def test_a_search_bounds_and_prices_the_same_graph() -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import warnings
 from functools import lru_cache
 from typing import Any
 
 from ahp.cluster.model import Cluster
-from ahp.engines.registry import get
+from ahp.engines.registry import ENGINES, get
 from ahp.errors import bad_input
 from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.priced import Priced
 from ahp.forecast.pricer import Pricer
 from ahp.graph.engine_attention import with_engine_attention
 from ahp.graph.identity import Same
+from ahp.graph.key_heads import has_eager_attention
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism, validated
@@ -109,9 +111,16 @@ def _pricer(graph: Same, cluster: Same, job: str, engine: str, in_cells: bool = 
 
 
 def graph_of_engine(graph: ModelGraph, job: Job, choice: EngineChoice) -> ModelGraph:
-    """The graph that an engine runs: with its own attention, where it has one and the graph's is not in one operator or has windows."""
-    own = get(choice.name).own_attention and choice.attention == "flash"
-    return with_engine_attention(graph, job) if own else graph
+    """The graph that an engine runs: with its own attention, where it has one and the graph's is not in one operator or has windows. Warns
+    where the attention is eager although ``flash`` was asked for."""
+    if choice.attention != "flash":
+        return graph
+    run = with_engine_attention(graph, job) if get(choice.name).own_attention else graph
+    if has_eager_attention(run):
+        own = ", ".join(engine.name for engine in ENGINES if engine.own_attention)
+        told = f"transformers has no sdpa attention for it; in {choice.name} it is eager (engines with kernels of their own: {own})"
+        warnings.warn(f"{graph.name}: {told}", stacklevel=1)  # one place for all callers: Python tells it once
+    return run
 
 
 def _graph(model: Any, job: Job, choice: EngineChoice) -> ModelGraph:

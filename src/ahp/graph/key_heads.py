@@ -52,6 +52,21 @@ def has_fused_attention(graph: ModelGraph) -> bool:
     return any(is_fused(op) for block in graph.blocks for op in block.operators)
 
 
+def has_eager_attention(graph: ModelGraph) -> bool:
+    """Whether a block computes attention in parts: a softmax of scores, which a product of activations made. Routers' logits come from a weight."""
+    return any(map(_softmax_of_scores, graph.blocks)) and not has_fused_attention(graph)
+
+
+def _softmax_of_scores(block: Segment) -> bool:
+    scores: set[int] = set()
+    for op in block.phase("forward"):
+        if op.name in BATCHED or (op.flops == 0 and scores & set(op.depends_on)):
+            scores.add(op.index)
+        if op.name == "aten._softmax" and op.index in scores:
+            return True
+    return False
+
+
 def leads_to_attention(forward: list[Operator], products: set[int]) -> set[int]:
     """Weight products before or after attention with no other weight product in between."""
     core = {op.index for op in forward if is_fused(op) or op.name in BATCHED}

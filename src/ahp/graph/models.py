@@ -96,8 +96,8 @@ def build_model(
 
     ``dtype`` is that of the floating parameters, None = float32. On a real ``device`` the model initializes its own
     weights (seed torch first); on ``meta`` they take no memory. A live module is returned as it is.
-    ``attention`` is ``sdpa`` (alias ``flash``), ``eager`` (alias ``math``), or ``engine``; a model without sdpa gets eager, with a
-    warning. Raises BadInput.
+    ``attention`` is ``sdpa`` (alias ``flash``), ``eager`` (alias ``math``), or ``engine``; a model without sdpa gets eager.
+    Raises BadInput.
     """
     import torch
     from torch import nn
@@ -120,8 +120,6 @@ def build_model(
             if implementation != "sdpa" or "scaled_dot_product_attention" not in str(error):
                 told = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
                 raise BadInput(f"model = {describe(model)!r}: transformers cannot build it: {told}") from error
-            told = "transformers has no sdpa attention for it; it is eager, except in engines with kernels of their own"
-            warnings.warn(f"{describe(model)}: {told} (megatron, torchtitan)", stacklevel=2)
             return family.from_config(config, dtype=dtype, attn_implementation="eager")
 
 
