@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from ahp.cli.planning_job import given_job, precision_for, with_batch, with_sequence
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
+from ahp.forecast.rules import precision as precision_of_device
 from ahp.job import Job
 from ahp.plan import EngineChoice
 
@@ -61,6 +63,16 @@ def test_what_is_no_job_is_refused(tmp_path: Path) -> None:
 def test_sequence_and_precision(model: str, cluster: str, expected: tuple[int, str]) -> None:
     job = with_sequence({}, model, Cluster.parse(cluster))
     assert (job.sequence_length, job.precision) == expected
+
+
+def test_weights_in_16_bits_choose_the_precision_and_are_named_where_a_device_lacks_it() -> None:
+    v100 = Cluster.parse("8xV100-SXM-32GB")
+    job = with_sequence({"dtype": "bf16"}, "llama3-8b", v100)
+    assert job.precision == "bf16"
+    device = v100.groups[0].device
+    told = r"job.dtype = 'bf16': V100-SXM-32GB has no units for it.*\(valid: fp32, with job.precision fp16 or fp32\)"
+    assert re.fullmatch(told, precision_of_device(job, device) or "")
+    assert "job.precision = 'bf16'" in (precision_of_device(Job(precision="bf16"), device) or "")
 
 
 def mixed(*devices: str) -> Cluster:

@@ -66,7 +66,8 @@ def with_sequence(given: dict[str, Any], model: Any, cluster: Cluster, engine: E
             from ahp.graph.kept import context_of
 
             chosen["sequence_length"] = min(context_of(model) or UNKNOWN_CONTEXT, LONGEST_DEFAULT_SEQUENCE)
-        chosen.setdefault("precision", precision_for(cluster, engine or EngineChoice())[0])
+        in_bf16 = chosen.get("dtype") == "bf16"  # such weights compute in no other type
+        chosen.setdefault("precision", "bf16" if in_bf16 else precision_for(cluster, engine or EngineChoice())[0])
     return validated(Job, chosen, "job")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 
 from ahp.cluster.cells import cell_widths, cells_of, first_devices, link_between, named_groups
-from ahp.cluster.model import Cluster, NodeGroup
+from ahp.cluster.model import Cluster, Device, NodeGroup
 from ahp.divisors import divisors
 from ahp.errors import bad_input
 from ahp.forecast.efficiency import is_cpu
@@ -143,7 +144,7 @@ def used(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None:
     for group in taken:
         if job.precision not in group.device.peak_flops_per_s:
             valid = sorted(set.intersection(*(set(group.device.peak_flops_per_s) for group in taken)))
-            return str(bad_input("job.precision", job.precision, f"{group.device.name} has no units for it", valid))
+            return no_units(job, group.device, valid)
         if group.nodes > 1 and group.inter_node is None:
             return (
                 f"cluster.groups = {group.name!r}: a group of several nodes needs the bandwidth between them "
@@ -178,3 +179,12 @@ def _library(group: NodeGroup) -> str:
     if is_cpu(group.device):
         return "gloo"
     return "RCCL" if group.device.name.startswith("MI") else "NCCL"
+
+
+def no_units(job: Job, device: Device, valid: Sequence[str]) -> str:
+    """The refusal of a device that does not compute in the job's precision: by the type of the weights, where that decides the precision.
+    ``valid``: what could be asked for instead."""
+    if job.dtype == "fp32":
+        return str(bad_input("job.precision", job.precision, f"{device.name} has no units for it", valid))
+    rule = f"{device.name} has no units for it, and weights are held in the type that they compute in"
+    return str(bad_input("job.dtype", job.dtype, rule, [f"fp32, with job.precision {' or '.join(valid)}"]))

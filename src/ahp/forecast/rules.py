@@ -14,7 +14,7 @@ from ahp.engines.traits import FewKeys
 from ahp.errors import AhpError, bad_input
 from ahp.forecast.division import attention_heads, expert_parameters
 from ahp.forecast.groups import num_expert_ranks
-from ahp.forecast.mixed_rules import illegal_placement
+from ahp.forecast.mixed_rules import illegal_placement, no_units
 from ahp.forecast.split import in_8_bits, split, way_of_keys
 from ahp.graph.operators import ModelGraph, Segment
 from ahp.job import Job
@@ -150,9 +150,7 @@ def _cluster(cluster: Cluster, job: Job, parallelism: Parallelism) -> str | None
 def precision(job: Job, device: Device) -> str | None:
     """Checks that the device computes in the job's precision."""
     valid = sorted(device.peak_flops_per_s)
-    if job.precision in valid:
-        return None
-    return _broken("job.precision", job.precision, f"{device.name} has no units for it", valid)
+    return None if job.precision in valid else no_units(job, device, valid)
 
 
 def batch(job: Job, parallelism: Parallelism) -> str | None:
