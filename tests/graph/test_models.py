@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ahp.errors import BadInput
+from ahp.graph import trace
 from ahp.graph.catalogue import CATALOGUE, GPT3
 from ahp.graph.kept import analyze
 from ahp.graph.models import build_model, describe, is_factory, is_masked, load_config, plain
@@ -215,3 +216,24 @@ def test_nothing_asks_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
         build_model(name)
     with pytest.raises(BadInput):
         build_model("someone/some-model")
+
+
+def test_a_model_of_images_is_told_to_be_planned_as_its_text_part(recwarn: pytest.WarningsRecorder) -> None:
+    text: dict[str, Any] = {
+        "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+    }
+    job = {"sequence_length": 16}
+    trace.analyze({"model_type": "gemma3", "text_config": text, "vision_config": vision}, job)
+    told = [str(one.message) for one in recwarn]
+    assert [one for one in told if "only its text part is planned and trained" in one and "vision_config" in one], told
+    recwarn.clear()
+    trace.analyze({"model_type": "gemma3_text", **text}, job)
+    assert not [str(one.message) for one in recwarn]

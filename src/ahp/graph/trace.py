@@ -25,7 +25,16 @@ from ahp.graph.fake_mode import DEPENDS_ON_VALUES, UNALIGNED
 from ahp.graph.fake_run import EMBEDDING, HEAD, FakeRun, Subject, fake_run
 from ahp.graph.growth import grows_alike
 from ahp.graph.lora import adapted_copy, with_adapters
-from ahp.graph.models import ATTENTION, ENGINE, build_model, describe, is_masked, names_of_parameters, plain
+from ahp.graph.models import (
+    ATTENTION,
+    ENGINE,
+    build_model,
+    describe,
+    is_masked,
+    load_config,
+    names_of_parameters,
+    plain,
+)
 from ahp.graph.operators import ModelGraph, Operator, Parameter, Segment
 from ahp.graph.outline import why_uncuttable
 from ahp.graph.positions import warn_of_longer
@@ -79,6 +88,7 @@ def _analyzed(model: Any, contract: Job, micro_batch_size: int, attention: str) 
     tracer = _Tracer(module, model, contract, attention)
     graph = tracer.grown(micro_batch_size, tracer.documents)
     _warn_of_hidden_states(graph)
+    _warn_of_other_senses(graph.name, module if (config := load_config(model)) is None else config)
     warn_of_mixed(tracer.subjects(tracer.documents), contract.sequence_length)
     # The kernels that go by lengths compute in 16 bits.
     if tracer.documents is None or attention != "flash" or contract.precision == "fp32":
@@ -96,6 +106,21 @@ def _warn_of_hidden_states(graph: ModelGraph) -> None:
     if graph.config["vocab_size"] == width < rows:
         told = f"its forward returns [batch, sequence, {width}], as wide as its embedding of {rows} tokens: hidden states, by their shape"
         warnings.warn(f"model = {graph.name!r}: {told}; training needs logits [batch, sequence, {rows}]", stacklevel=4)
+
+
+NOT_TEXT = ("vision", "image", "audio", "vq_")
+"""Parts of the names of sub-configs of what reads or makes something else than text (transformers, ``PretrainedConfig.sub_configs``)."""
+
+
+def _warn_of_other_senses(name: str, described: Any) -> None:
+    """Warn that a model of images or sound is given text alone. ``described``: its config, or a module that has one."""
+    config = getattr(described, "config", described)
+    parts = [
+        key for key in getattr(config, "sub_configs", ()) if key.startswith(NOT_TEXT) and getattr(config, key, None)
+    ]
+    if parts:
+        told = f"only its text part is planned and trained, on text; {' and '.join(parts)} of its config are not used"
+        warnings.warn(f"model = {name!r}: {told}", stacklevel=4)
 
 
 class _Tracer:
