@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,8 @@ from ahp.cli.writable import require_writable
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
 from ahp.plan import Plan
-from ahp.whole_files import save, write_aside
+from ahp.runtime.run.folder import RunFolder
+from ahp.whole_files import save, unwritable, write_aside
 
 SAVES = [Plan().save, Cluster.parse("8xH100").save]
 
@@ -49,7 +52,7 @@ def test_what_is_no_file_takes_what_is_written(tmp_path: Path) -> None:
 
 
 def test_a_file_in_a_folder_that_takes_none_is_refused_before_the_work() -> None:
-    with pytest.raises(BadInput, match=r"--out = '/proc/self/comm': cannot be written: /proc/"):
+    with pytest.raises(BadInput, match=r"--out = '/proc/self/comm': cannot be written \(/proc/.*give another --out"):
         require_writable("/proc/self/comm", "--out")
     require_writable("/dev/null")
 
@@ -68,3 +71,23 @@ def test_nothing_is_left_beside_a_file_that_cannot_be_replaced(tmp_path: Path) -
     with pytest.raises(OSError, match="directory"):
         write_aside(tmp_path / "folder", "text")
     assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_a_folder_that_cannot_be_written_has_one_answer_whoever_asks(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "there"
+
+    def answer(key: str, ask: Callable[[], Any]) -> str:
+        with pytest.raises(BadInput) as refusal:
+            ask()
+        assert str(refusal.value).startswith(f"{key} = '{path}': cannot be written ("), refusal.value
+        return str(refusal.value).replace(key, "KEY")
+
+    told = [
+        answer("path", lambda: save(path, "text")),
+        answer("run.folder", RunFolder(path).create),
+        answer("--out", lambda: require_writable(path, "--out")),
+    ]
+    assert {one.rpartition("; ")[2] for one in told} == {"give another KEY"}
+    full = unwritable("run.folder", path, OSError(errno.ENOSPC, "No space left on device"))
+    assert str(full).endswith("(No space left on device); make room there, or give another run.folder")

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
-from ahp.errors import bad_input
+from ahp.errors import BadInput, bad_input
+
+WAYS_ON = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there, or ") | {
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f), or "
+}
+"""What a user can do besides giving another path, by the system's error number."""
+
+
+def unwritable(key: str, path: str | Path, error: OSError, *, where: Path | None = None) -> BadInput:
+    """The refusal of a path of the user's that cannot be written. ``where``: the folder that refused, if it is another path."""
+    why = str(error.strerror or error).replace("File exists", "a part of its path is a file")
+    if (link := Path(path)).is_symlink() and not link.exists():
+        why = f"it is a link to {link.readlink()}, which is not there"
+    there = f"{where}: " if where is not None and where != Path(path) else ""
+    return bad_input(
+        key, str(path), f"cannot be written ({there}{why}); {WAYS_ON.get(error.errno or 0, '')}give another {key}"
+    )
 
 
 def save(path: str | Path, content: str | bytes) -> None:
@@ -17,8 +34,7 @@ def save(path: str | Path, content: str | bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_aside(path, content)
     except OSError as error:
-        why = "its folder is a file" if isinstance(error, FileExistsError) else error.strerror
-        raise bad_input("path", str(path), f"cannot be written ({why})") from error
+        raise unwritable("path", path, error) from error
 
 
 def write_aside(path: Path, content: str | bytes) -> None:

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from ahp.errors import bad_input
+from ahp.whole_files import unwritable
 
 
 def require_writable(path: str | Path, option: str = "-o") -> None:
@@ -22,4 +23,4 @@ def require_writable(path: str | Path, option: str = "-o") -> None:
         with tempfile.TemporaryFile(dir=folder, prefix=".ahp-"):
             pass
     except OSError as error:
-        raise bad_input(option, str(path), f"cannot be written: {folder}: {error.strerror}") from error
+        raise unwritable(option, path, error, where=folder) from error

@@ -171,5 +171,7 @@ def test_a_run_goes_on_without_the_logs_that_somebody_deleted(trainer: Trainer) 
 def test_a_link_to_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     """It was "File exists"."""
     (tmp_path / "link").symlink_to("gone")
-    with pytest.raises(BadInput, match=r"cannot be made \(it is a link to gone, which is not there\)"):
+    with pytest.raises(
+        BadInput, match=r"cannot be written \(it is a link to gone, which is not there\); give another run.folder"
+    ):
         RunFolder(tmp_path / "link").create()

@@ -26,6 +26,7 @@ from ahp.runtime.data.documents import Document, Template
 from ahp.runtime.data.text import TextSource, find
 from ahp.runtime.files import crc32
 from ahp.runtime.stoppable import stoppable
+from ahp.whole_files import unwritable
 from ahp.words import number_of
 
 if TYPE_CHECKING:
@@ -107,9 +108,7 @@ def prepare(
         entry.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=entry.name + ".tmp-", dir=entry.parent))
     except OSError as error:
-        raise BadInput(
-            f"AHP_CACHE = {str(cache_folder())!r}: cannot be written ({error.strerror}); set AHP_CACHE to a folder that can be written"
-        ) from None
+        raise unwritable("AHP_CACHE", cache_folder(), error) from None
     maker = _Maker(source, template_beside(tokenizer_file, key), say, progress or _no_progress)
     try:
         maker.write(aside, maker.tokenizer(vocab_size, masked, tokenizer_file))
@@ -117,9 +116,7 @@ def prepare(
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        way_on = "raise the limit of a file's size (ulimit -f)" if error.errno == errno.EFBIG else "make room there"
-        rule = f"{way_on}, or name another folder in AHP_CACHE"
-        raise BadInput(f"AHP_CACHE = {str(cache_folder())!r}: cannot be written ({error.strerror}); {rule}") from None
+        raise unwritable("AHP_CACHE", cache_folder(), error) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

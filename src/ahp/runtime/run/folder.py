@@ -33,6 +33,7 @@ from ahp.run_files import (
 )
 from ahp.runtime.files import crc32, flush, write_aside, write_over
 from ahp.runtime.ranks.environment import run_of_changing_nodes, starts_since_launch
+from ahp.whole_files import unwritable
 from ahp.words import seconds
 
 LET_GO_S = 15.0
@@ -121,9 +122,7 @@ class RunFolder:
         try:
             self.log_folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            lost = self.path.is_symlink() and not self.path.exists()
-            why = f"it is a link to {self.path.readlink()}, which is not there" if lost else error.strerror
-            raise BadInput(f"run.folder = {str(self.path)!r}: cannot be made ({why})") from None
+            raise unwritable("run.folder", self.path, error) from None
 
     @contextmanager
     def held(self, *, wait_s: float | None = None) -> Iterator[None]:
@@ -143,7 +142,7 @@ class RunFolder:
             with self._locked(".lock.workers", WORKERS_WRITE, wait_s):
                 pass
             if (fault := self.fault_of_writing()) is not None:
-                raise self._unwritable(fault)
+                raise unwritable("run.folder", self.path, fault)
             self.is_held = True
             try:
                 yield
@@ -172,7 +171,7 @@ class RunFolder:
             # Not in log/: a second start would hold another lock once that is deleted.
             lock = (self.path / name).open("w")
         except OSError as error:
-            raise self._unwritable(error) from None
+            raise unwritable("run.folder", self.path, error) from None
         with lock:
             try:
                 try:
@@ -190,13 +189,6 @@ class RunFolder:
             except OSError as error:
                 raise BadInput(f"run.folder = {str(self.path)!r}: cannot be locked ({error.strerror})") from None
             yield
-
-    def _unwritable(self, error: OSError) -> BadInput:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        way_on = "make room there, or give another one" if is_full else "give another one"
-        return BadInput(
-            f"run.folder = {str(self.path)!r}: cannot be written ({error.strerror}); {way_on} with --run.folder"
-        )
 
     # status.json
 
