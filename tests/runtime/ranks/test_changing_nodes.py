@@ -12,6 +12,7 @@ from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -27,8 +28,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.utils.store import barrier
 
 from ahp.errors import BadInput
-from ahp.runtime.ranks import changing_nodes, store_place
-from ahp.runtime.ranks.changing_nodes import ENDED, ChangingNodes, JobEnded, StoreLost
+from ahp.runtime.ranks import changing_nodes, shared_state, store_place
+from ahp.runtime.ranks.changing_nodes import ENDED, KEEP_ALIVE_S, MOST_MISSED, ChangingNodes, JobEnded, StoreLost
 from ahp.runtime.ranks.shared_state import CheckedState
 from ahp.runtime.ranks.store_place import Address, is_here
 from ahp.runtime.ranks.torch_compat import nodes_heard_of, rendezvous_names, stop_heartbeats
@@ -71,6 +72,43 @@ def test_the_state_of_a_meeting_is_read() -> None:
     found = backend.get_state()
     assert found is not None
     assert pickle.loads(found[0]).participants == {node: 0}
+
+
+def test_a_node_with_another_clock_is_there_while_its_heartbeats_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's handler drops a node whose last heartbeat is older than the limit, by the reader's own clock."""
+    state_class, node_class = rendezvous_names()
+    here, behind = node_class("here", 1, 0), node_class("behind", 2, 0)
+    hour, limit = timedelta(hours=1), timedelta(seconds=KEEP_ALIVE_S * MOST_MISSED)
+    store, passed_s = dist.HashStore(), [0.0]
+    monkeypatch.setattr(shared_state, "time", SimpleNamespace(monotonic=lambda: passed_s[0]))
+    reader, writer = CheckedState(store, "ahp", 2), CheckedState(store, "ahp", 2)
+
+    def beats() -> None:
+        state = state_class()
+        if (found := writer.get_state()) is not None:
+            state = pickle.loads(found[0])
+        state.last_heartbeats[behind] = datetime.now(UTC) - hour
+        assert writer.set_state(pickle.dumps(state), None if found is None else found[1])
+
+    def is_there() -> bool:
+        found = reader.get_state()
+        assert found is not None
+        state, token = pickle.loads(found[0]), found[1]
+        there = state.last_heartbeats[behind] >= datetime.now(UTC) - limit
+        state.last_heartbeats[here] = datetime.now(UTC)  # what it writes says nothing new of the other node
+        assert reader.set_state(pickle.dumps(state), token)
+        return there
+
+    for _ in range(3):
+        beats()
+        passed_s[0] += KEEP_ALIVE_S
+        assert is_there()
+    passed_s[0] += KEEP_ALIVE_S * MOST_MISSED - 2
+    assert is_there()
+    passed_s[0] += 3
+    assert not is_there(), "no heartbeat for longer than the limit"
+    beats()
+    assert is_there()
 
 
 @pytest.mark.parametrize("list_of", ["wait_list", "redundancy_list"])

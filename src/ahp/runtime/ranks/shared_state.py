@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import time
 from base64 import b64decode
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, timezone
 from io import BytesIO
 from typing import Any, TypeVar
@@ -21,21 +23,62 @@ JOIN_SOON_S = 1
 """How long a round waits, again and again, for nodes that are on a list to join it: torch's handlers look once a second."""
 
 
+@dataclass(frozen=True)
+class Heard:
+    """The last heartbeat of a node, as it is in the store and as torch's handler on this node gets it."""
+
+    told: datetime
+    """By the clock of that node."""
+    given: datetime
+    """By the clock of this one."""
+    at_s: float
+    """When this node first read it (``time.monotonic``)."""
+
+
 class CheckedState(C10dRendezvousBackend):
-    """A state whose pickle may name only the classes of such a state, and that begins no round without the nodes that wait for it."""
+    """A state whose pickle may name only the classes of such a state, and that begins no round without the nodes that wait for it.
+
+    torch compares a heartbeat, by the clock of the node that wrote it, with the clock of the node that reads it: of two nodes whose clocks
+    differ by more than a heartbeat may be late, each would be gone for the other. Here a reader gets the time at which it first read a heartbeat,
+    by its own clock, and the store keeps what the writer wrote.
+    """
 
     def __init__(self, store: dist.Store, run_id: str, most: int, look: Callable[[], None] = lambda: None) -> None:
         """``most``: how many nodes a round takes; ``look``: called before each use of the state, may raise."""
         super().__init__(store, run_id)
         self.most, self.look = most, look
+        self._heard: dict[Any, Heard] = {}
 
     def get_state(self) -> tuple[bytes, Token] | None:
         self.look()
-        return _checked(super().get_state())
+        return self._by_own_clock(_checked(super().get_state()))
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         self.look()
-        return _checked(super().set_state(self._with_those_that_wait(state, token), token))
+        told = self._as_told(self._with_those_that_wait(state, token))
+        return self._by_own_clock(_checked(super().set_state(told, token)))
+
+    def _by_own_clock(self, found: Found) -> Found:
+        """What was read, with heartbeats by this node's clock."""
+        if found is None:
+            return found
+        state, now, now_s = _loaded(found[0]), datetime.now(UTC), time.monotonic()
+        heard = {}
+        for node, told in state.last_heartbeats.items():
+            before = self._heard.get(node)
+            at_s = before.at_s if before is not None and before.told == told else now_s
+            heard[node] = Heard(told, now - timedelta(seconds=now_s - at_s), at_s)
+        self._heard = heard
+        state.last_heartbeats = {node: one.given for node, one in heard.items()}
+        return (pickle.dumps(state), *found[1:])  # type: ignore[return-value]
+
+    def _as_told(self, state: bytes) -> bytes:
+        """``state``, with the heartbeats that this node has only read as their nodes wrote them."""
+        after = _loaded(state)
+        for node, one in self._heard.items():
+            if after.last_heartbeats.get(node) == one.given:
+                after.last_heartbeats[node] = one.told
+        return pickle.dumps(after)
 
     def _with_those_that_wait(self, state: bytes, token: Token | None) -> bytes:
         """``state``, which would replace the one in ``token``; if that would begin a round without nodes that wait for a place, while there
