@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -87,3 +88,42 @@ def num_held(stages: list[Any]) -> int:
     ]
     buffers = [getattr(message, "buffer", None) for messages_of in each for message in messages_of]
     return sum(one is not None and one.device.type != "meta" for one in buffers)
+
+
+def test_the_last_stage_drops_its_logits_before_the_backward_pass(
+    pool: Pool, plain_run: Callable[..., dict[str, Any]]
+) -> None:
+    results = pool.run(train_and_look_for_logits, 2)
+    assert_same_curve(results[0], plain_run("llama", FEWER_STEPS))
+    assert results[0]["held"] == []
+    assert results[1]["held"] == [False] * len(results[1]["held"])
+    assert len(results[1]["held"]) >= FEWER_STEPS
+
+
+def train_and_look_for_logits(rank: int, world: int) -> dict[str, Any]:
+    """Runs in each worker; ``held``: of each backward pass of the last stage, whether the logits are still there when it begins."""
+    from ahp.runtime.parallel import parallelize
+    from ahp.runtime.pipeline import schedules
+
+    held: list[bool] = []
+    usual = schedules.forget_logits
+
+    def watched(stage: Any) -> None:
+        usual(stage)
+        forward, backward, logits = stage.forward_one_chunk, stage.backward_one_chunk, {}
+
+        def run_forward(micro_batch: int, *args: Any, **settings: Any) -> Any:
+            output = forward(micro_batch, *args, **settings)
+            logits[micro_batch] = weakref.ref(output)
+            return output
+
+        def run_backward(micro_batch: int, *args: Any, **settings: Any) -> Any:
+            held.append(logits[micro_batch]() is not None)
+            return backward(micro_batch, *args, **settings)
+
+        stage.forward_one_chunk, stage.backward_one_chunk = run_forward, run_backward
+
+    with mock.patch.object(schedules, "forget_logits", watched):
+        parallel = parallelize(BUILDERS["llama"](), {"job": JOB, "parallelism": LAYOUTS["1f1b"]})
+        results = [parallel.step(parallel.shard(batch(step))) for step in range(FEWER_STEPS)]
+    return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results], "held": held}

@@ -15,6 +15,7 @@ from ahp.runtime.limits import refuse_micro_batches
 from ahp.runtime.pipeline.borders import Border, Place, pieces
 from ahp.runtime.pipeline.cut import Stage
 from ahp.runtime.pipeline.torch_compat import (
+    forget_logits,
     give_peers,
     greet_others_alone,
     pipeline_of_steps,
@@ -208,6 +209,8 @@ class Pipeline:
             stage, index, self.num_stages, mesh.device, group=mesh.whole.get_group("pp"), **settings
         )  # the group is this rank alone if stages differ in width
         receive_in_turn(made)
+        if last:
+            forget_logits(made)
         if len(self.stages) > 1:
             greet_others_alone(made)
             reduce_beside(made, self.waits)

@@ -154,6 +154,22 @@ def receive_in_turn(stage: Any) -> None:
     stage.backward_one_chunk = reading(stage.backward_one_chunk, gradients)
 
 
+def forget_logits(stage: Any) -> None:
+    """Let the last of torch's PipelineStages drop its output once the loss is computed, which keeps what its gradient needs.
+
+    torch keeps the output until the backward pass, to detach it afterwards (2.13, ``backward_one_chunk``).
+    """
+    run = stage.forward_one_chunk
+
+    def forward(micro_batch: int, *args: Any, **settings: Any) -> Any:
+        output = run(micro_batch, *args, **settings)
+        _, inputs = stage.fwd_cache[micro_batch]
+        stage.fwd_cache[micro_batch] = ((), inputs)
+        return output
+
+    stage.forward_one_chunk = forward
+
+
 def reduce_units_at_once(stage: nn.Module) -> None:
     """Let a stage's units reduce at the same time; to be called before its first forward. Their buffers take the memory of the gradients.
 
