@@ -159,6 +159,8 @@ def _traits(
             gathers_inputs_again=False,  # autograd keeps what the product read
             copies=True,  # runtime/tensor/collectives.py joins and cuts parts along the sequence
             few_keys="whole",  # search/slicing/solve.py; runtime/tensor/rewrite.py takes the rank's head
+            # runtime/compute/loss.py: beside the exponentials, which become the gradient, lie the logits, and later the gradient in their type
+            loss_copies=1.0 if job.precision == "fp32" else 0.5,
         ),
         context=ContextTraits(
             ways=ways,

@@ -82,6 +82,7 @@ class TorchtitanEngine(Engine):
         def has(feature: str) -> bool:
             return releases.has(self.name, feature, choice.version)
 
+        fused_loss = bool(choice.compile) and has("compiled_loss")
         return Traits(
             states=StateTraits(
                 master_weight_bytes=state,
@@ -104,6 +105,8 @@ class TorchtitanEngine(Engine):
                 # distributed/compile.py, _maybe_enable_async_tp: inductor's pass over a compiled block; off by default
                 in_pieces=bool(choice.enable_async_tensor_parallel),
                 copies=True,  # torch 2.13 distributed/_functional_collectives.py: all_gather_single, reduce_scatter_single
+                # torch 2.13 distributed/tensor/parallel/loss.py, _nll_loss_and_log_softmax_backward: (grad_input + exp(x)) * grad_output
+                loss_copies=None if fused_loss else 3.0,
             ),
             pipeline=PipelineTraits(
                 receives="all",
@@ -121,7 +124,7 @@ class TorchtitanEngine(Engine):
             kernels=KernelTraits(
                 fusion="fused" if choice.compile else "modules",
                 fusion_at_the_ends="modules",  # 0.2.2, models/llama3/infra/parallelize.py: apply_compile takes only blocks
-                fused_loss=bool(choice.compile) and has("compiled_loss"),
+                fused_loss=fused_loss,
                 flash2_on=tuple(
                     generation
                     for generation, feature in (

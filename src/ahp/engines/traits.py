@@ -173,6 +173,9 @@ class TensorTraits(NamedTuple):
     few_keys: FewKeys = "refused"
     """What happens if there are fewer heads of keys and values than tensor-parallel ranks. whole: every rank computes all heads.
     gathered: the ranks share the products for queries, keys and values, gather the results, and take their heads."""
+    loss_copies: float | None = None
+    """Bytes that the loss of a split vocabulary needs at its peak besides what it keeps, over those of the rank's logits in fp32; None = as
+    many as the loss of one device."""
 
 
 class ContextTraits(NamedTuple):

@@ -10,7 +10,7 @@ from ahp.arrays import Floats
 from ahp.engines.fp8 import Kept
 from ahp.forecast.compute import core_attention
 from ahp.forecast.division import Division, is_weight_gradient
-from ahp.forecast.kernels import Kernels, owners
+from ahp.forecast.kernels import LOSS, Kernels, owners
 from ahp.forecast.selective import asked_for, kept_results, second_products
 from ahp.forecast.split import TensorSplit, is_mask
 from ahp.graph.operators import Operator, Segment
@@ -108,6 +108,14 @@ class ActivationLiveness:
         ).reshape(-1, 3)
         """[forward operators, 3] Bytes of what each makes on one device, whether the pass frees it, and its kind."""
         self._live = self._run(kernels, owner, saved, np.eye(len(kinds))[of] if of else np.zeros((0, 1)))
+        in_loss = [op for op in segment.operators if op.module == LOSS]
+        self._in_loss = {
+            phase: np.array([op.module == LOSS for op in segment.operators if op.phase == phase], dtype=bool)
+            for phase in self._live
+        }
+        self._splits_loss = any(op.index in split.divided for op in in_loss)
+        self._logits = max((sum(spec.bytes for spec in op.outputs) for op in in_loss), default=0)
+        """Bytes of the logits in fp32 on one device."""
 
     def _run(self, kernels: Kernels, owner: dict[int, int], saved: dict[int, float], kind: Floats) -> dict[str, Floats]:
         """[operators, C] Bytes while each operator runs, keyed by pass; ``kind``: [operators, C], 1 at the kind of each operator."""
@@ -131,15 +139,22 @@ class ActivationLiveness:
                 live = live - held.pop(made_by, 0.0) * kind[made_by]
         return {phase: np.array(rows).reshape(len(rows), kind.shape[1]) for phase, rows in found.items()}
 
-    def on(self, division: Division, *, keeps_gathered: bool = False) -> SegmentMemory:
-        """Memory of one rank. ``keeps_gathered``: what sequence parallelism gathers for column products is kept whole."""
+    def on(
+        self, division: Division, *, keeps_gathered: bool = False, loss_copies: float | None = None
+    ) -> SegmentMemory:
+        """Memory of one rank. ``keeps_gathered``: what sequence parallelism gathers for column products is kept whole. ``loss_copies``: see
+        ``TensorTraits``."""
         shares = np.array([division.output_share(op) for op in self._one_of], dtype=float)
         shares = shares if len(shares) else np.zeros(len(self._saved))
         output = self._segment.output.bytes * division.hidden_share if self._segment.output else 0
         gathered = division.gathered_bytes if keeps_gathered else 0.0
         kept = float(self._saved @ shares)
-        forward = float((self._live["forward"] @ shares).max(initial=0.0))
-        backward = float((self._live["backward"] @ shares + output).max(initial=0.0))
+        live = {phase: rows @ shares for phase, rows in self._live.items()}
+        if loss_copies is not None and division.tensor > 1 and self._splits_loss:
+            in_loss = kept + loss_copies * self._logits * division.row_share
+            live = {phase: np.where(self._in_loss[phase], in_loss, rows) for phase, rows in live.items()}
+        forward = float(live["forward"].max(initial=0.0))
+        backward = float((live["backward"] + output).max(initial=0.0))
         in_chains = float(self._in_chains @ shares)
         policies = [
             Policy(round(float(keeps @ shares)), round(float(again @ shares) + gathered))

@@ -186,7 +186,9 @@ class SegmentPricer:
             times = times.launching(*how.expert_operators)
         if how.one_graph:
             times = times.in_a_graph()
-        on = run.held.on(division, keeps_gathered=not how.tensor.gathers_inputs_again)
+        on = run.held.on(
+            division, keeps_gathered=not how.tensor.gathers_inputs_again, loss_copies=how.tensor.loss_copies
+        )
         weights = Held(
             tensors=tuple(held.values()),
             parameters=sum(held.values()),

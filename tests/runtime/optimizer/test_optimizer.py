@@ -20,6 +20,7 @@ from ahp.runtime.optimizer import muon
 from ahp.runtime.optimizer.learning_rate import learning_rate
 from ahp.runtime.shard.parameter_layout import part_of, put_part
 from tests.marks import cases
+from tests.runtime.allocated import most_allocated_bytes
 from tests.runtime.models import JOB, MODELS, OPTIMIZER, VOCABULARY, batch
 from tests.runtime.test_equality import assert_same_curve, world_size
 from tests.runtime.weights.test_checkpoint import PLANS
@@ -227,17 +228,12 @@ def held(rank: int, world: int, layout: dict[str, Any]) -> int:
 
 
 def most_held(optimizer: Any) -> int:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen, torch.no_grad():
+    @torch.no_grad()
+    def orthogonalize() -> None:
         for _ in optimizer.muon.orthogonalized(lambda name: optimizer.momentum[name].clone()):
             pass
-    now = most = 0
-    for event in seen.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
+
+    return most_allocated_bytes(orthogonalize)
 
 
 @pytest.mark.parametrize("axis", ["data_parallel_shard_degree", "data_parallel_replicate_degree"])

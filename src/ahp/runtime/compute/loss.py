@@ -143,6 +143,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         exponentials, total, column, here, scored = ctx.saved_tensors
         gradient = gradients[0]
-        grad = exponentials * (scored * gradient / total).unsqueeze(-1)
+        # In place, because the whole size counts at the peak; autograd refuses a second backward pass of the same loss.
+        grad = exponentials.mul_((scored * gradient / total).unsqueeze(-1))
         grad.scatter_add_(-1, column.unsqueeze(-1), -(here * gradient).unsqueeze(-1))
         return grad, None, None
