@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,6 +43,29 @@ def test_what_is_near_is_legal(asked: Problem, data: st.DataObject) -> None:
     assert len(near) == len(set(near))
     assert set(near) <= set(legal)
     assert shape_of(shape.layout()) == shape
+
+
+def test_a_shape_without_a_pipeline_is_near_pipelines_of_its_schedule() -> None:
+    space = MixedSpace(mixed(cluster_of((H100, 1, 8), (A100, 1, 8)), batch=48))
+    alone = Shape(Alike(1, False, 1, 1, 1, 2, 1, "none"), 1, 8, "1F1B")
+    assert {shape.schedule for shape in NearbyShapes(space).of(alone) if shape.pipeline > 1} == {"1F1B"}
+
+
+def test_the_search_goes_on_from_shapes_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the two nearest does: before, the search for neighbors ended there."""
+    asked = mixed(cluster_of((H100, 1, 8), (A100, 1, 8)), batch=48)
+    finder = Finder(asked, MixedSpace(asked), Budget(near=6, several=0), float("inf"))
+    looked: list[Shape] = []
+
+    def none_fits(shape: Shape) -> float:
+        finder._seen.add(shape)
+        looked.append(shape)
+        return float("inf")
+
+    monkeypatch.setattr(finder, "_look_at", none_fits)
+    monkeypatch.setattr(finder._near, "of", lambda shape: [replace(shape, pipeline=shape.pipeline + 1)])
+    finder._look_nearby([SEED])
+    assert [shape.pipeline for shape in looked] == [3, 4, 5, 6, 7, 8]
 
 
 @pytest.mark.slow

@@ -382,8 +382,7 @@ class Finder:
                 before_s, left = self.best_s, left - 1
                 takes_s = self._look_at(shape)
                 left = self.budget.near if self.best_s < before_s else left
-                if takes_s < float("inf"):
-                    heapq.heappush(heap, (takes_s, next(number), shape))
+                heapq.heappush(heap, (takes_s, next(number), shape))  # one that does not fit can be near one that does
         if self.budget.near:
             for layout, _ in self._fastest(self.budget.several):
                 shape = replace(shape_of(layout), schedule=SEVERAL)

@@ -88,7 +88,7 @@ class NearbyShapes:
             keys["method"] = keys["method"] if keys["method"] in methods else methods[0]
         if "pipeline" in changed:
             schedules = self._space.schedules(max(keys["pipeline"], 1))  # none where the model cannot be cut
-            stays = not schedules or (shape.pipeline > 1 and shape.schedule in schedules)
+            stays = not schedules or shape.schedule in schedules
             keys["schedule"] = shape.schedule if stays else schedules[-1]
         of_shape = {key: keys.pop(key) for key in ("pipeline", "replicas", "schedule")}
         return replace(shape, alike=Alike(**keys), **of_shape)
