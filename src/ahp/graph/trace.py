@@ -88,7 +88,7 @@ def _analyzed(model: Any, contract: Job, micro_batch_size: int, attention: str) 
     tracer = _Tracer(module, model, contract, attention)
     graph = tracer.grown(micro_batch_size, tracer.documents)
     _warn_of_hidden_states(graph)
-    _warn_of_other_senses(graph.name, module if (config := load_config(model)) is None else config)
+    _warn_of_images_and_sound(graph.name, module if (config := load_config(model)) is None else config)
     warn_of_mixed(tracer.subjects(tracer.documents), contract.sequence_length)
     # The kernels that go by lengths compute in 16 bits.
     if tracer.documents is None or attention != "flash" or contract.precision == "fp32":
@@ -112,7 +112,7 @@ NOT_TEXT = ("vision", "image", "audio", "vq_")
 """Parts of the names of sub-configs of what reads or makes something else than text (transformers, ``PretrainedConfig.sub_configs``)."""
 
 
-def _warn_of_other_senses(name: str, described: Any) -> None:
+def _warn_of_images_and_sound(name: str, described: Any) -> None:
     """Warn that a model of images or sound is given text alone. ``described``: its config, or a module that has one."""
     config = getattr(described, "config", described)
     parts = [
