@@ -371,18 +371,22 @@ class Finder:
         return sorted(self.outcome.fitting, key=lambda pair: pair[1].step_time_s)[:count]
 
     def _look_nearby(self, seeds: Iterable[Shape]) -> None:
-        """Look at pipelines near some shapes and near those found, the fastest first, until ``near`` in a row were no faster. Then try the
-        fastest with several stages per rank."""
-        left, number = self.budget.near, count()
+        """Look at pipelines near some shapes and near those found, the fastest first, until ``near`` in a row were no faster; near those that do
+        not fit while none fits. Then try the fastest with several stages per rank."""
+        left, number, any_fits = self.budget.near, count(), False
         heap = [(0.0, next(number), shape) for shape in dict.fromkeys(seeds)]
         while heap and left:
-            for shape in self._near.of(heapq.heappop(heap)[2]):
+            takes_s, _, near = heapq.heappop(heap)
+            if takes_s == float("inf") and any_fits:
+                break
+            for shape in self._near.of(near):
                 if shape.pipeline == 1 or shape in self._seen or not left:
                     continue
                 before_s, left = self.best_s, left - 1
                 takes_s = self._look_at(shape)
                 left = self.budget.near if self.best_s < before_s else left
-                heapq.heappush(heap, (takes_s, next(number), shape))  # one that does not fit can be near one that does
+                any_fits |= takes_s < float("inf")
+                heapq.heappush(heap, (takes_s, next(number), shape))
         if self.budget.near:
             for layout, _ in self._fastest(self.budget.several):
                 shape = replace(shape_of(layout), schedule=SEVERAL)

@@ -44,7 +44,7 @@ MOST_STAGES = 4
 """The most stages of a group in each replica: many narrow stages wait longer than a few wide ones."""
 MOST_WAYS = 3
 """The most ways to share sequences that are tried: not sharing them, and the ways of the fastest layouts with cells alike."""
-PRICED, IMPROVED, MOVES = 64, 8, 12
+PRICED, IMPROVED, MOVES = 64, 4, 12
 """The most promising layouts that are priced, how many of the fastest are improved, and the most layers moved. [Empirical] On three types of
 devices x 256 the fastest order of their own actions belongs to one of the last that are priced."""
 
