@@ -63,7 +63,7 @@ def test_devices_and_sequences_together_where_neither_is_enough() -> None:
     lines = told(asked("llama3-8b", job=JOB.model_copy(update={"sequence_length": 16384})))
     assert len(lines) == 1
     assert lines[0].startswith(
-        "would fit: 8 devices instead of 1 and job.sequence_length 8192 instead of 16384 (dp1x1 "
+        "would fit: 8 devices instead of 1 and job.sequence_length 8192 instead of 16384 (dp1x2 "
     )
 
 
