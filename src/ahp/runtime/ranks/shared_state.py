@@ -24,12 +24,12 @@ JOIN_SOON_S = 1
 
 
 @dataclass(frozen=True)
-class Heard:
+class Heartbeat:
     """The last heartbeat of a node, as it is in the store and as torch's handler on this node gets it."""
 
-    told: datetime
+    written: datetime
     """By the clock of that node."""
-    given: datetime
+    read_as: datetime
     """By the clock of this one."""
     at_s: float
     """When this node first read it (``time.monotonic``)."""
@@ -47,7 +47,7 @@ class CheckedState(C10dRendezvousBackend):
         """``most``: how many nodes a round takes; ``look``: called before each use of the state, may raise."""
         super().__init__(store, run_id)
         self.most, self.look = most, look
-        self._heard: dict[Any, Heard] = {}
+        self._heartbeats: dict[Any, Heartbeat] = {}
 
     def get_state(self) -> tuple[bytes, Token] | None:
         self.look()
@@ -55,29 +55,29 @@ class CheckedState(C10dRendezvousBackend):
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         self.look()
-        told = self._as_told(self._with_those_that_wait(state, token))
-        return self._by_own_clock(_checked(super().set_state(told, token)))
+        written = self._as_written(self._with_those_that_wait(state, token))
+        return self._by_own_clock(_checked(super().set_state(written, token)))
 
     def _by_own_clock(self, found: Found) -> Found:
         """What was read, with heartbeats by this node's clock."""
         if found is None:
             return found
         state, now, now_s = _loaded(found[0]), datetime.now(UTC), time.monotonic()
-        heard = {}
-        for node, told in state.last_heartbeats.items():
-            before = self._heard.get(node)
-            at_s = before.at_s if before is not None and before.told == told else now_s
-            heard[node] = Heard(told, now - timedelta(seconds=now_s - at_s), at_s)
-        self._heard = heard
-        state.last_heartbeats = {node: one.given for node, one in heard.items()}
+        heartbeats = {}
+        for node, written in state.last_heartbeats.items():
+            before = self._heartbeats.get(node)
+            at_s = before.at_s if before is not None and before.written == written else now_s
+            heartbeats[node] = Heartbeat(written, now - timedelta(seconds=now_s - at_s), at_s)
+        self._heartbeats = heartbeats
+        state.last_heartbeats = {node: one.read_as for node, one in heartbeats.items()}
         return (pickle.dumps(state), *found[1:])  # type: ignore[return-value]
 
-    def _as_told(self, state: bytes) -> bytes:
+    def _as_written(self, state: bytes) -> bytes:
         """``state``, with the heartbeats that this node has only read as their nodes wrote them."""
         after = _loaded(state)
-        for node, one in self._heard.items():
-            if after.last_heartbeats.get(node) == one.given:
-                after.last_heartbeats[node] = one.told
+        for node, one in self._heartbeats.items():
+            if after.last_heartbeats.get(node) == one.read_as:
+                after.last_heartbeats[node] = one.written
         return pickle.dumps(after)
 
     def _with_those_that_wait(self, state: bytes, token: Token | None) -> bytes:

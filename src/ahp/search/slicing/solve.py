@@ -215,7 +215,7 @@ class _States:
         self.live = list(task.boundary)
         """The tensors that are still to be read: every state has the same."""
         self._numbers: dict[tuple[Placement, frozenset[Step]], int] = {}
-        self._told: list[tuple[Placement, frozenset[Step]]] = []
+        self._of_number: list[tuple[Placement, frozenset[Step]]] = []
         """Where a tensor can lie and what is paid for, by number."""
         lies = [self._number(place, frozenset()) for place in task.boundary.values()]
         self.lies = np.array([lies], dtype=np.int64)
@@ -226,9 +226,9 @@ class _States:
         """For every call the state before it, and the strategy, of each state after it."""
 
     def _number(self, place: Placement, paid: frozenset[Step]) -> int:
-        number = self._numbers.setdefault((place, paid), len(self._told))
-        if number == len(self._told):
-            self._told.append((place, paid))
+        number = self._numbers.setdefault((place, paid), len(self._of_number))
+        if number == len(self._of_number):
+            self._of_number.append((place, paid))
         return number
 
     def run(self, node: Node, options: list[Strategy], dead: set[Node]) -> None:
@@ -260,7 +260,7 @@ class _States:
 
     def _seen(self, columns: list[int], row: int) -> _State:
         """What a state has of some of its tensors, at no cost so far."""
-        at = {self.live[column]: self._told[self.lies[row, column]] for column in columns}
+        at = {self.live[column]: self._of_number[self.lies[row, column]] for column in columns}
         paid = frozenset((source, step) for source, (_, steps) in at.items() for step in steps)
         return _State((0, 0, 0, 0), {source: place for source, (place, _) in at.items()}, paid)
 
