@@ -249,7 +249,7 @@ HELP: dict[str, str] = {
     "job.sequence_length": "tokens of one sequence",
     "job.global_batch_size": "sequences of one optimizer step, over all devices",
     "job.steps": "optimizer steps of the whole job",
-    "job.precision": "precision of computation: fp32, bf16, fp16, fp8",
+    "job.precision": "precision of computation: fp32, bf16, fp16, fp8; ahp train and ahp plan choose one if none is given",
     "job.dtype": "type of weights, gradients and optimizer states: fp32, or bf16 for half the memory; small updates are lost (docs/training.md)",
     "job.optimizer.name": "adamw, adamw8bit (its moments in 8 bits, by torchao), or muon for the matrices of the blocks and adamw for the rest",
     "job.optimizer.learning_rate": "highest rate, reached after the warm-up",

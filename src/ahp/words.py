@@ -86,6 +86,11 @@ def gib(count_bytes: float) -> str:
     return f"{count_bytes / GIB:.1f} GiB" if abs(count_bytes) >= 0.1 * GIB else f"{count_bytes / 2**20:.0f} MiB"
 
 
+def flops_per_s(rate: float) -> str:
+    """FLOP/s as TFLOP/s, or as GFLOP/s when they are few."""
+    return f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.1f} GFLOP/s"
+
+
 def of_gib(used_bytes: float, capacity_bytes: float) -> str:
     """``61.3 of 80.0 GiB``."""
     digits = 1 if capacity_bytes >= 10 * GIB else 2

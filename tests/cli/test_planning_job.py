@@ -18,6 +18,13 @@ from ahp.plan import EngineChoice
 H100 = Cluster.parse("8x8xH100-SXM-80GB")
 
 
+def cores(**bf16: float) -> Cluster:
+    """Two processor cores that were measured to compute fp32 at 200 GFLOP/s."""
+    (group,) = Cluster.parse("2xcpu").groups
+    device = group.device.model_copy(update={"peak_flops_per_s": {"fp32": 2e11, **bf16}})
+    return Cluster(groups=(group.model_copy(update={"device": device}),))
+
+
 def test_a_file_then_overrides(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("sequence_length: 512\nsteps: 7\noptimizer: adamw\n")
@@ -89,15 +96,15 @@ def mixed(*devices: str) -> Cluster:
         (Cluster.parse("8xV100-SXM-32GB"), "megatron", "fp16", "V100-SXM-32GB computes no bf16; the loss is scaled"),
         (Cluster.parse("8xT4"), "torchtitan", "fp32", "T4-16GB computes no bf16, and not every device has fp16 under"),
         (mixed("H100-SXM-80GB", "T4-16GB"), "ahp", "fp16", "T4-16GB computes no bf16"),
-        (Cluster.parse("2xcpu"), "ahp", "", ""),
+        (cores(bf16=4e11), "ahp", "bf16", ""),
+        (cores(), "ahp", "fp32", "cpu has no units for bf16 (fp32 200.0 GFLOP/s)"),
+        (cores(bf16=1e11), "ahp", "fp32", "cpu has no units for bf16 (fp32 200.0 GFLOP/s, bf16 100.0 GFLOP/s)"),
     ],
 )
 def test_the_precision_is_the_fastest_that_trains_well(
     cluster: Cluster, engine: str, precision: str, reason: str
 ) -> None:
     chosen, why = precision_for(cluster, EngineChoice.model_validate({"name": engine}))
-    if not precision:  # as its processor has it, and never fp16
-        precision = "bf16" if "bf16" in cluster.groups[0].device.peak_flops_per_s else "fp32"
     assert chosen == precision
     assert why.startswith(reason) if reason else not why
     bf16_alone = len({"bf16" in group.device.peak_flops_per_s for group in cluster.groups}) > 1

@@ -7,6 +7,7 @@ import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from ahp.cli import generate as generate_command
 from ahp.cli import main, train_plan
 from ahp.cli import train as train_command
 from ahp.cli.overrides import split_overrides
+from ahp.cluster import local
 from ahp.config import Config, Constraints
 from ahp.errors import BadInput, HardwareMismatch
 from ahp.job import Job
@@ -325,6 +327,30 @@ def test_plan_of_an_earlier_start_is_used_only_for_the_same_wish(tmp_path: Path)
     assert train_plan.earlier(other, folder, None) is None
     compiled = config.model_copy(update={"engine": EngineChoice(compile=True)})
     assert train_plan.earlier(compiled, folder, None) is None
+
+
+@pytest.mark.parametrize(("flags", "chosen"), [({"avx2", "fma"}, "fp32"), ({"avx2", "fma", "avx512_bf16"}, "bf16")])
+def test_a_precision_that_is_not_given_is_one_that_the_cores_compute_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: set[str], chosen: str
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    monkeypatch.setattr(local, "gpus", list)
+    monkeypatch.setattr(local.sense, "cpu_flags", lambda: flags)
+    assert train_plan.with_precision(Config(), folder).job.precision == chosen
+    assert ("job.precision fp32, as none is given: cpu has no units" in capsys.readouterr().err) == (chosen == "fp32")
+    given = Config(job=Job(precision="bf16"))
+    assert train_plan.with_precision(given, folder) == given
+    in_bf16 = Config(job=Job(dtype="bf16"))
+    assert train_plan.with_precision(in_bf16, folder) == in_bf16
+    # A run goes on in the precision that it has, on whatever cores.
+    saved = SimpleNamespace(meta=lambda: {"job": {"precision": "fp16"}})
+    monkeypatch.setattr(RunFolder, "checkpoints", lambda self: [saved])
+    assert train_plan.with_precision(Config(), folder).job.precision == "fp16"
+
+
+def test_a_precision_that_is_not_given_is_one_that_the_named_gpus_compute(tmp_path: Path) -> None:
+    config = Config(cluster="8xT4")
+    assert train_plan.with_precision(config, RunFolder(tmp_path / "run")).job.precision == "fp16"
 
 
 def test_plan_of_a_start_with_an_earlier_version_is_used(tmp_path: Path) -> None:

@@ -4,14 +4,14 @@ import dataclasses
 import json
 import time
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from ahp.cluster import measure, team
 from ahp.cluster.gpus import Gpu
-from ahp.cluster.model import Cluster, CollectiveSample, Host, MatmulSample, Measurements, MemorySample
+from ahp.cluster.model import Cluster, CollectiveSample, Host, MatmulSample, Measurements, MemorySample, ProductPhase
 from ahp.cluster.tasks import COLLECTIVES, Task, tasks, worker_counts
 from ahp.errors import AhpError, BadInput
 
@@ -46,8 +46,16 @@ def test_tasks(workers: int, quick: bool, on_cuda: bool) -> None:
             assert task.bytes % (4 * task.workers) == 0
             assert task.kind != "send_recv" or task.workers % 2 == 0
     for dtype in ("fp32", "bf16"):
-        work = [t.m * t.n * t.k for t in found if t.kind == "matmul" and t.dtype == dtype and t.workers == workers]
-        assert work == sorted(work)
+        products = [t for t in found if t.kind == "matmul" and t.dtype == dtype and t.workers == workers]
+        forward, *gradients = ([t for t in products if t.phase == phase] for phase in get_args(ProductPhase))
+        for of_phase in (forward, *gradients):
+            work = [t.m * t.n * t.k for t in of_phase]
+            assert work == sorted(work)
+        shapes = {tuple(sorted((t.m, t.n, t.k))) for t in forward}
+        of_x, of_w = ({tuple(sorted((t.m, t.n, t.k))) for t in of_phase} for of_phase in gradients)
+        assert of_x == of_w
+        assert of_x <= shapes
+        assert bool(of_x) != on_cuda
     assert (any(t.dtype == "fp16" for t in found)) == on_cuda
 
 
@@ -229,6 +237,7 @@ def test_real_quick_probe_of_two_workers(tmp_path: Any, monkeypatch: pytest.Monk
     assert group.devices_per_node == 2
     assert {s.dtype for s in measured.matmul} == {"fp32", "bf16"}
     assert {s.workers for s in measured.matmul} == {1, 2}
+    assert {(s.phase, s.dtype) for s in measured.matmul} >= {(phase, "fp32") for phase in get_args(ProductPhase)}
     assert [s.workers for s in measured.memory] == [1, 2]
     assert {(s.phase, s.dtype, s.workers) for s in measured.attention} == {
         (phase, dtype, w) for phase in ("forward", "backward") for dtype in ("fp32", "bf16") for w in (1, 2)

@@ -1,13 +1,21 @@
 """Times of operators: closed forms, measured tables, and what division and fusion change."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from ahp.cluster.model import AttentionSample, Cluster, ElementWiseSample, MatmulSample, Measurements, MemorySample
+from ahp.cluster.model import (
+    AttentionSample,
+    Cluster,
+    ElementWiseSample,
+    MatmulSample,
+    Measurements,
+    MemorySample,
+    ProductPhase,
+)
 from ahp.forecast.compute import BACKWARD_LAUNCHES, Launched, is_causal, operator_s, reads_mask
-from ahp.forecast.division import Division
+from ahp.forecast.division import Division, product_phase
 from ahp.forecast.efficiency import CPU_ATTENTION, Rates
 from ahp.forecast.kernels import Kernels, kernels
 from ahp.forecast.segment import recomputed
@@ -41,6 +49,30 @@ def test_measured_products_come_back_as_measured():
         assert rates.bytes_per_s == (9e9 if workers == 1 else 3e9)
     between = Rates(DEVICE, SAMPLES, 1).matmul_s(1, 200, 200, 200, "fp32")
     assert 2 * 200**3 / 8e9 < between < 2 * 200**3 / 1e9
+
+
+def test_gradients_come_back_as_measured_and_else_as_forward_products():
+    shape = (256, 128, 512)
+    slow = MatmulSample(phase="input_gradient", m=256, n=128, k=512, dtype="fp32", workers=1, seconds=1.0)
+    rates = Rates(DEVICE, SAMPLES.model_copy(update={"matmul": (*SAMPLES.matmul, slow)}), 1)
+    forward_s = rates.matmul_s(1, *shape, "fp32")
+    assert rates.matmul_s(1, *shape, "fp32", phase="input_gradient") == pytest.approx(1.0)
+    assert rates.matmul_s(1, *shape, "fp32", phase="weight_gradient") == forward_s < 1.0
+    assert rates.matmul_s(1, *shape, "bf16", phase="input_gradient") == rates.matmul_s(1, *shape, "bf16")
+
+
+def test_no_product_is_faster_than_the_fastest_of_any_phase():
+    fast = MatmulSample(phase="weight_gradient", m=8, n=8, k=8, dtype="fp32", workers=1, seconds=2 * 8**3 / 9e10)
+    rates = Rates(DEVICE, SAMPLES.model_copy(update={"matmul": (*SAMPLES.matmul, fast)}), 1)
+    assert rates.fastest("fp32", attention=False) == pytest.approx(9e10)
+
+
+def test_each_product_of_a_block_has_its_phase():
+    block = analyze("tiny", Job(precision="fp32")).blocks[0]
+    products = [op for op in block.operators if op.flops and "attention" not in op.name]
+    phases = {phase: [op for op in products if product_phase(op) == phase] for phase in get_args(ProductPhase)}
+    assert len(phases["forward"]) == len(phases["input_gradient"]) == len(phases["weight_gradient"]) == 7
+    assert all(op.phase == "forward" for op in phases["forward"])
 
 
 def whole(segment, degree=1):

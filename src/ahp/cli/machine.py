@@ -19,7 +19,7 @@ from ahp.errors import BadInput
 from ahp.runtime.run.progress import say
 from ahp.whole_files import write_aside
 
-FORMAT = 2
+FORMAT = 3
 """Counted up when a probe measures something else, or in another way: older measurements are then never found."""
 CHECKSUM = b"# crc32 of what follows: "
 """Begins the first line of a measurement, in which a flipped bit would be another speed, and another plan."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ahp.cluster.model import Cluster
+from ahp.cluster.model import Cluster, Device
 from ahp.config import Config, read_yaml, set_dotted
 from ahp.engines.registry import get
 from ahp.errors import bad_input
 from ahp.forecast.efficiency import is_cpu
 from ahp.job import Job, Precision
 from ahp.plan import EngineChoice, Parallelism, Plan, validated
+from ahp.words import flops_per_s
 
 LONGEST_DEFAULT_SEQUENCE = 8192
 """Tokens; the pre-training context of Llama 3 (arXiv 2407.21783, section 3.4.1)."""
@@ -82,11 +83,17 @@ def with_batch(job: Job, given: dict[str, Any], model: Any, num_parameters: int,
     return job.model_copy(update={"global_batch_size": sequences})
 
 
+def _fast_in_bf16(device: Device) -> bool:
+    peaks = device.peak_flops_per_s
+    return "bf16" in peaks and peaks["bf16"] >= peaks.get("fp32", 0.0)
+
+
 def precision_for(cluster: Cluster, engine: EngineChoice) -> tuple[Precision, str]:
     """The fastest precision that trains well on every device and that the engine computes in, and why if it is not bf16.
 
     bf16 has the range of fp32 and needs nothing else; fp16 has a smaller range, so the loss is scaled
-    (torch.amp.GradScaler; Micikevicius et al., arXiv 1710.03740). On a CPU fp16 is no faster.
+    (torch.amp.GradScaler; Micikevicius et al., arXiv 1710.03740). On a CPU fp16 is no faster, and bf16 is slower than fp32 where the cores have
+    no instructions for it.
     """
     devices = [group.device for group in cluster.groups]
 
@@ -94,12 +101,16 @@ def precision_for(cluster: Cluster, engine: EngineChoice) -> tuple[Precision, st
         can = all(precision in device.peak_flops_per_s for device in devices)
         return can and not get(engine.name).refuses(Job(precision=precision), Parallelism(), engine)
 
-    if runs("bf16"):
+    without = [device for device in devices if not _fast_in_bf16(device)]
+    if runs("bf16") and not without:
         return "bf16", ""
-    if any(is_cpu(device) for device in devices):
-        return "fp32", ""
-    without = [device.name for device in devices if "bf16" not in device.peak_flops_per_s]
-    reason = f"{' and '.join(without)} computes no bf16" if without else f"{engine.name} does not support bf16"
+    names = " and ".join(device.name for device in without)
+    if (cpu := next(filter(is_cpu, without), None)) is not None:
+        peaks = ", ".join(f"{name} {flops_per_s(peak)}" for name, peak in cpu.peak_flops_per_s.items())
+        return "fp32", f"{names} has no units for bf16 ({peaks})"
+    if any(map(is_cpu, devices)):
+        return "fp32", f"{engine.name} does not support bf16"
+    reason = f"{names} computes no bf16" if without else f"{engine.name} does not support bf16"
     if runs("fp16"):
         else_ = "fp32 needs no scale"
         if 0 < len(without) < len(devices):

@@ -19,7 +19,7 @@ from ahp.cli.writable import require_writable
 from ahp.cluster.catalogue import CPU
 from ahp.cluster.model import Cluster, Device, Measurements, NodeGroup
 from ahp.optional import Flag, OptionalFigure, OptionalNumber, OptionalText
-from ahp.words import gib
+from ahp.words import flops_per_s, gib
 
 
 @dataclass
@@ -100,7 +100,7 @@ def machine(group: NodeGroup) -> list[str]:
         disk.append(f"writes {host.storage_write_bytes_per_s / 1e6:.0f} MB/s")
     if host.storage_read_bytes_per_s is not None:
         disk.append(f"reads {host.storage_read_bytes_per_s / 1e6:.0f} MB/s")
-    peaks = ", ".join(f"{name} {_flops(peak)}" for name, peak in device.peak_flops_per_s.items())
+    peaks = ", ".join(f"{name} {flops_per_s(peak)}" for name, peak in device.peak_flops_per_s.items())
     memory = f", {gib(host.memory_bytes)}" if host.memory_bytes is not None else ""
     granted = f", {host.processors:g} of their time" if host.processors is not None else ""
     return [
@@ -127,7 +127,7 @@ def _products(measured: Measurements) -> list[str]:
         cells = []
         for count in counts:
             samples = [s for s in measured.matmul if s.dtype == dtype and s.workers == count]
-            cells.append(_flops(max(2.0 * s.m * s.n * s.k / s.seconds for s in samples)) if samples else "-")
+            cells.append(flops_per_s(max(2.0 * s.m * s.n * s.k / s.seconds for s in samples)) if samples else "-")
         found.append(f"{'best product, ' + dtype:<34}" + "".join(f"{cell:>16}" for cell in cells))
     return found
 
@@ -149,10 +149,6 @@ def _collectives(measured: Measurements) -> list[str]:
         times = {sample.bytes: f"{sample.seconds * 1e3:.2f} ms" for sample in samples if sample.kind == kind}
         found.append(f"{kind:<34}" + "".join(f"{times.get(size, '-'):>10}" for size in sizes))
     return found
-
-
-def _flops(rate: float) -> str:
-    return f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.1f} GFLOP/s"
 
 
 def _size(size_bytes: int) -> str:

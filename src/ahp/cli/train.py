@@ -244,7 +244,7 @@ def make_plan(request: Request, arguments: Arguments, folder: RunFolder, workers
         from ahp.runtime.run.stored_checkpoints import StoredCheckpoints
 
         StoredCheckpoints(CheckpointStore.open(request.run.checkpoint_store), folder, request.run.keep).fetch()
-    config = request.config
+    config = None if request.config is None else train_plan.with_precision(request.config, folder)
     wanted = request.plan or train_plan.without_layout(config or Config())
     if request.run.profile is not None:
         request.run.profile.check(wanted.job.steps)

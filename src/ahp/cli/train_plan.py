@@ -6,6 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
+from ahp.cli.planning_job import precision_for
 from ahp.cluster import catalogue
 from ahp.cluster.model import Cluster
 from ahp.cluster.most_workers import refuse_workers
@@ -41,6 +42,24 @@ def earlier(config: Config, folder: RunFolder, workers: int | None) -> Plan | No
     most = config.run.elastic.max_workers
     there = workers in (None, plan.parallelism.world_size) and plan.parallelism.world_size <= (most or math.inf)
     return plan if same and there else None
+
+
+def with_precision(config: Config, folder: RunFolder) -> Config:
+    """The config with a precision where the user gives none: that of the run in the folder, else the fastest that trains well here."""
+    if "precision" in config.job.model_fields_set:
+        return config
+    if saved := folder.checkpoints():
+        chosen, reason = saved[-1].meta()["job"]["precision"], ""
+    elif config.job.dtype == "bf16":
+        return config  # such weights compute in no other type
+    else:
+        try:
+            chosen, reason = precision_for(Cluster.resolve(config.cluster), config.engine)
+        except BadInput:  # the cluster is refused later, or GPUs are not in the catalogue until they are measured
+            return config
+    if reason:
+        say(f"job.precision {chosen}, as none is given: {reason}")
+    return config.model_copy(update={"job": config.job.model_copy(update={"precision": chosen})})
 
 
 def without_layout(config: Config) -> Plan:
@@ -139,7 +158,7 @@ def for_other_workers(config: Config | None, folder: RunFolder, workers: int, *,
         raise HardwareMismatch(
             f"cluster names its devices, and {number_of(workers, 'worker')} {'is' if workers == 1 else 'are'} left; with cluster: local it is planned again"
         )
-    plan = search(config, folder, workers, top=top, quiet=quiet)
+    plan = search(with_precision(config, folder), folder, workers, top=top, quiet=quiet)
     # The next start by hand counts the devices again, and must not reuse a plan for those that were left.
     folder.config_file.unlink(missing_ok=True)
     return plan

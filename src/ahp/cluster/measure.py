@@ -215,7 +215,7 @@ def _tables(plan: list[Task], values: list[float | None]) -> Measurements:
     known = [(task, value) for task, value in zip(plan, values, strict=True) if value is not None]
     return Measurements(
         matmul=tuple(
-            MatmulSample(m=t.m, n=t.n, k=t.k, dtype=t.dtype, workers=t.workers, seconds=value)
+            MatmulSample(phase=t.phase, m=t.m, n=t.n, k=t.k, dtype=t.dtype, workers=t.workers, seconds=value)
             for t, value in known
             if t.kind == "matmul"
         ),

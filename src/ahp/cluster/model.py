@@ -67,9 +67,14 @@ class Link(Record):
     source: str = ""
 
 
+ProductPhase = Literal["forward", "input_gradient", "weight_gradient"]
+"""How the operands of a product (m, k) x (k, n) lie in memory: k is the last dim of both (forward), of the first, or of neither."""
+
+
 class MatmulSample(Record):
     """A measured matrix product (m, k) x (k, n)."""
 
+    phase: ProductPhase = "forward"
     m: Count
     n: Count
     k: Count

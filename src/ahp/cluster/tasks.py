@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ahp.cluster.model import ProductPhase
+
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 
 # (m, n, k): m tokens through a weight (n, k). Sizes from small blocks to a vocabulary head.
@@ -36,6 +38,18 @@ CPU_WEIGHTS = (
     (8192, 1024),
 )
 CPU_TOKENS = (64, 256, 1024, 4096)
+# (m, n, k) of the forward products whose gradients are measured.
+CPU_QUICK_GRADIENTS = ((256, 128, 128), (1024, 256, 256), (1024, 1024, 256), (1024, 8192, 256))
+CPU_GRADIENTS = (
+    *CPU_QUICK_GRADIENTS,
+    (64, 64, 64),
+    (256, 1024, 256),
+    (1024, 128, 128),
+    (1024, 256, 1024),
+    (1024, 2048, 512),
+    (1024, 512, 2048),
+    (4096, 256, 256),
+)
 CUDA_QUICK = (
     (512, 512, 512),
     (2048, 1024, 1024),
@@ -82,6 +96,8 @@ class Task:
     n: int = 0
     k: int = 0
     dtype: str = ""
+    phase: ProductPhase = "forward"
+    """Of a product."""
     heads: int = 0
     """Heads of attention, whose sequence is ``m`` and head dimension ``k``."""
     elements: int = 0
@@ -112,6 +128,7 @@ def tasks(*, workers: int, on_cuda: bool, quick: bool) -> list[Task]:
     for count in counts:
         for dtype in dtypes:
             found += [Task("matmul", count, m, n, k, dtype) for m, n, k in shapes(on_cuda=on_cuda, quick=quick)]
+            found += [] if on_cuda else _gradients(dtype, count, quick=quick)
             found += _beside_products(dtype, count, on_cuda=on_cuda, quick=quick)
     sizes = QUICK_SIZES_BYTES if quick else FULL_SIZES_BYTES
     for count in counts:
@@ -119,6 +136,16 @@ def tasks(*, workers: int, on_cuda: bool, quick: bool) -> list[Task]:
             if count > 1 and (kind != "send_recv" or count % 2 == 0):
                 found += [Task(kind, count, bytes=_divisible(size, count)) for size in sizes]
     return found
+
+
+def _gradients(dtype: str, count: int, *, quick: bool) -> list[Task]:
+    """Products of the backward pass. In bf16, cores without instructions for it compute them up to ten times slower than forward products or
+    three times faster."""
+    found: list[Task] = []
+    for m, n, k in CPU_QUICK_GRADIENTS if quick else CPU_GRADIENTS:
+        found.append(Task("matmul", count, m, k, n, dtype, "input_gradient"))
+        found.append(Task("matmul", count, n, k, m, dtype, "weight_gradient"))
+    return sorted(found, key=lambda task: task.m * task.n * task.k)
 
 
 def _beside_products(dtype: str, count: int, *, on_cuda: bool, quick: bool) -> list[Task]:

@@ -18,13 +18,22 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional
 
+from ahp.cluster.model import ProductPhase
 from ahp.cluster.operands import Operands
 from ahp.cluster.small import NUM_OPERATORS, ROWS, WIDTH, SmallStep
 from ahp.cluster.tasks import COLLECTIVES, Task
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+PRODUCTS: dict[ProductPhase, Callable[[Tensor, Tensor], Tensor]] = {
+    "forward": functional.linear,
+    "input_gradient": torch.mm,
+    "weight_gradient": lambda gradient, x: gradient.t().mm(x),
+}
+"""The product of each phase, as autograd computes it."""
 
 BATCH_S = 2.0e-3
 """Short calls are timed in batches of about this length, far above the clock's resolution."""
@@ -55,8 +64,8 @@ class Worker:
         self.device = torch.device("cuda", rank) if self.on_cuda else torch.device("cpu")
         self.tasks = [Task(**task) for task in settings["tasks"]]
         self.operands = Operands(settings["cold_bytes"], self.device)
-        self.too_slow: set[tuple[str, int]] = set()
-        """(dtype, workers) for which a product took too long in this round; the larger ones are left out."""
+        self.too_slow: set[tuple[ProductPhase, str, int]] = set()
+        """(phase, dtype, workers) for which a product took too long in this round; the larger ones are left out."""
         self.work = torch.ones(128, 128, device=self.device)
         """Operand of the products before a collective."""
         self.clock = time.perf_counter
@@ -133,14 +142,16 @@ class Worker:
         return self._collective(task, budget_s)
 
     def _matmul(self, task: Task, budget_s: float) -> float | None:
-        key = (task.dtype, task.workers)
+        key = (task.phase, task.dtype, task.workers)
         if key in self.too_slow:
             return None
-        operands = self.operands.of(DTYPES[task.dtype], (task.m, task.k), (task.n, task.k))
-        if (MIN_BATCHES + 1) * self._batch(lambda: functional.linear(*next(operands)), 1) > self.slowest_s:
+        first = (task.k, task.m) if task.phase == "weight_gradient" else (task.m, task.k)
+        second = (task.n, task.k) if task.phase == "forward" else (task.k, task.n)
+        operands, product = self.operands.of(DTYPES[task.dtype], first, second), PRODUCTS[task.phase]
+        if (MIN_BATCHES + 1) * self._batch(lambda: product(*next(operands)), 1) > self.slowest_s:
             self.too_slow.add(key)
             return None
-        return self._timed(self.operands.kept(lambda: functional.linear(*next(operands))), budget_s)
+        return self._timed(self.operands.kept(lambda: product(*next(operands))), budget_s)
 
     def _launch(self, budget_s: float) -> float:
         """Seconds of the smallest kernel on a GPU; on a CPU, of an operator of a training step with next to no work."""

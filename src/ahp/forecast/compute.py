@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
+from typing import Any
 
 from ahp.engines.fp8 import Fp8Recipe
 from ahp.forecast.constants import constants
-from ahp.forecast.division import BATCHED, GROUPED, Division, is_weight_gradient, product_bytes
+from ahp.forecast.division import BATCHED, GROUPED, Division, is_weight_gradient, product_bytes, product_phase
 from ahp.forecast.efficiency import Rates, kind_of
 from ahp.forecast.expert_operators import ExpertOperators
 from ahp.forecast.gpu import AttentionKernel, ElementWiseKind
@@ -287,7 +288,7 @@ def operator_s(
     shape = division.product(op)
     if share < 1 or division.expert > 1:
         moved = product_bytes(shape, dtype)
-    added = {"accumulates": accumulates and is_weight_gradient(op)}
+    added: dict[str, Any] = {"accumulates": accumulates and is_weight_gradient(op), "phase": product_phase(op)}
     if op.name in GROUPED:
         if fp8 is None or not fp8.experts:
             busy_s = rates.grouped_s(*shape, named, kernel=kernels.grouped, **added)

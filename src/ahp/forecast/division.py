@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ahp.cluster.model import ProductPhase
 from ahp.forecast.split import GROUPED, TensorSplit
 from ahp.graph.key_heads import BATCHED
 from ahp.graph.operators import DTYPE_BYTES, Operator, Segment
@@ -121,6 +122,13 @@ def product_bytes(shape: tuple[float, float, float, float], dtype: str) -> float
     """Bytes that products of (batch, m, n, k) read and write once."""
     batch, m, n, k = shape
     return batch * (m * k + k * n + m * n) * DTYPE_BYTES[dtype]
+
+
+def product_phase(op: Operator) -> ProductPhase:
+    """How the operands of a product lie in memory. A product of two activations counts as a forward one."""
+    if op.phase != "backward" or op.name in BATCHED:
+        return "forward"
+    return "weight_gradient" if is_weight_gradient(op) else "input_gradient"
 
 
 def is_weight_gradient(op: Operator) -> bool:

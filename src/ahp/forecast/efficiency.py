@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ahp.cluster.model import Device, Measurements
+from ahp.cluster.model import Device, Measurements, ProductPhase
 from ahp.forecast.constants import constants
 from ahp.forecast.gpu import AttentionKernel, ElementWiseKind, Gpu, GroupedKernel
 from ahp.forecast.tables import PRECISION_OF, Attention, ElementWise, nearest_workers
@@ -30,6 +30,10 @@ CPU_ATTENTION: dict[str, float] = {name: constants.value(f"cpu_attention_{name}"
 
 FP32_SUM: dict[str, Any] = {"output_bytes": 4.0, "accumulate": True}
 """What ``Gpu`` must know of a product that is added to an fp32 tensor."""
+
+
+_Samples = tuple[np.ndarray, np.ndarray]
+"""log (m, n, k) of products, and their FLOP/s."""
 
 
 def is_cpu(device: Device) -> bool:
@@ -69,13 +73,16 @@ class Rates:
         # The same shapes come up for every micro-batch and degree that a search tries.
         self._gpu_product_s = lru_cache(maxsize=1 << 14)(self.gpu.product_s) if self.gpu else None
 
+    def _forward(self, precision: str) -> _Samples | None:
+        return self._samples.get(("forward", precision))
+
     def fastest(self, precision: str, *, attention: bool) -> float:
         """FLOP/s that no product, or no fused ``attention``, exceeds; infinite where no such limit is known."""
-        samples = self._samples.get(precision)
+        rates = [of[1].max() for (_, measured), of in self._samples.items() if measured == precision]
         if attention and (self._attention_measured or self.gpu is None):
             return float("inf")
-        if samples is not None:
-            return float("inf") if attention else float(samples[1].max())
+        if rates:
+            return float("inf") if attention else float(max(rates))
         return (
             self.gpu.reach(precision).sustained if self.gpu is not None else self.device.peak(precision) * CPU_PRODUCT
         )
@@ -93,13 +100,15 @@ class Rates:
         precision: str,
         *,
         accumulates: bool = False,
+        phase: ProductPhase = "forward",
     ) -> float:
         """Seconds of ``batch`` products (m, k) x (k, n).
 
-        ``accumulates``: the output is fp32, read and added to. It counts only where the product was not measured.
+        ``accumulates``: the output is fp32, read and added to. It counts only where the product was not measured. ``phase``: counts only
+        where products of this phase were measured.
         """
         flops = 2.0 * batch * m * n * k
-        if (samples := self._samples.get(precision)) is not None:
+        if (samples := self._samples.get((phase, precision), self._forward(precision))) is not None:
             return flops / _measured_rate(samples, batch * m, n, k)
         if self._gpu_product_s is not None:
             return self._gpu_product_s(batch, m, n, k, precision, **FP32_SUM if accumulates else {})
@@ -114,11 +123,12 @@ class Rates:
         precision: str,
         *,
         accumulates: bool = False,
+        phase: ProductPhase = "forward",
         kernel: GroupedKernel = "each",
     ) -> float:
         """Seconds of a product (m, k) x (k, n) for each of ``groups`` experts; ``kernel``: counts only where products were not measured."""
-        if self.gpu is None or precision in self._samples:
-            return self.matmul_s(groups, m, n, k, precision, accumulates=accumulates)
+        if self.gpu is None or self._forward(precision) is not None:
+            return self.matmul_s(groups, m, n, k, precision, accumulates=accumulates, phase=phase)
         return self.gpu.grouped_s(groups, m, n, k, precision, kernel=kernel, **FP32_SUM if accumulates else {})
 
     def element_wise_s(
@@ -170,24 +180,24 @@ class Rates:
             return self.gpu.attention_s(
                 flops, sequence, head_dim, precision, backward=backward, kernel=kernel, causal=causal
             )
-        samples = self._samples.get(precision)
+        samples = self._forward(precision)
         best = self.device.peak(precision) if samples is None else float(samples[1].max())
         return flops / (best * CPU_ATTENTION.get(precision, min(CPU_ATTENTION.values())))
 
 
-def _products(measured: Measurements | None, workers: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """log (m, n, k) of the products measured with the nearest number of workers, and their FLOP/s, keyed by precision."""
-    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+def _products(measured: Measurements | None, workers: int) -> dict[tuple[ProductPhase, str], _Samples]:
+    """The products measured with the nearest number of workers, keyed by phase and precision."""
+    found: dict[tuple[ProductPhase, str], _Samples] = {}
     samples = measured.matmul if measured else ()
-    for dtype in {s.dtype for s in samples}:
-        alike = nearest_workers((s for s in samples if s.dtype == dtype), workers)
+    for phase, dtype in {(s.phase, s.dtype) for s in samples}:
+        alike = nearest_workers((s for s in samples if (s.phase, s.dtype) == (phase, dtype)), workers)
         shapes = np.log(np.array([(s.m, s.n, s.k) for s in alike], dtype=float))
         rates = np.array([2.0 * s.m * s.n * s.k / s.seconds for s in alike])
-        found[PRECISION_OF.get(dtype, dtype)] = shapes, rates
+        found[phase, PRECISION_OF.get(dtype, dtype)] = shapes, rates
     return found
 
 
-def _measured_rate(samples: tuple[np.ndarray, np.ndarray], m: float, n: float, k: float) -> float:
+def _measured_rate(samples: _Samples, m: float, n: float, k: float) -> float:
     """FLOP/s of a shape: the nearest four measured ones, weighted by inverse square distance in log space."""
     shapes, rates = samples
     distance = ((shapes - np.log(np.maximum((m, n, k), 1.0))) ** 2).sum(axis=1)

@@ -115,11 +115,11 @@ def _speeds(hosts: Sequence[NodeGroup]) -> list[_Speed]:
     return found
 
 
-def _rates(nodes: NodeGroup) -> dict[tuple[str, int, int, int], float]:
+def _rates(nodes: NodeGroup) -> dict[tuple[str, str, int, int, int], float]:
     """FLOP/s of each product while all devices compute."""
     samples = nodes.measured.matmul if nodes.measured is not None else ()
     return {
-        (s.dtype, s.m, s.n, s.k): 2.0 * s.m * s.n * s.k / s.seconds
+        (s.phase, s.dtype, s.m, s.n, s.k): 2.0 * s.m * s.n * s.k / s.seconds
         for s in samples
         if s.workers == nodes.devices_per_node
     }
