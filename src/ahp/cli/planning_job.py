@@ -62,13 +62,12 @@ def with_sequence(given: dict[str, Any], model: Any, cluster: Cluster, engine: E
     ``engine`` is what will run it; None = the default engine.
     """
     chosen = dict(given)
-    if model != "tiny":
-        if "sequence_length" not in chosen:
-            from ahp.graph.kept import context_of
+    if model != "tiny" and "sequence_length" not in chosen:
+        from ahp.graph.kept import context_of
 
-            chosen["sequence_length"] = min(context_of(model) or UNKNOWN_CONTEXT, LONGEST_DEFAULT_SEQUENCE)
-        in_bf16 = chosen.get("dtype") == "bf16"  # such weights compute in no other type
-        chosen.setdefault("precision", "bf16" if in_bf16 else precision_for(cluster, engine or EngineChoice())[0])
+        chosen["sequence_length"] = min(context_of(model) or UNKNOWN_CONTEXT, LONGEST_DEFAULT_SEQUENCE)
+    in_bf16 = chosen.get("dtype") == "bf16"  # such weights compute in no other type
+    chosen.setdefault("precision", "bf16" if in_bf16 else precision_for(cluster, engine or EngineChoice())[0])
     return validated(Job, chosen, "job")
 
 
