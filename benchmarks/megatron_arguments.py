@@ -28,10 +28,22 @@ DENSE: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 4096,
 }  # fmt: skip
+ROUTED: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+LATENT: dict[str, Any] = DENSE | ROUTED | {
+    "num_key_value_heads": 8, "kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "head_dim": 16,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                        "original_max_position_embeddings": 4096},
+}  # fmt: skip
 MODELS = {
     "dense": DENSE,
     "experts": DENSE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-}
+    "gpt2": {"model_type": "gpt2", "vocab_size": 512, "n_embd": 128, "n_layer": LAYERS, "n_head": 8, "n_positions": 4096},
+    "qwen3_moe": DENSE | ROUTED | {"model_type": "qwen3_moe", "num_experts": 4},
+    "deepseek_v2": LATENT | {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "group_limited_greedy",
+                             "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
+    "deepseek_v3": LATENT | {"model_type": "deepseek_v3"},
+}  # fmt: skip
 CLUSTER = "2x8xH100-SXM-80GB"
 STOP = 'torchrun() { printf "%s\\0" "$CUDA_DEVICE_MAX_CONNECTIONS" "$@"; }'
 """In place of torchrun: the one variable that Megatron looks at, and the line's words."""
@@ -86,6 +98,7 @@ def read(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not hasattr(typing, "override"):
         typing.override = lambda function: function  # Python 3.11; Megatron asks for 3.12
     from megatron.training import arguments  # type: ignore[import-not-found]
+    from megatron.training.argument_utils import core_transformer_config_from_args  # type: ignore[import-not-found]
 
     arguments.get_device_arch_version = lambda: 9
     torch.cuda.get_device_capability = lambda *_: (9, 0)
@@ -98,6 +111,8 @@ def read(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
         sys.argv = ["pretrain_gpt.py", *one["arguments"]]
         try:
             args = arguments.validate_args(arguments.parse_args())
+            args.apply_rope_fusion = args.moe_permute_fusion = False  # these need Transformer Engine
+            core_transformer_config_from_args(args)
         except (Exception, SystemExit) as error:
             found.append({"refused": f"{type(error).__name__}: {error}"})
             continue

@@ -13,6 +13,8 @@ from ahp.words import number_of
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ahp.plan import Plan
+
 RUNS = "ahp"
 """The engine whose plans ``ahp train`` runs."""
 
@@ -35,6 +37,22 @@ def after(path: str, engine: str, *first: str) -> list[str]:
     if Path(path).is_dir():  # a run's folder: other commands read its plan, and only there the run goes on
         return [*commands, f"ahp train {shlex.quote(str(Path(path, 'plan.yaml')))} --run.folder {shlex.quote(path)}"]
     return [*commands, f"ahp train {shlex.quote(path)}"]
+
+
+def refused_export(plan: Plan, path: str) -> str | None:
+    """A note that ``ahp export`` refuses a plan for another engine, such as for a model whose arguments it does not know; else None."""
+    from ahp.errors import AhpError
+    from ahp.export.registry import TARGETS
+    from ahp.export.target import Source
+
+    if plan.engine.name == RUNS:
+        return None
+    target = TARGETS[plan.engine.name]
+    try:
+        target.write(Source(Path(path), plan=plan), target.options())
+    except AhpError as refusal:
+        return f"ahp export {plan.engine.name} refuses the first plan: {refusal}"
+    return None
 
 
 def next_words(commands: Sequence[str], width: int) -> str:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.console import Console, Group
 
-from ahp.cli.following import RUNS, after, default_data_words, show_next
+from ahp.cli.following import RUNS, after, default_data_words, refused_export, show_next
 from ahp.cli.layout_words import layout_of
 from ahp.cli.options import options_of
 from ahp.cli.overrides import split_overrides
@@ -100,6 +100,8 @@ class Found:
     """A note that the batch is small for the devices."""
     width: str | None = None
     """A note on how many devices a node was assumed to have, if the cluster's short form does not say."""
+    refused: str | None = None
+    """A note that no file of the engine can express the first plan; None if the ranking has it."""
     top: int = 10
     """Rows of the table if it has one per family; 0: all plans, whatever their family."""
 
@@ -144,6 +146,8 @@ def run(argv: list[str]) -> int:
     if arguments.measure:
         found = measured(found, arguments.measure)
     best = found.ranking.best
+    refused = refused_export(best, arguments.out)
+    found = replace(found, refused=None if refused in found.ranking.notes else refused)
     best.save(arguments.out)
     if arguments.json:
         print(json.dumps(as_json(found, arguments.out)))
@@ -303,7 +307,7 @@ def heading(found: Found) -> list[tuple[str, str]]:
         *((name.capitalize(), words) for name, _, words in (line.partition(": ") for line in ranking.proof)),
         *([("Devices", ranking.choice.words())] if ranking.choice else []),
         *(("Note", note) for note in ranking.notes),
-        *([("Note", found.fewer)] if found.fewer else []),
+        *(("Note", note) for note in (found.refused, found.fewer) if note),
         *([] if ranking.current is None else [("Today", ranking.current.words())]),
     ]
 
@@ -372,7 +376,7 @@ def as_json(found: Found, out: str) -> dict[str, Any]:
             *filter(None, [found.width, found.batch]),
             *(words for _, words in precision_note(found)),
             *found.ranking.notes,
-            *filter(None, [found.fewer]),
+            *filter(None, [found.refused, found.fewer]),
         ],
         "objective": found.ranking.objective.model_dump(mode="json", exclude_none=True),
         "devices": None if found.ranking.choice is None else found.ranking.choice.plain(),
