@@ -93,6 +93,12 @@ BAD_EVENTS: list[Any] = [
 """What a disk, a person or a foreign run may have left in a folder."""
 
 
+def test_a_page_that_cannot_be_written_is_one_sentence(run: Path) -> None:
+    (run / "file").write_text("")
+    with pytest.raises(BadInput, match=r"page.html.: cannot be written \(a part of its path is a file\); give another"):
+        page.write(run, out=run / "file" / "page.html")
+
+
 def test_damaged_files_neither_end_the_page_nor_write_into_it(run: Path) -> None:
     lines = [json.dumps(line).encode() for line in BAD_LINES]
     (run / "metrics.jsonl").write_bytes(b"\n".join([*lines, b"\xff\xfe", b"[" * 9999, b""]))

@@ -17,7 +17,7 @@ from ahp.report.html_parts import cards, in_pairs, note, section
 from ahp.report.plan_facts import facts_of
 from ahp.report.run_sections import RunFiles
 from ahp.run_files import Status
-from ahp.whole_files import write_aside
+from ahp.whole_files import save
 
 
 def write(source: str | Path, *, out: Path | None = None, every_s: int = 0) -> Path:
@@ -28,7 +28,7 @@ def write(source: str | Path, *, out: Path | None = None, every_s: int = 0) -> P
         out: the page; None = ``report.html`` in the run's folder, ``plan.html`` next to ``plan.yaml``.
         every_s: seconds after which an open page reloads itself; 0 = never.
 
-    Raises BadInput if there is no plan.
+    Raises BadInput if there is no plan, or if the page cannot be written.
     """
     source = Path(source).expanduser()
     out = out or place_of(source)
@@ -45,7 +45,7 @@ def place_of(source: Path) -> Path:
 
 
 def write_compared(folders: Sequence[Path], out: Path) -> Path:
-    """Draw several runs side by side. Raises BadInput for a folder without a plan, OSError if ``out`` cannot be written."""
+    """Draw several runs side by side. Raises BadInput for a folder without a plan, or if ``out`` cannot be written."""
     runs = [RunFiles.read(folder.expanduser()) for folder in folders]
     names = compared.names(folders)
     title = " beside ".join(names) if len(names) <= 3 else f"{len(names)} runs"
@@ -110,8 +110,7 @@ def _save(out: Path, title: str, sections: Sequence[str], every_s: int) -> Path:
         every_s=every_s,
         body="\n".join(sections),
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_aside(out, text)
+    save(out, text)
     return out
 
 
