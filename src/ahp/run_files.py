@@ -87,7 +87,11 @@ def judge_status(file: Path) -> Status | None:
     if host == socket.gethostname() and type(pid) is int and not _is_alive(pid):
         why = f"process {pid} on {host} has gone without a word; it was last heard of {silent_s:.0f} s ago"
     elif silent_s > SILENT_S:
-        why = f"process {pid} on {host} was not heard of for {silent_s:.0f} s: it has ended, or it hangs"
+        why = (
+            f"process {pid} on {host} was not heard of for {silent_s:.0f} s: it has ended, it hangs, or it cannot write"
+        )
+    if why is not None and not os.access(file, os.W_OK):  # a disk that has become read-only keeps the last status
+        why += f"; {file} cannot be written"
     return status if why is None else replace(status, state="dead", cause=why)
 
 

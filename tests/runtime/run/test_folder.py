@@ -125,6 +125,18 @@ def test_a_run_whose_process_has_gone_is_dead(folder: RunFolder) -> None:
     assert seen(folder, state="done").state == "done"
 
 
+def test_a_run_whose_disk_became_read_only_is_dead_and_says_so(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.write_status(Status("running", 7))
+    seen(folder, host="elsewhere", heartbeat=ago(300))
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    status = judge_status(folder.status_file)
+    assert status is not None
+    assert status.state == "dead"
+    assert (status.cause or "").endswith(f"or it cannot write; {folder.status_file} cannot be written")
+
+
 @pytest.mark.parametrize("changes", [{"heartbeat": 3}, {"heartbeat": "today"}, {"heartbeat": None}, {"pid": None}])
 def test_a_status_that_names_no_process_is_taken_as_it_is(folder: RunFolder, changes: dict[str, Any]) -> None:
     folder.write_status(Status("running", 7))
