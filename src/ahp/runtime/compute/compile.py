@@ -52,7 +52,9 @@ def selective_recompute_compiler(later: WeightGradients | None = None) -> Compil
                 return graph(*args, **kwargs)
             except GraphBroke as error:
                 rule = "with engine.compile = True a block must be one graph, and something breaks it"
-                raise BadInput(f"activation_checkpoint = 'selective': {rule}: {error} (valid: none, full)") from error
+                raise BadInput(
+                    f"activation_checkpoint = 'selective': {rule}: {error} (valid: none, full; or engine.compile false)"
+                ) from error
 
         return run
 
