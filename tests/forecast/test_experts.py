@@ -169,6 +169,23 @@ def test_a_dense_model_has_no_experts_to_share(hand_graph, layout, words):
         price(hand_graph, make_cluster(per_node=2), job, Parallelism(**layout), MEGATRON)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "valid"),
+    [
+        ("moe_token_dispatcher_type", "flex", "null"),
+        ("overlap_moe_expert_parallel_comm", True, "null"),
+        ("cuda_graph_modules", ("attn", "moe_router"), r"null, \['attn'\]"),
+        ("cuda_graph_modules", ("attn",), None),
+        ("overlap_moe_expert_parallel_comm", False, None),
+    ],
+)
+def test_keys_about_experts_are_refused_for_a_dense_model(hand_graph, key, value, valid):
+    job = Job(sequence_length=64, precision="bf16")
+    choice = EngineChoice(**{"name": "megatron", key: value})
+    reason = illegal(hand_graph, make_cluster(per_node=1), job, Parallelism(), choice)
+    assert reason is None if valid is None else re.search(rf"engine.{key} = .*no experts \(valid: {valid}", str(reason))
+
+
 def test_all_tokens_travel_where_they_are_gathered_first(mixture):
     layout = {
         "data_parallel_shard_degree": 2,

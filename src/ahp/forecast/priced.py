@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ahp.cluster.cells import Cell
 from ahp.cluster.model import Cluster
 from ahp.engines.ahp import held_in_8_bits
-from ahp.engines.registry import get
+from ahp.engines.registry import get, traits_of
 from ahp.engines.traits import ContextWay, Traits
 from ahp.errors import AhpError, BadInput, NotExpressible
 from ahp.forecast.rules import illegal
@@ -123,7 +123,7 @@ class LayoutPricer(ABC):
 
     def traits(self, parallelism: Parallelism) -> Traits:
         """How the engine behaves under a layout."""
-        return get(self.choice.name).traits(self.job, parallelism, self.choice)
+        return traits_of(self.job, parallelism, self.choice)
 
     def legal_traits(self, parallelism: Parallelism) -> Traits:
         """``traits`` of a layout that may break rules. Raises like ``price``."""

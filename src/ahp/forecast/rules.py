@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from ahp.cluster.model import Cluster, Device
 from ahp.divisors import divisors
 from ahp.engines.ahp import BLOCK_OF_8_BITS, FP8_MULTIPLE, held_in_8_bits, needs_one_graph
-from ahp.engines.registry import get
+from ahp.engines.registry import get, traits_of
 from ahp.engines.traits import FewKeys
 from ahp.errors import AhpError, bad_input
 from ahp.forecast.division import attention_heads, expert_parameters
@@ -198,7 +198,7 @@ def tensor(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engine
     facts = {key: graph.config[key] for key in TENSOR_PARALLEL_FACTS if isinstance(graph.config.get(key), int)}
     if any(keys := [block.keys.heads for block in graph.blocks]):
         facts[KEY_HEADS] = min(filter(None, keys))
-    few = get(engine.name).traits(job, parallelism, engine).tensor.few_keys != "refused"
+    few = traits_of(job, parallelism, engine).tensor.few_keys != "refused"
 
     def divides(key: str, degree: int) -> bool:
         return facts[key] % degree == 0 or (few and key == KEY_HEADS and degree % facts[key] == 0)
@@ -219,7 +219,7 @@ def whole_attention(graph: ModelGraph, job: Job, parallelism: Parallelism, engin
     degree = parallelism.tensor_parallel_degree
     if degree == 1 or not parallelism.enable_sequence_parallel:
         return None
-    few = get(engine.name).traits(job, parallelism, engine).tensor.few_keys
+    few = traits_of(job, parallelism, engine).tensor.few_keys
     if any(way_of_keys(block, degree, few) == "whole attention" for block in graph.blocks):
         rule = f"with tensor_parallel_degree {degree} every rank computes attention whole, because its keys have fewer heads"
         return _broken("enable_sequence_parallel", True, rule, [False])
@@ -241,7 +241,7 @@ def products(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engi
         return reason
     if job.precision != "fp8" or engine.name != "ahp":
         return None
-    few = get(engine.name).traits(job, parallelism, engine).tensor.few_keys
+    few = traits_of(job, parallelism, engine).tensor.few_keys
     layers = _layers_in_8_bits(graph, parallelism.tensor_parallel_degree, few)
     if not layers:
         rule = f"the blocks have no linear layer whose dims are multiples of {FP8_MULTIPLE}"
@@ -349,16 +349,13 @@ def context(graph: ModelGraph, parallelism: Parallelism, engine: EngineChoice) -
 def experts(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
     """Checks that expert_parallel_degree divides the experts and the ranks that share them."""
     degree, experts = parallelism.expert_parallel_degree, graph.config.get("num_experts")
-    divided = parallelism.expert_tensor_parallel_degree
-    if not isinstance(experts, int) and divided not in (None, 1):
-        return _broken("expert_tensor_parallel_degree", divided, "the model has no experts", ["null", 1])
+    if not isinstance(experts, int):
+        return _without_experts(parallelism, engine)
     if degree == 1:
         return None
-    if not isinstance(experts, int):
-        return _broken("expert_parallel_degree", degree, "the model has no experts", [1])
     if experts % degree:
         return _broken("expert_parallel_degree", degree, f"does not divide num_experts {experts}", divisors(experts))
-    folded = get(engine.name).traits(job, parallelism, engine).experts.folded
+    folded = traits_of(job, parallelism, engine).experts.folded
     ranks = num_expert_ranks(parallelism, folded)
     if ranks % degree:
         axes = "data, context and tensor" if folded else "data and context"
@@ -370,6 +367,22 @@ def experts(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engin
     return None
 
 
+def _without_experts(parallelism: Parallelism, engine: EngineChoice) -> str | None:
+    """Refuses keys about experts, for a model that has none."""
+    graphs = engine.cuda_graph_modules or ()
+    rest = [part for part in graphs if part != "moe_router"] or "null"
+    for key, value, valid in (
+        ("expert_tensor_parallel_degree", parallelism.expert_tensor_parallel_degree, (None, 1)),
+        ("expert_parallel_degree", parallelism.expert_parallel_degree, (1,)),
+        ("engine.moe_token_dispatcher_type", engine.moe_token_dispatcher_type, (None,)),
+        ("engine.overlap_moe_expert_parallel_comm", engine.overlap_moe_expert_parallel_comm or None, (None,)),
+        ("engine.cuda_graph_modules", None if rest == [*graphs] else list(graphs) or None, (None, rest)),
+    ):
+        if value not in valid:
+            return _broken(key, value, "the model has no experts", ["null" if one is None else one for one in valid])
+    return None
+
+
 def stages(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
     """Checks that there are enough layers for the stages."""
     layers, p, v = graph.num_layers, parallelism.pipeline_parallel_degree, parallelism.virtual_stages_per_rank
@@ -377,7 +390,7 @@ def stages(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: Engine
     if given is not None and sum(given) != layers:
         key = "layers_per_stage" if parallelism.stages is None else "stages.layers"
         return f"{key} = {list(given)}: sums to {sum(given)}, the model has {layers} layers"
-    most = layers + 2 * (get(engine.name).traits(job, parallelism, engine).pipeline.ends != "hold_layers")
+    most = layers + 2 * (traits_of(job, parallelism, engine).pipeline.ends != "hold_layers")
     if p * v > 1 and p * v > most:
         rule = f"x virtual_stages_per_rank {v} = {p * v} stages, but the model has {layers} layers and each stage needs one"
         return _broken("pipeline_parallel_degree", p, rule, [d for d in range(1, layers + 1) if d * v <= layers])
@@ -389,7 +402,7 @@ def recomputed(num_layers: int, job: Job, parallelism: Parallelism, engine: Engi
     some = parallelism.recomputed_layers_per_stage
     if some is None:
         return None
-    ends = get(engine.name).traits(job, parallelism, engine).pipeline.ends
+    ends = traits_of(job, parallelism, engine).pipeline.ends
     there = layers_of_stages(parallelism, num_layers, ends=ends)
     if all(count <= most for count, most in zip(some, there, strict=True)):
         return None
@@ -397,7 +410,7 @@ def recomputed(num_layers: int, job: Job, parallelism: Parallelism, engine: Engi
 
 
 def _schedule(job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:
-    torch_orders = get(engine.name).traits(job, parallelism, engine).pipeline.torch_orders
+    torch_orders = traits_of(job, parallelism, engine).pipeline.torch_orders
     return schedules(job, parallelism, in_torch=torch_orders) or _order(parallelism)
 
 

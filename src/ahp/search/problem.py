@@ -12,7 +12,7 @@ from ahp.cached_method import cached_method
 from ahp.cluster.model import Cluster, NodeGroup
 from ahp.config import Constraints
 from ahp.divisors import divisors
-from ahp.engines.registry import get
+from ahp.engines.registry import get, traits_of
 from ahp.engines.traits import Traits
 from ahp.errors import BadInput, NotExpressible, bad_input
 from ahp.forecast import rules
@@ -151,7 +151,7 @@ class Problem:
 
     def traits(self, layout: Parallelism) -> Traits:
         """How the engine behaves under a layout that it can run."""
-        return get(self.engine.name).traits(self.job, layout, self._choice)
+        return traits_of(self.job, layout, self._choice)
 
     @cached_property
     def _choice(self) -> EngineChoice:
