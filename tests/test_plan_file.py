@@ -23,7 +23,7 @@ def test_a_plan_is_read_from_its_file_or_its_folder(tmp_path: Path) -> None:
         (None, "a folder without a plan.yaml"),
         (b"a: [1\n", "not YAML"),
         (b"\x89PNG\xff", "not YAML"),
-        (b"7", "a mapping of keys was expected, not a int"),
+        (b"7", "a mapping of keys was expected, not a single value"),
         (b"", "a mapping of keys was expected, and the file is empty"),
         (
             b"groups: [{device: H100}]\nschema_version: 1\n",

@@ -84,7 +84,9 @@ def read_mapping(path: Path, what: str, remedy: str = "", *, may_be_empty: bool 
 def mapping(data: Any, where: str) -> dict[str, Any]:
     """The data parsed from a file's text. Raises BadInput, which begins with ``where``, if it is not a mapping."""
     if not isinstance(data, dict):
-        found = "and the file is empty" if data is None else f"not a {type(data).__name__}"
+        found = (
+            "and the file is empty" if data is None else f"not a {'list' if isinstance(data, list) else 'single value'}"
+        )
         raise BadInput(f"{where}: a mapping of keys was expected, {found}")
     return data
 

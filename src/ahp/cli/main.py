@@ -58,12 +58,15 @@ INTERNAL, INTERRUPTED, BROKEN_PIPE = 1, 128 + 2, 128 + 13
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Returns the exit code; a usage error of the command's own parser raises SystemExit(2)."""
+    """Run one command. Returns the exit code; raises SystemExit(0) after --help."""
     words = list(sys.argv[1:] if argv is None else argv)
     trace = bool(words) and words[0] == "--traceback"
     if trace:
         words = words[1:]
     _quiet_libraries()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as in ahp plan >&-
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Where it is not UTF-8, a name with other characters is printed as Python escapes it.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -76,11 +79,6 @@ def main(argv: list[str] | None = None) -> int:
         if trace:
             traceback.print_exc()
         return _fail(str(error), type(error).__name__, error.exit_code, as_json="--json" in words)
-    except SystemExit as end:
-        # A command's own parser has told a person what is wrong.
-        if end.code == BadInput.exit_code and "--json" in words:
-            _print_error("BadInput", "the options are wrong; stderr says which", BadInput.exit_code)
-        raise
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -128,7 +128,7 @@ def run(argv: list[str]) -> int:
                 raise bad_input(f"--{key}", given, "the exact search has none; add --method anneal or evolve")
     if arguments.measure and arguments.objective != "speed":
         raise bad_input("--measure", arguments.measure, "what is measured is speed; leave out --objective")
-    if arguments.cluster in CATALOGUE or (Path(arguments.cluster) / "config.json").is_file():
+    if arguments.cluster in CATALOGUE or (arguments.cluster and Path(arguments.cluster, "config.json").is_file()):
         raise bad_input("cluster", arguments.cluster, "this is a model; the order is: ahp plan MODEL CLUSTER")
     cluster = Cluster.resolve(arguments.cluster)
     if arguments.measure:
