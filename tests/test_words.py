@@ -43,6 +43,13 @@ def test_percent(value: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("share", "text"), [(0.2, "20 % faster than"), (-0.0001, "as fast as"), (-0.05, "5.0 % slower than")]
+)
+def test_compared(share: float, text: str) -> None:
+    assert words.compared(share, "faster than", "slower than", "as fast as") == text
+
+
+@pytest.mark.parametrize(
     ("ratio", "text"),
     [
         (1.12, "12 % slower"), (0.95, "5.0 % faster"), (1.0, "0.0 % slower"), (2.0, "100 % slower"),

@@ -130,6 +130,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
+def compared(share: float, above: str, below: str, same: str, least: float = WORTH_TELLING) -> str:
+    """``8.4 % less``: a share with ``above`` if it is more than 0, else with ``below``; ``same`` for one that is smaller than ``least``."""
+    return same if abs(share) < least else f"{percent(abs(share))} {above if share > 0 else below}"
+
+
 def times(ratio: float) -> str:
     """``2.4 times``: two digits, or all digits of a larger whole number."""
     return f"{ratio:.2g} times" if ratio < 99.5 else f"{ratio:,.0f} times"

@@ -15,7 +15,7 @@ from ahp.engines.ahp import AhpEngine
 from ahp.engines.traits import Traits
 from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
 from ahp.plan import Forecast, Parallelism, Plan
-from ahp.search.compiled import _gain, compiling
+from ahp.search.compiled import compiling
 from ahp.search.fastest import fastest
 from ahp.search.feasible_space import legal_rows
 from ahp.search.problem import Problem
@@ -179,14 +179,6 @@ def test_every_number_of_devices_has_its_own_blocks() -> None:
         used = with_compile(asked, True).on(Cluster.resolve(plan.cluster or {}))
         assert used.price(plan.parallelism) == plan.forecast
     assert why(ranking.best).startswith("compiled blocks: ")
-
-
-@pytest.mark.parametrize(
-    ("share", "told"), [(0.2, "20 % faster than"), (-0.0001, "as fast as"), (-0.05, "5.0 % slower than")]
-)
-def test_compiled_blocks_may_gain_nothing(share: float, told: str) -> None:
-    """On a mixed cluster eager ones are not searched."""
-    assert _gain(share) == told
 
 
 def test_where_no_layout_over_groups_is_legal_the_reason_is_told() -> None:

@@ -25,8 +25,7 @@ MIXING = {
     "mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm", "amax", "amin", "max", "min", "logsumexp",
     "softmax", "log_softmax", "cumsum", "cumprod", "flip", "roll", "sort", "argsort",
 }  # fmt: skip
-"""Operators that reduce, normalize or move along the dims in their second argument, or in their third: ``DIMS_THIRD``."""
-DIMS_THIRD = {"norm", "linalg_vector_norm", "roll"}
+"""Operators that reduce, normalize or move along the dims in their argument ``dim`` or ``dims``."""
 RESHAPES = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
 PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
@@ -91,8 +90,7 @@ class Sequences(TorchDispatchMode):
         return out
 
     def _mixes(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], outputs: list[torch.Tensor]) -> bool:
-        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        if named.get("scale_grad_by_freq"):
+        if _named(func, args, kwargs).get("scale_grad_by_freq"):
             return True
         source = args[0] if args and isinstance(args[0], torch.Tensor) else None
         held = None if source is None else self._of(source)
@@ -100,13 +98,7 @@ class Sequences(TorchDispatchMode):
             return False
         if name in RESHAPES:
             return source.dim() > 0 and self._reshaped(source, outputs[0], held) is None
-        if name.endswith("batch_norm"):
-            return True
-        if (plain := name.removeprefix("_")) not in MIXING:
-            return False
-        dims = named.get("dim", -1 if "sort" in plain else named.get("dims"))
-        dims = [dims] if isinstance(dims, int) else dims or range(source.dim())
-        return held.dim in {dim % source.dim() for dim in dims}
+        return mixes_along(held.dim, source, func, args, kwargs)
 
     def _place(self, name: str, inputs: list[torch.Tensor], output: torch.Tensor) -> Held | None:
         """Where the output holds the sequences, None if that does not show."""
@@ -135,6 +127,23 @@ class Sequences(TorchDispatchMode):
 
     def _of(self, tensor: torch.Tensor) -> Held | None:
         return self._held.get(_geometry(tensor))
+
+
+def mixes_along(dim: int, source: torch.Tensor, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operator combines the values along a dim of ``source``, its first tensor."""
+    name = func.__name__.partition(".")[0].removeprefix("_")
+    if name.endswith("batch_norm"):
+        return True
+    if name not in MIXING:
+        return False
+    named = _named(func, args, kwargs)
+    dims = named.get("dim", -1 if "sort" in name else named.get("dims"))
+    dims = [dims] if isinstance(dims, int) else dims or range(source.dim())
+    return dim in {each % source.dim() for each in dims}
+
+
+def _named(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from ahp.errors import BadInput, NotExpressible
 from ahp.plan import DEGREE, Forecast, Parallelism, Plan, validated
 from ahp.report.tables import LEAST_SHARE, capacity_bytes, capacity_of
 from ahp.schedule.orders import under_pattern
-from ahp.words import gib, of_gib, part_words, percent, seconds
+from ahp.words import compared, gib, of_gib, part_words, percent, seconds
 
 if TYPE_CHECKING:
     from ahp.cluster.model import Cluster
@@ -189,9 +189,9 @@ def _tried(
         verdict = f"does not fit: {used}, probability {other.fit_words}"
         return Neighbour(words, part, verdict, other, False)
     less = 1 - other.step_time_s / forecast.step_time_s
-    compared = f"{percent(abs(less))} {'less' if less > 0 else 'more'}" if abs(less) >= LEAST_SHARE else "as long"
+    told = compared(less, "less", "more", "as long", LEAST_SHARE)
     helps = less > 0 or not forecast.fits
-    return Neighbour(words, part, f"{seconds(other.step_time_s)} a step, {compared}; {used}", other, helps)
+    return Neighbour(words, part, f"{seconds(other.step_time_s)} a step, {told}; {used}", other, helps)
 
 
 def _with_followers(layout: Parallelism, change: Change) -> Change:

@@ -13,7 +13,7 @@ from ahp.schedule.drawing import drawing
 from ahp.schedule.orders import SYNTHESIZED
 from ahp.schedule.registry import SCHEDULES
 from ahp.schedule.simulate import Timeline
-from ahp.words import WORTH_TELLING, percent
+from ahp.words import compared
 
 if TYPE_CHECKING:
     from ahp.forecast.mixed import MixedPricer
@@ -64,9 +64,8 @@ def _beside_pattern(pricer: Pricer | MixedPricer, layout: Parallelism) -> Compar
         return _compared("made for these stages; no fixed pattern fits", own)
     saved = 1 - own.forecast.step_time_s / best.forecast.step_time_s
     pattern = f"{_name(best)}, the best fixed pattern that fits"
-    more = f"{percent(abs(saved))} of a step {'less' if saved >= 0 else 'more'} than {pattern}"
-    told = f"as fast as {pattern}" if abs(saved) < WORTH_TELLING else more
-    return _compared(f"made for these stages: {told}", best, own)
+    told = compared(saved, "of a step less than", "of a step more than", "as fast as")
+    return _compared(f"made for these stages: {told} {pattern}", best, own)
 
 
 def best_pattern(pricer: Pricer | MixedPricer, layout: Parallelism) -> Priced | None:

@@ -11,7 +11,7 @@ from ahp.cluster.better import MORE, better_clusters
 from ahp.errors import AhpError
 from ahp.job import MOST_SEQUENCES
 from ahp.plan import Forecast, Plan
-from ahp.words import percent, seconds
+from ahp.words import compared, percent, seconds
 
 if TYPE_CHECKING:
     from ahp.cluster.model import Cluster
@@ -88,9 +88,7 @@ def _step(gain: float, there: Forecast) -> str:
 
 
 def _compared(gain: float, what: str) -> str:
-    if abs(gain) < NOTHING:
-        return f"as much {what}"
-    return f"{percent(abs(gain))} {'less' if gain > 0 else 'more'} {what}"
+    return f"{compared(gain, 'less', 'more', 'as much', NOTHING)} {what}"
 
 
 def _fit(today: Forecast, there: Forecast) -> str:

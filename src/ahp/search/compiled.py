@@ -9,7 +9,7 @@ from ahp.forecast.efficiency import is_cpu
 from ahp.plan import Plan
 from ahp.search import reasons
 from ahp.search.problem import Problem
-from ahp.words import WORTH_TELLING, percent, seconds
+from ahp.words import compared, seconds
 
 ON_CPU = (
     "eager blocks: on a CPU compiled blocks saved 3 % of a small model's step, where 10 % were forecast, and took 16 s to "
@@ -40,17 +40,11 @@ def why_compiled(best: Plan, asked: Problem) -> str:
     """Why blocks of the best plan are compiled: what the same layout would cost with eager blocks."""
     eager = asked.of_plan(best).eager
     other = eager.priced(best.parallelism).forecast
-    gain = _gain(1 - best.priced.step_time_s / other.step_time_s)
+    gain = compared(1 - best.priced.step_time_s / other.step_time_s, "faster than", "slower than", "as fast as")
     against = f"{gain} the same layout with eager ones, {seconds(other.step_time_s)} a step"
     if not other.fits:
         against += f", which {reasons.does_not_fit(other, eager.capacity_bytes)}"
     return f"compiled blocks: {against}; {NOT_COUNTED}"
-
-
-def _gain(share: float) -> str:
-    if abs(share) < WORTH_TELLING:
-        return "as fast as"
-    return f"{percent(abs(share))} {'faster' if share > 0 else 'slower'} than"
 
 
 def why_eager(best: Plan, compiled: Plan) -> str:

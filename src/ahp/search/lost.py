@@ -16,7 +16,7 @@ from ahp.search.pairs import Pair
 from ahp.search.problem import Problem, with_devices
 from ahp.search.reasons import does_not_fit
 from ahp.search.ties import TIED
-from ahp.words import WORTH_TELLING, number_of, percent, seconds
+from ahp.words import compared, number_of, percent, seconds
 
 MANY_DEVICES = 64
 """On more devices, a search for the best plan of each number of devices takes longer than the plan did: 8.3 of 10.8 s for 70 B on 512 H100."""
@@ -72,9 +72,9 @@ def one_lost(asked: Problem, best: Plan) -> Lost:
     if found is None or found.best is None:
         return Lost(what, left, None, None, _why_nothing(remains))
     layout, forecast = found.best
-    compared = _compared(1 - assumed.step_time_s / forecast.step_time_s)
+    speed = _compared(1 - assumed.step_time_s / forecast.step_time_s)
     used = "" if layout.world_size == left else f" on {layout.world_size} of the {left} devices left"
-    verdict = f"{layout.short()}{used}, {seconds(forecast.step_time_s)} a step, {compared}{freed}"
+    verdict = f"{layout.short()}{used}, {seconds(forecast.step_time_s)} a step, {speed}{freed}"
     faster = None if freed else _fewer_are_faster(asked.cluster, assumed.step_time_s, found.best)
     return Lost(what, left, layout, forecast.step_time_s, verdict, faster)
 
@@ -92,11 +92,9 @@ def _fewer_are_faster(cluster: Cluster, all_s: float, fewer: Pair) -> str | None
 
 
 def _compared(loss: float) -> str:
-    if abs(loss) < WORTH_TELLING:
-        return "as many tokens/s"
     if loss < -1.0:
         return f"{1.0 - loss:.1f} times as many tokens/s"
-    return f"{percent(abs(loss))} {'fewer' if loss > 0 else 'more'} tokens/s"
+    return compared(loss, "fewer tokens/s", "more tokens/s", "as many tokens/s")
 
 
 def _still_there(best: Plan, cluster: Cluster) -> bool:

@@ -18,7 +18,7 @@ from ahp.errors import BadInput, bad_input
 from ahp.job import Record
 from ahp.plan import Parallelism, validated
 from ahp.search.problem import Problem
-from ahp.words import WORTH_TELLING, count, duration, number_of, percent
+from ahp.words import compared, count, duration, number_of, percent
 
 ObjectiveName = Literal["speed", "cost", "tokens-per-day", "fewest-devices"]
 Positive = Annotated[float, Field(gt=0)]
@@ -154,12 +154,8 @@ class Scale:
             return f"{more} device{'s' * (more > 1)} more, {speed}" if more else f"as many devices, {speed}"
         more, lost = other.score / best.score - 1, 1 - best.score / other.score
         if self.objective.name == "cost":
-            return f"costs {percent(more)} more, {speed}" if more >= WORTH_TELLING else f"costs as much, {speed}"
-        return (
-            f"{percent(lost)} fewer tokens a day, {speed}"
-            if lost >= WORTH_TELLING
-            else f"as many tokens a day, {speed}"
-        )
+            return f"costs {compared(max(more, 0.0), 'more', '', 'as much')}, {speed}"
+        return f"{compared(max(lost, 0.0), 'fewer', '', 'as many')} tokens a day, {speed}"
 
     def why(self, worth: Worth) -> tuple[str, ...]:
         """The first plan's figures by the objective, in words."""

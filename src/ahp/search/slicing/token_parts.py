@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from ahp.errors import BadInput
 from ahp.graph.capture import Capture
-from ahp.graph.sequences import DIMS_THIRD, MIXING
+from ahp.graph.sequences import mixes_along
 from ahp.search.slicing.placement import (
     Context,
     P,
@@ -165,17 +165,10 @@ def _adds_up(node: Node, inputs: list[Place]) -> bool:
 
 def _mixes(node: Node, row: int) -> bool:
     """Whether values of all tokens in a row are combined. Whole numbers are allowed: routers count tokens."""
-    name = str(node.target).split(".")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
-    source = tensor_inputs(node)[0].meta["val"]
-    if name == "batch_norm":
-        return True
-    if name not in MIXING or not source.is_floating_point():
+    source, func = tensor_inputs(node)[0].meta["val"], node.target
+    if not isinstance(func, torch._ops.OpOverload) or not source.is_floating_point():
         return False
-    default = -1 if "sort" in name else None
-    dims = argument(node, 2 if name in DIMS_THIRD else 1, "dim", default)
-    return dims is None or row in {
-        dim % source.dim() for dim in ([dims] if isinstance(dims, int) else dims or range(source.dim()))
-    }
+    return mixes_along(row, source, func, args_of(node), kwargs_of(node))
 
 
 def _made(node: Node, length: int) -> Place:
