@@ -209,8 +209,9 @@ def shorter(used: Problem, fits: Callable[[Problem], object]) -> Changes:
     """
     if used.graph.model is None:
         return
-    lengths = [used.job.sequence_length >> halvings for halvings in range(1, used.job.sequence_length.bit_length())]
-    lengths = [length for length in lengths if length >= SHORTEST_SEQUENCE]
+    # Powers of two, whose graphs are shipped or kept already where the length asked for is none.
+    powers = (1 << power for power in reversed(range((used.job.sequence_length - 1).bit_length())))
+    lengths = [length for length in powers if length >= SHORTEST_SEQUENCE]
     if not lengths:
         return
     if not fits(last := _with_sequence(used, lengths[-1])):
