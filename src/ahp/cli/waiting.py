@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from time import monotonic
 from typing import TextIO
+
+from ahp.runtime.ranks.beside import beside
 
 MOMENT_S = 2.0
 """Seconds before anything is shown."""
@@ -16,29 +17,19 @@ EVERY_S = 10.0
 """Seconds between the first two lines if the output is not a terminal; each later wait is twice as long."""
 
 
-Show = Callable[[str, TextIO, float, threading.Event], None]
-
-
-@contextmanager
-def waiting(what: str, stream: TextIO | None = None, moment_s: float = MOMENT_S) -> Iterator[None]:
+def waiting(what: str, stream: TextIO | None = None, moment_s: float = MOMENT_S) -> AbstractContextManager[None]:
     """Show what is being done while the block runs, once it has run for a moment.
 
     On a terminal one line counts the seconds and is gone at the end; elsewhere a line is printed now and then.
     """
-    out, done = stream or sys.stderr, threading.Event()
+    out, start_s = stream or sys.stderr, monotonic()
     show = _counting if out.isatty() else _now_and_then
-    beside = threading.Thread(target=_after, args=(moment_s, done, show, what, out, monotonic()), daemon=True)
-    beside.start()
-    try:
-        yield
-    finally:
-        done.set()
-        beside.join()
 
+    def after_a_moment(done: threading.Event) -> None:
+        if not done.wait(moment_s):
+            show(what, out, start_s, done)
 
-def _after(moment_s: float, done: threading.Event, show: Show, what: str, out: TextIO, start_s: float) -> None:
-    if not done.wait(moment_s):
-        show(what, out, start_s, done)
+    return beside(after_a_moment)
 
 
 def _counting(what: str, out: TextIO, start_s: float, done: threading.Event) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from pydantic import TypeAdapter
 
 from ahp.config import COLLECTIVE_TIMEOUT_S
 from ahp.errors import AhpError, first_line
+from ahp.runtime.ranks.beside import looking
 from ahp.runtime.ranks.meeting import NoAnswer
 from ahp.runtime.ranks.torch_compat import default_store, launchers_store
 
@@ -146,23 +146,18 @@ class Preparation:
 
     @contextmanager
     def _heartbeats(self) -> Iterator[None]:
-        ended = threading.Event()
         with _answering():
             self.store.set(f"{self.name}/host/{self.rank}", socket.gethostname())
             self._count(self.rank, 1)
 
-        def count() -> None:
-            with suppress(RuntimeError):  # the store is gone: nobody listens
-                while not ended.wait(self.heartbeat_s):
-                    self._count(self.rank, 1)
+        def count() -> bool:
+            with suppress(RuntimeError):
+                self._count(self.rank, 1)
+                return False
+            return True  # the store is gone: nobody listens
 
-        thread = threading.Thread(target=count, daemon=True)
-        thread.start()
-        try:
+        with looking(count, every_s=self.heartbeat_s):
             yield
-        finally:
-            ended.set()
-            thread.join()
 
     def _count(self, rank: int, more: int) -> int:
         return self.store.add(f"{self.name}/alive/{rank}", more)

@@ -32,6 +32,7 @@ from ahp.run_files import (
     written,
 )
 from ahp.runtime.files import crc32, flush, write_aside, write_over
+from ahp.runtime.ranks.beside import looking
 from ahp.runtime.ranks.environment import run_of_changing_nodes, starts_since_launch
 from ahp.whole_files import unwritable
 from ahp.words import seconds
@@ -252,22 +253,15 @@ class RunFolder:
     @contextmanager
     def beating(self) -> Iterator[None]:
         """Inside the block, a thread keeps showing in status.json that this process lives and how far it is, until another process writes it."""
-        ended = threading.Event()
         self._beat()
 
         def beat() -> None:
-            while not ended.wait(self.heartbeat_s):
-                with self._writing:
-                    if is_by_this_process(self.status_file):
-                        self._beat()
+            with self._writing:
+                if is_by_this_process(self.status_file):
+                    self._beat()
 
-        thread = threading.Thread(target=beat, daemon=True)
-        thread.start()
-        try:
+        with looking(beat, every_s=self.heartbeat_s):
             yield
-        finally:
-            ended.set()
-            thread.join()
 
     def _beat(self) -> None:
         with self._writing, suppress(OSError):
