@@ -177,6 +177,19 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(
     assert not Path("plan.yaml").exists()
 
 
+def test_a_plan_that_its_engines_file_cannot_say_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = ["--engine.name", "megatron", "--parallelism.data-parallel-shard-degree", "2", "--json"]
+    assert main(["plan", "bert-base", "1x2xH100-SXM-80GB", *asked]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert any(
+        note.startswith("ahp export megatron refuses the first plan: model_type = 'bert'") for note in told["notes"]
+    )
+    assert told["next"] == ["ahp explain plan.yaml", "ahp simulate plan.yaml"]
+
+
 def test_plans_for_another_machine_are_not_searched_to_be_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

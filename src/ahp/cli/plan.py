@@ -245,7 +245,13 @@ def show(found: Found, out: str, *, wide: bool = False) -> None:
     for words in after_it:
         console.print()
         console.print(tables.Hanging([("", words)], gap=0))
-    show_next(console, after(out, best.engine.name, "explain", "simulate"))
+    show_next(console, following(found, out))
+
+
+def following(found: Found, out: str) -> list[str]:
+    """The next commands for the first plan; its export, which comes last, is none of them if it is refused."""
+    commands = after(out, found.ranking.best.engine.name, "explain", "simulate")
+    return commands[:-1] if found.refused else commands
 
 
 def explain_first(console: Console, ranking: Ranking) -> None:
@@ -390,5 +396,5 @@ def as_json(found: Found, out: str) -> dict[str, Any]:
         "one_lost": None if found.lost is None else found.lost.plain(),
         "rejected": [loser.model_dump(mode="json") for loser in found.ranking.best.rejected],
         "wrote": out,
-        "next": after(out, found.ranking.best.engine.name, "explain", "simulate"),
+        "next": following(found, out),
     }
