@@ -331,6 +331,51 @@ class Noting(Numbered):
         return super().forward(x + notes.first)
 
 
+@torch.jit.script
+def scripted_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1.0 + 0.044715 * x * x)))
+
+
+class Scripted(Numbered):
+    """Its function has a backward of its own once it has run some times."""
+
+    def prepare(self, number: int) -> None:
+        for _ in range(3):
+            scripted_gelu(torch.ones(2, requires_grad=True)).sum().backward()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.down(scripted_gelu(self.up(self.norm_2(x))))
+
+
+class ChangesInput(Numbered):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x *= 0.9
+        return super().forward(x)
+
+
+class ChangesGate(Numbered):
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        gate *= 0.9
+        return super().forward(x * gate)
+
+
+class GivesGate(GivesFirst):
+    """Each block changes for the next one what all are given."""
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ones(x.shape[1], 1)
+
+
+class WritesLogits(Own):
+    """Tokens that nobody may choose."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(input_ids)
+        logits *= 0.5
+        logits[..., :5] = -9.0
+        return logits
+
+
 class GivesNotes(Own):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x, notes = self.embed(input_ids), Notes()
@@ -409,6 +454,8 @@ EQUAL: list[tuple[type[Own], type[Numbered], str]] = [
     *((GivesWeight, WithFirst, layout) for layout in ("1f1b", "tp")),
     (ReadsBefore, Numbered, "1f1b"),
     (Lends, Borrowing, "1f1b"),
+    (Own, Scripted, "tp"),
+    *((WritesLogits, Numbered, layout) for layout in ("tp", "context")),
 ]
 REFUSED: list[tuple[type[Own], type[Numbered], str, str]] = [
     (Lends, Borrowing, "tp", "block 0 of blocks reads tokens.weight, which is neither its own nor among its arguments"),
@@ -430,6 +477,8 @@ REFUSED: list[tuple[type[Own], type[Numbered], str, str]] = [
     (Own, AddsUpRows, "context", "aten.matmul.default reads other tokens than its own"),
     *((Renormed, Numbered, layout, "tokens has a max_norm") for layout in ("zero0", "zero3")),
     (TakesFirst, InList, "tp", "its blocks return list"),
+    *((Own, ChangesInput, layout, "changes a tensor that it is given") for layout in ("1f1b", "tp", "context")),
+    *((GivesGate, ChangesGate, layout, "changes a tensor that it is given") for layout in ("1f1b", "tp")),
 ]
 
 

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ahp.graph.effects import AsInGraph
 from ahp.graph.fake_mode import as_on_data
 from ahp.graph.functional import COMPOSED, simplify
-from ahp.graph.torch_compat import FakeTensor, FakeTensorMode, pytree
+from ahp.graph.torch_compat import FakeTensor, FakeTensorMode, pytree, scripts_as_python
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def capture(
 
     # A capture can happen while a checkpointed block counts what its forward saves: it must not see what is saved here.
     unseen = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
-    with as_on_data(), mode, unseen, AsInGraph():
+    with as_on_data(block), mode, unseen, AsInGraph(), scripts_as_python():
         weights = [_fake(like) for like in wanted.values()]
         activations = [_fake(TensorLike.of(leaves[i])) for i in where]
         graph = make_fx(forward, COMPOSED, tracing_mode="real", pre_dispatch=True)(weights, activations)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,3 +50,18 @@ def copy_without_memory(module: nn.Module) -> nn.Module:
         empty = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(module, memo)
+
+
+@contextmanager
+def left_as_it_was(module: nn.Module) -> Iterator[None]:
+    """Within, a call of the module may set attributes and buffers of its parts, and change lists and dicts among them: all is undone at the end."""
+    before = {
+        part: {name: copy.copy(value) if type(value) in (dict, list) else value for name, value in vars(part).items()}
+        for part in module.modules()
+    }
+    try:
+        yield
+    finally:
+        for part, held in before.items():
+            vars(part).clear()
+            vars(part).update(held)

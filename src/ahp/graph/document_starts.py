@@ -122,7 +122,7 @@ def _read_outside(module: nn.Module, documents: Documents, sequence_length: int)
         fake = fake_copy(module)
         outside = _Outside(find_blocks(fake).blocks)
         ids = torch.zeros(BATCH, sequence_length, dtype=torch.int64)
-        with as_on_data(document_mask=True), torch.no_grad(), outside:
+        with as_on_data(fake, document_mask=True), torch.no_grad(), outside:
             call_model(fake, ids, ids, documents)
     return None if outside.found is None else f"it is read outside of the blocks ({outside.found})"
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from ahp.errors import BadInput
 
@@ -29,10 +32,20 @@ def _has_whole_rows(matrices: torch.Tensor) -> bool:
     return max(matrices.stride()[-2:]) * matrices.itemsize % 16 == 0
 
 
+def _empty_caches(module: nn.Module) -> None:
+    """Of functions beside a module's classes, and of their methods (``functools.lru_cache``)."""
+    kinds = {type(part) for part in module.modules()}
+    for place in {*kinds, *(sys.modules[kind.__module__] for kind in kinds)}:
+        for value in list(vars(place).values()):
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
+
+
 @contextmanager
-def as_on_data(*, document_mask: bool = False) -> Iterator[None]:
-    """Makes two decisions of transformers, which depend on data or on kernels, come out as in real training; and turns off
-    the log of every operator that fails on fake tensors, because the error itself is enough.
+def as_on_data(module: nn.Module, *, document_mask: bool = False) -> Iterator[None]:
+    """Makes two decisions of transformers, which depend on data or on kernels, come out as in real training; turns off
+    the log of every operator that fails on fake tensors, because the error itself is enough; and lets no call of the module leave a tensor
+    without data in a cache, or find one with data there.
 
     transformers finds out from the positions whether a row packs several documents; without data it cannot, and builds a
     mask: right for a job with a ``document_mask``, but training on plain batches has none. And the shape rule of torch's
@@ -57,8 +70,10 @@ def as_on_data(*, document_mask: bool = False) -> Iterator[None]:
     if not document_mask:
         masking_utils.find_packed_sequence_indices = lambda position_ids: None
     moe._can_use_grouped_mm = can_use_grouped_mm
+    _empty_caches(module)
     try:
         yield
     finally:
+        _empty_caches(module)
         logger.setLevel(level)
         masking_utils.find_packed_sequence_indices, moe._can_use_grouped_mm = find_packed, can_use

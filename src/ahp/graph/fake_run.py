@@ -84,7 +84,7 @@ def _prepared(
         stack.enter_context(in_training(subject.module))
         stack.enter_context(others_pass_on(subject.blocks, subject.kept))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(as_on_data(document_mask=subject.documents is not None))
+        stack.enter_context(as_on_data(subject.module, document_mask=subject.documents is not None))
         parameters, buffers = _without_data(subject)
         input_ids, positions = (torch.empty(batch, sequence, dtype=torch.int64) for _ in range(2))
         places = positions if subject.documents else None
@@ -162,11 +162,18 @@ def others_pass_on(found: BlockList | None, kept: frozenset[int]) -> Iterator[No
             blocks[position] = block
 
 
+def train_whole(module: nn.Module) -> None:
+    """Put a module that is in evaluation mode, as ``from_pretrained`` leaves it, into training mode. Within one that is in training mode, parts
+    in evaluation mode (a frozen batch norm) stay so."""
+    if not module.training:
+        module.train()
+
+
 @contextmanager
 def in_training(module: nn.Module) -> Iterator[None]:
-    """Put every part of the module into training mode; restore each part's mode at the end."""
+    """``train_whole``; restore each part's mode at the end."""
     modes = {part: part.training for part in module.modules()}
-    module.train()
+    train_whole(module)
     try:
         yield
     finally:

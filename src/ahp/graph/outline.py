@@ -6,7 +6,7 @@ Found by running the model's own forward once on fake tensors, so no family of m
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ahp.graph.copies import fake_copy
 from ahp.graph.effects import Draws, NotInGraph, in_graph_alone
 from ahp.graph.experts import Watch
 from ahp.graph.fake_mode import DEPENDS_ON_VALUES, NeedsValues, as_on_data
-from ahp.graph.fake_run import others_pass_on
+from ahp.graph.fake_run import others_pass_on, train_whole
 from ahp.graph.flow import BEFORE, Flow
 from ahp.graph.host_numbers import Generators
 from ahp.graph.likeness import ModulesUsed, Values, watched
@@ -51,7 +51,7 @@ class Outline:
     head: str | None
     """The linear module whose output is the logits; None when there is no such module, or it holds more than its rows."""
     hidden: TensorLike
-    """The hidden states between blocks, for the batch and sequence that were traced."""
+    """The hidden states between blocks, for the batch and sequence that were traced; their type may be another before the first."""
     logits: TensorLike
     block_output: str
     """``tensor`` or ``tuple``: whether a block returns its hidden states bare or first in a tuple."""
@@ -103,7 +103,7 @@ def outline(
     None = that of the parameters. ``documents``: the input that says which tokens are one document, if several share a
     sequence and do not see each other. Raises BadInput when the module has no blocks or cannot run.
     """
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # a table that is no part of the module
     with mode:
         fake = fake_copy(module, dtype)
     found = find_blocks(module)  # where tensors have values
@@ -137,9 +137,9 @@ def _run(
     record: _Record, mode: Any, batch_size: int, sequence_length: int, documents: Documents | None
 ) -> torch.Tensor:
     """Run the recorded copy, in training, as every layout does; its logits. Ranks draw the same numbers, so that all refuse alike."""
-    record.fake.train()
+    train_whole(record.fake)
     with (
-        as_on_data(document_mask=documents is not None),
+        as_on_data(record.fake, document_mask=documents is not None),
         mode,
         torch.enable_grad(),
         record.flow,
@@ -176,7 +176,7 @@ def why_uncuttable(module: nn.Module, *, sequence_length: int, documents: Docume
 def _why_uncuttable(
     module: nn.Module, kept: frozenset[int], sequence_length: int, documents: Documents | None
 ) -> str | None:
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # a table that is no part of the module
     with mode:
         fake = fake_copy(module)
     found = find_blocks(fake)
@@ -214,7 +214,7 @@ class _Record:
         self.weights = WeightReads(fake, self.blocks)
         self.flow = Flow(self.weights)
         self.objects: list[tuple[Any, Any]] = []
-        """Arguments of the block that runs which are neither tensors nor plain values, each with its content before."""
+        """Arguments of the block that runs which are no plain values, each with its content before."""
         self.changes: str | None = None
         self.shared: list[torch.Tensor] | None = None
         self.uncuttable: str | None = None
@@ -277,12 +277,11 @@ class _Record:
     def _note_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.flow.leave(last=self.order[-1] == len(self.blocks) - 1)
         self.draws.enter()
-        changed = next((what for what, facts in self.objects if Values().of(what) != facts), None)
+        changed = next((what for what, facts in self.objects if _content(what) != facts), None)
         if changed is not None:
+            what = "a tensor" if isinstance(changed, torch.Tensor) else f"the {type(changed).__name__}"
             block = f"block {self.order[-1]} of {self.blocks_path}"
-            self.changes = (
-                f"{block} changes the {type(changed).__name__} that it is given, which only its own forward does"
-            )
+            self.changes = f"{block} changes {what} that it is given, which only its own forward does"
         self.block_output = "tuple" if isinstance(output, tuple) else "tensor"
         hidden: Any = output[0] if isinstance(output, tuple) and output else output
         if not isinstance(hidden, torch.Tensor):
@@ -327,7 +326,7 @@ class _Record:
             after=tuple(name for name, *_ in after if name not in again),
             token_embedding=self._token_embedding(before, logits),
             head=self._head(after, logits),
-            hidden=TensorLike.of(hidden),
+            hidden=replace(TensorLike.of(hidden), dtype=self.outputs[-1].dtype),
             logits=TensorLike.of(logits),
             block_output=self.block_output,
             num_outputs=self.num_outputs,
@@ -404,7 +403,7 @@ class _Record:
         name = next((n for n, m, _, out in reversed(after) if is_head(m) and out is logits), None)
         if name is None or sum(ran == name for ran, *_ in self.ran) > 1 or self._read_elsewhere(name):
             return None
-        return name
+        return name if logits._version == self.versions[name] else None  # the model may write into some columns
 
     def _read_elsewhere(self, name: str) -> bool:
         """Whether anything else reads the weights of this module: it would get one rank's part of them."""
@@ -424,13 +423,19 @@ class _Record:
         except NotInGraph as error:
             return BadInput(f"block {type(block).__name__} {error}")
         except Exception as error:
-            return BadInput(f"block {type(block).__name__} cannot be traced: {type(error).__name__}: {error}")
+            words = f"block {type(block).__name__} cannot be traced: {type(error).__name__}: {error}"
+            return BadInput(self.changes or words)
 
 
 def _objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """A call's arguments that are neither tensors nor plain values, each with its content."""
-    plain = (torch.Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
-    return [(leaf, Values().of(leaf)) for leaf in pytree.tree_leaves((args, kwargs)) if not isinstance(leaf, plain)]
+    """A call's arguments that are no plain values, each with its content."""
+    plain = (bool, int, float, str, type(None), torch.dtype, torch.device)
+    return [(leaf, _content(leaf)) for leaf in pytree.tree_leaves((args, kwargs)) if not isinstance(leaf, plain)]
+
+
+def _content(leaf: Any) -> Any:
+    """Other after a change; of a tensor, how often it has been written in place."""
+    return leaf._version if isinstance(leaf, torch.Tensor) else Values().of(leaf)
 
 
 def _own_backward(hidden: torch.Tensor) -> str | None:

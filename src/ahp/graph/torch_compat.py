@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -15,6 +19,7 @@ __all__ = [
     "forward_number",
     "memory_of",
     "pytree",
+    "scripts_as_python",
     "sets_gradient_mode",
 ]
 
@@ -38,3 +43,21 @@ def memory_of(tensor: torch.Tensor) -> int:
 def sets_gradient_mode(target: object) -> bool:
     """Whether a call in a traced graph turns the making of gradients on or off, as its argument says."""
     return target is torch._C._set_grad_enabled
+
+
+@contextmanager
+def scripts_as_python() -> Iterator[None]:
+    """Within, functions of ``torch.jit.script`` run as the Python that they were made of. One that has run before brings a backward of its own,
+    and a graph that is traced from its forward would have no gradient there."""
+    kind: Any = torch.jit.ScriptFunction
+    compiled = kind.__call__
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        python = getattr(function, "_torchdynamo_inline", None)
+        return compiled(function, *args, **kwargs) if python is None else python(*args, **kwargs)
+
+    kind.__call__ = call
+    try:
+        yield
+    finally:
+        kind.__call__ = compiled

@@ -23,6 +23,7 @@ from ahp.runtime.device_limits import compiles_sliced_blocks, refuse_kernels
 from ahp.runtime.experts.balance_loss import balance_of
 from ahp.runtime.experts.dispatch import check_experts
 from ahp.runtime.optimizer.eight_bit import refuse_without_torchao
+from ahp.runtime.sequence.own_tokens import check_after_blocks
 from ahp.runtime.tensor.sliced_dropout import drops_parts
 from ahp.runtime.torch_compat import has_gradient_hook
 from ahp.schedule.orders import splits_backward
@@ -100,8 +101,6 @@ def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | N
     _refuse_batch_norm(module, plan)
     _refuse_gradient_hooks(module, plan)
     _refuse_max_norm(module, plan)
-    if plan.engine.loss_chunk_tokens is not None:
-        _refuse_chunks(plan.engine.loss_chunk_tokens, blocks)
     check_experts(module, found, p.expert_parallel_degree)
     if p.has_unlike_widths and balance_of(module) is not None:
         raise BadInput(rules.BALANCE_OF_UNLIKE_WIDTHS)
@@ -109,6 +108,8 @@ def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | N
         check_linear(blocks)
     if found and (reason := rules.between_blocks(found.uncuttable, p, plan.engine)):
         raise BadInput(reason)
+    if plan.engine.loss_chunk_tokens is not None:
+        _refuse_chunks(plan.engine.loss_chunk_tokens, module, found, plan.job)
 
 
 def refuse_what_stays_outside(plan: Plan, sliced: ModelSlicing | None, method: ContextMethod | None) -> None:
@@ -130,11 +131,16 @@ def refuse_what_stays_outside(plan: Plan, sliced: ModelSlicing | None, method: C
     )
 
 
-def _refuse_chunks(tokens: int, blocks: BlockList | None) -> None:
-    """Raises BadInput for a model without blocks: the chunks run what follows the blocks."""
-    if blocks is None:
-        rule = "the model has no blocks, and what follows them is what it computes in chunks"
-        raise BadInput(f"engine.loss_chunk_tokens = {tokens}: {rule} (valid: null)")
+def _refuse_chunks(tokens: int, module: nn.Module, found: Outline | None, job: Job) -> None:
+    """Raises BadInput for a model without blocks, as the chunks run what follows the blocks, and for one that reads other tokens there."""
+    rule = "the model has no blocks, and what follows them is what it computes in chunks"
+    if found is not None:
+        try:
+            check_after_blocks(module, found, job)
+            return
+        except BadInput as error:
+            rule = f"a chunk of tokens runs what follows {found.blocks_path} alone: {error}"
+    raise bad_input("engine.loss_chunk_tokens", tokens, rule, [None])
 
 
 def _refuse_for_fsdp2(module: nn.Module, blocks: BlockList | None, plan: Plan) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ahp.errors import bad_input
 from ahp.graph.call import Documents
+from ahp.graph.fake_run import train_whole
 from ahp.graph.outline import Outline
 from ahp.plan import Plan
 from ahp.runtime.compute.compile import (
@@ -91,7 +92,7 @@ class StageSetup:
     def __call__(self, index: int, stage: Stage) -> None:
         """Prepare a stage, in place. Collective."""
         layers = self._layers(index, stage)
-        stage.train()
+        train_whole(stage.model)
         if not self.streamed:
             stage.to(self.mesh.device)
         if self.plan.job.lora is not None:

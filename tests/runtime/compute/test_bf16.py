@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.func import functional_call
 
 from tests.marks import cases
-from tests.runtime.models import BUILDERS, JOB, OPTIMIZER, SEQUENCE, VOCABULARY, batch
+from tests.runtime.models import BUILDERS, JOB, OPTIMIZER, SEQUENCE, VOCABULARY, Block, Custom, batch
 from tests.runtime.test_equality import LAYOUTS, train, world_size
 from tests.runtime.workers import Pool
 
@@ -63,6 +64,27 @@ def plain(
         yield total, norm.item()
 
 
+class InFp32(Block):
+    """Its hidden states are in fp32, as Mamba's residual."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.out.weight.dtype)).float()
+
+
+class Residual(Custom):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.blocks(self.tokens(input_ids) + self.positions[: input_ids.shape[1]])
+        return self.head(self.norm(x.to(self.norm.weight.dtype)))
+
+
+def residual() -> nn.Module:
+    torch.manual_seed(0)
+    module = Residual(layers=0)
+    module.blocks = nn.Sequential(*(InFp32(32, 4) for _ in range(4)))
+    return module
+
+
+BUILDERS["residual in fp32"] = residual
 CONTEXT = {
     method: {"context_parallel_degree": 2, "context_parallel_method": method} for method in ("ring", "all-to-all")
 }
@@ -77,7 +99,13 @@ do is seen on one model."""
 @pytest.mark.parametrize(
     ("model", "layouts"),
     cases(
-        [("llama", TYPICAL), ("gpt2", TYPICAL), ("llama", EVERY), ("custom", TYPICAL)],
+        [
+            ("llama", TYPICAL),
+            ("gpt2", TYPICAL),
+            ("llama", EVERY),
+            ("custom", TYPICAL),
+            ("residual in fp32", ("1f1b", "tp")),
+        ],
         wide=[("gpt2", TYPICAL), ("llama", EVERY), ("custom", TYPICAL)],
     ),
 )

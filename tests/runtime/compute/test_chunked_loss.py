@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ahp.errors import BadInput
 from tests.marks import cases
-from tests.runtime.models import BATCH, BUILDERS, JOB, SEQUENCE, VOCABULARY, Custom, batch
+from tests.runtime.models import BATCH, BUILDERS, JOB, SEQUENCE, VOCABULARY, Block, Custom, batch
 from tests.runtime.test_equality import LAYOUTS, assert_same_curve, world_size
 from tests.runtime.test_families import EPS, FAMILIES
 from tests.runtime.workers import Pool
@@ -166,6 +167,40 @@ class Skips(Custom):
         return self.head(self.norm(self.blocks(x) + x))
 
 
+class ReadsPrevious(Custom):
+    """Its head reads the token before, too."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.blocks(self.tokens(input_ids)))
+        return self.head(x + F.pad(x, (0, 0, 1, 0))[:, :-1])
+
+
+class AttendsAfter(Custom):
+    """A block that is not in the list follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = Block(32, 4)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.last(self.blocks(self.tokens(input_ids))))
+
+
+class AttendsBefore(AttendsAfter):
+    """What precedes the blocks is in no chunk."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.last(self.tokens(input_ids))))
+
+
+def attends_before() -> nn.Module:
+    torch.manual_seed(0)
+    return AttendsBefore()
+
+
+BUILDERS["attends before"] = attends_before
+
+
 def refused(rank: int, world: int, module: nn.Module) -> str:
     from ahp.runtime.parallel import parallelize
 
@@ -180,3 +215,18 @@ def test_a_head_that_reads_more_than_the_last_block_is_refused(pool: Pool) -> No
     assert told.startswith("engine.loss_chunk_tokens = 4: what follows blocks reads more")
     (told,) = pool.run(refused, 1, nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8)))
     assert told.startswith("engine.loss_chunk_tokens = 4: the model has no blocks")
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [(ReadsPrevious, "aten.pad.default"), (AttendsAfter, "attention runs after blocks")]
+)
+def test_a_head_that_reads_other_tokens_is_refused(pool: Pool, kind: type[Custom], told: str) -> None:
+    """A chunk would have its own tokens alone."""
+    (found,) = pool.run(refused, 1, kind())
+    assert found.startswith(f"engine.loss_chunk_tokens = 4: a chunk of tokens runs what follows blocks alone: {told}")
+    assert found.endswith("(valid: null)")
+
+
+def test_attention_before_the_blocks_is_in_no_chunk(pool: Pool) -> None:
+    whole, chunked = (pool.run(train, 1, "attends before", {}, tokens)[0] for tokens in (None, 5))
+    assert_same_curve(chunked, whole)

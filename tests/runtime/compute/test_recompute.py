@@ -14,6 +14,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from ahp.errors import BadInput
 from ahp.forecast.activations import ActivationLiveness, SegmentMemory
 from ahp.forecast.division import Division
 from ahp.forecast.kernels import Fusion, kernels
@@ -169,6 +170,25 @@ def test_a_block_of_its_own_kind_has_the_gradients_of_one_without(build: Callabl
         assert getattr(block, "calls", 3) == 3
     for others in found[1:]:
         torch.testing.assert_close(others, found[0], rtol=0, atol=0)
+
+
+class ChangesInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x *= 0.5
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_a_block_that_changes_its_input_is_refused(kind: Any) -> None:
+    """It would run again on what it made of it."""
+    block = ChangesInput()
+    recompute(block, kind)
+    with pytest.raises(BadInput, match=rf"activation_checkpoint = '{kind}': a block changes a tensor that it is given"):
+        block(torch.ones(2, 4, requires_grad=True) * 2)
 
 
 def kept_bytes(

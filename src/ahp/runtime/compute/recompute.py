@@ -17,6 +17,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from ahp.errors import bad_input
+from ahp.graph.capture import tensor_leaves
 from ahp.graph.effects import PlainAttributes
 from ahp.graph.host_numbers import Generators
 from ahp.runtime.compute.kept_results import FirstRun, KeptResults, SecondRun, is_random
@@ -73,7 +75,12 @@ def recompute(block: nn.Module, kind: Literal["selective", "full"], forward_cont
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        given = [(x, x._version) for x in tensor_leaves(args, kwargs)]
+        output = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        if any(x._version != version for x, version in given):
+            rule = "a block changes a tensor that it is given in place, and would be given the changed one when it runs again"
+            raise bad_input("activation_checkpoint", kind, rule, ["none, or x = x + y, not x += y"])
+        return output
 
     block.forward = run  # type: ignore[method-assign]
 

@@ -125,10 +125,14 @@ class StageInput(PassThrough):
 
 
 class Stop(nn.Module):
-    """Replaces the blocks of later stages: ends the forward."""
+    """Replaces the blocks of later stages: ends the forward, with hidden states of the type that the next stage receives."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.sent = dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise StopForward(block_input(args, kwargs))
+        raise StopForward(block_input(args, kwargs).to(self.sent))
 
 
 class ZeroEmbedding(nn.Module):
@@ -178,7 +182,7 @@ def cut(module: nn.Module, found: Outline, layers: range, dtype: torch.dtype) ->
         if number < layers.start:
             _stand_in(blocks, number, receive if receive and number == layers.start - 1 else PassThrough(*shape))
         elif number >= layers.stop:
-            _stand_in(blocks, number, Stop())
+            _stand_in(blocks, number, Stop(found.hidden.dtype))
     if not first and not found.shares_inputs:
         for path in separate(found.before, found.blocks_path):
             if path in found.read_early or (last and path in found.read_after):

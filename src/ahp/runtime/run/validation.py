@@ -27,6 +27,7 @@ def evaluate(
     """
     stages = runner.stages.values()
     generators = Generators(*stages)
+    modes = {module: module.training for stage in stages for module in stage.modules()}
     for stage in stages:
         stage.eval()
     runner.loss.scale = 1.0
@@ -39,11 +40,10 @@ def evaluate(
                     mean, count = _batch(runner, mesh, of_ranks, *part)
                 total, tokens = total + mean * count, tokens + count
     finally:
-        for stage in stages:
-            stage.train()
-            for module in stage.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # backward would have freed the gathered weights
+        for module, mode in modes.items():
+            module.training = mode
+            if isinstance(module, FSDPModule):
+                module.reshard()  # backward would have freed the gathered weights
     return total / tokens if tokens else math.nan
 
 

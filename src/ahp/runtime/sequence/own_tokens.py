@@ -29,6 +29,7 @@ from ahp.runtime.pipeline.cut import cut
 from ahp.runtime.ranks.mesh import Mesh
 from ahp.runtime.sequence.context import Context
 from ahp.runtime.sequence.ulysses import InContext
+from ahp.runtime.shard.fsdp import COMPUTE_DTYPE
 from ahp.runtime.torch_compat import FakeTensorMode, pytree
 from ahp.search.slicing.token_parts import (
     ATTENTION,
@@ -39,6 +40,7 @@ from ahp.search.slicing.token_parts import (
     check_tokens_apart,
     token_parts,
     traced_length,
+    writes,
 )
 
 
@@ -128,31 +130,43 @@ class ShapedByOwnTokens(TorchFunctionMode):
 
 def _parts_of_kinds(module: nn.Module, found: Outline, job: Job, documents: Documents | None) -> tuple[TokenParts, ...]:
     """The token parts of each kind of block. Raises BadInput also if what runs after the blocks mixes tokens."""
-    sizes = {size for tensor in [*module.parameters(), *module.buffers()] for size in tensor.shape}
-    length, dtype = traced_length(sizes, job.sequence_length), found.hidden.dtype
-    blocks, after = _traced(module, length, dtype, documents)
-    kinds = tuple(token_parts(block, length) for block in blocks)
-    check_tokens_apart(after, (1, None), length)
-    if any(node.target is ATTENTION for node in after.nodes):
-        raise BadInput(
-            f"attention runs after the blocks {found.blocks_path}, where a rank would see its own tokens alone"
-        )
-    others, after_others = _traced(module, traced_length(sizes, length - 1), dtype, documents)
-    for one, other in zip((*blocks, after), (*others, after_others), strict=True):
+    lengths = check_after_blocks(module, found, job)
+    blocks, others = (
+        outline(
+            module, batch_size=BATCH, sequence_length=n, dtype=COMPUTE_DTYPE[job.precision], documents=documents
+        ).captures
+        for n in lengths
+    )
+    kinds = tuple(token_parts(block, lengths[0]) for block in blocks)
+    for one, other in zip(blocks, others, strict=True):
         check_numbers(one, other)
     return kinds
 
 
-def _traced(
-    module: nn.Module, length: int, dtype: torch.dtype, documents: Documents | None
-) -> tuple[tuple[Capture | BadInput, ...], Capture]:
-    """The graphs of each kind of block for sequences of ``length``, and of what runs after the blocks."""
-    traced = outline(module, batch_size=BATCH, sequence_length=length, dtype=dtype, documents=documents)
-    num_layers = traced.num_layers
+def check_after_blocks(module: nn.Module, found: Outline, job: Job) -> tuple[int, int]:
+    """Raises BadInput if what runs after the blocks mixes tokens. Returns the two sequence lengths that it was traced with."""
+    sizes = {size for tensor in [*module.parameters(), *module.buffers()] for size in tensor.shape}
+    length = traced_length(sizes, job.sequence_length)
+    shorter = traced_length(sizes, length - 1)
+    after = _after_blocks(module, found, length, COMPUTE_DTYPE[job.precision])
+    check_tokens_apart(after, (1, None), length)
+    if any(node.target is ATTENTION for node in after.nodes):
+        raise BadInput(f"attention runs after {found.blocks_path}, where it would see a part of the tokens alone")
+    check_numbers(after, _after_blocks(module, found, shorter, COMPUTE_DTYPE[job.precision]))
+    return length, shorter
+
+
+def _after_blocks(module: nn.Module, found: Outline, length: int, dtype: torch.dtype) -> Capture:
+    """The graph of what runs after the blocks, for sequences of ``length``."""
+    num_layers = found.num_layers
     with FakeTensorMode():
-        end = cut(fake_copy(module, dtype), replace(traced, before=()), range(num_layers, num_layers), dtype)
-        hidden, ids = torch.empty(traced.hidden.shape, dtype=dtype), torch.empty(BATCH, length, dtype=torch.int64)
-    return traced.captures, capture(end, (hidden,), {"input_ids": ids})
+        end = cut(fake_copy(module, dtype), replace(found, before=()), range(num_layers, num_layers), dtype)
+        hidden = torch.empty((BATCH, length, *found.hidden.shape[2:]), dtype=found.hidden.dtype)
+        ids = torch.empty(BATCH, length, dtype=torch.int64)
+    captured = capture(end, (hidden,), {"input_ids": ids})
+    # What it computed for the blocks: torch takes operators that may draw numbers, as attention, for ones with effects.
+    captured.graph.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or writes(node))
+    return captured
 
 
 def _method(p: Parallelism, attentions: list[Attention]) -> ContextMethod:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.fx import GraphModule
 
 from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves, weights_of
-from ahp.graph.copies import copy_without_memory
+from ahp.graph.copies import copy_without_memory, left_as_it_was
 from ahp.graph.likeness import Values
 from ahp.graph.outline import block_input
 from ahp.runtime.compute.fp8 import Fp8, InGraph
@@ -175,6 +175,7 @@ class SlicedForward:
         self.collect: Collect | None = None
         self.places: dict[str, tuple[dict[str, Any], str]] = {}
         """For each weight, the dict of its module that holds it, and its name there; looked up at the first call."""
+        self.parts = list(block.modules())
 
     def split_sequence(self, *, first: bool, last: bool) -> None:
         """Work on parts of the sequence. ``first``, ``last``: whether this is the model's first or last block."""
@@ -242,7 +243,7 @@ class SlicedForward:
 
     def _key(self, leaves: list[Any], spec: pytree.TreeSpec, dtype: torch.dtype) -> Any:
         """What a program depends on."""
-        modes = self.block.training, torch.is_grad_enabled()
+        modes = tuple(part.training for part in self.parts), torch.is_grad_enabled()
         return tuple(_fact(leaf) for leaf in leaves), spec, modes, dtype, self.compiler
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
@@ -254,7 +255,8 @@ class SlicedForward:
     def _solved(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], weights: dict[str, torch.Tensor]
     ) -> tuple[Capture, Slicing]:
-        self.template.train(self.block.training)
+        for copied, part in zip(self.template.modules(), self.parts, strict=True):
+            copied.training = part.training
         shapes = {n: TensorLike(tuple(w.shape), w.dtype, w.device, w.requires_grad) for n, w in weights.items()}
         hidden, permission = None, self.solution.permission
         if self.in_parts:
@@ -263,7 +265,8 @@ class SlicedForward:
             permission = LAST_RESORT if permission.gathers_weights else SPARING
         if self.context_degree > 1:
             args, kwargs = self._masks_of_own_tokens(args, kwargs)
-        captured = capture(self.template, args, kwargs, shapes)
+        with left_as_it_was(self.template):  # a table that it makes once is of this trace alone
+            captured = capture(self.template, args, kwargs, shapes)
         pinned = {name: placement for name, placement in self.solution.weights.items() if name in captured.names}
         return captured, solve(captured, self.group.size(), pinned, hidden=hidden, permission=permission)
 

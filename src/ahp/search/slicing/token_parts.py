@@ -45,6 +45,10 @@ UNIFORM = {
 """Operators that make tensors of one value, of which any part is like the whole."""
 
 
+VALUES_ALONE = (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor)
+"""Operators that write a part of a tensor (``x[..., :4] = y``)."""
+
+
 class Special(Enum):
     """Places of tensors that are neither whole nor in parts by token."""
 
@@ -145,6 +149,8 @@ def _placed(node: Node, inputs: list[Place], context: Context) -> Place | None:
         return MADE if MADE in inputs else _made(node, length)
     if node.target is ATTENTION:
         return _attended(inputs, length)
+    if writes(node) and node.target in VALUES_ALONE and set(inputs[1:]) <= {R, inputs[0]}:
+        return inputs[0]
     for strategy in strategies(node, context):
         if strategy.inputs == tuple(inputs) and isinstance(strategy.output, Split):
             return strategy.output
@@ -152,6 +158,11 @@ def _placed(node: Node, inputs: list[Place], context: Context) -> Place | None:
             return None  # adds up over tokens
     rows = [place for place in inputs if isinstance(place, Split) and len(place.segments) > 1]
     return ROW if rows and not _mixes(node, rows[0].dim) and not _adds_up(node, inputs) else None
+
+
+def writes(node: Node) -> bool:
+    """Whether it is an operator that writes into a tensor that it is given."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _adds_up(node: Node, inputs: list[Place]) -> bool:

@@ -1,0 +1,209 @@
+"""What a model keeps beside its weights: modes of its parts, and tables that it makes once. Steps and evaluations are plain PyTorch's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.marks import cases
+from tests.runtime.models import BATCH, OPTIMIZER, SEQUENCE, VOCABULARY, Block, Custom, batch
+from tests.runtime.test_equality import PIPELINE, SPLIT, TENSOR, ZERO, assert_same_curve, world_size
+from tests.runtime.test_families import CALM, EPS
+from tests.runtime.workers import Pool
+
+STEPS, MICRO, WIDTH = 2, 4, 32
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "zero3": ZERO["zero3"],
+    "tp": TENSOR["tp"],
+    "sequence": {**TENSOR["tp"], "enable_sequence_parallel": True},
+    "1f1b": PIPELINE["1f1b"],
+    "zbv": SPLIT["zbv"],
+    "context": {"context_parallel_degree": 2},
+    "tp-full": {**TENSOR["tp"], "activation_checkpoint": "full"},
+}
+
+
+class Dropping(Block):
+    """With dropout and a batch norm of one token's features at the end of its feed-forward part."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 4)
+        self.average = nn.BatchNorm1d(WIDTH)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y + self.drop(self.average(y.flatten(0, 1)).view(x.shape))
+
+
+class InAttribute(Block):
+    def table(self, length: int) -> torch.Tensor:
+        if not hasattr(self, "kept"):
+            self.kept = slope(length)
+        return self.kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.table(x.shape[1]))
+
+
+class InBuffer(InAttribute):
+    """A rotary table is often kept so."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("kept", None, persistent=False)
+
+    def table(self, length: int) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = slope(length)
+        return self.kept
+
+
+class InDict(InAttribute):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.by_length: dict[int, torch.Tensor] = {}
+
+    def table(self, length: int) -> torch.Tensor:
+        if length not in self.by_length:
+            self.by_length[length] = slope(length)
+        return self.by_length[length]
+
+
+class InCache(InAttribute):
+    def table(self, length: int) -> torch.Tensor:
+        return cached_slope(length)
+
+
+class InCacheOfMethod(InAttribute):
+    @functools.lru_cache(maxsize=8)  # noqa: B019  # as in many models
+    def cached(self, length: int) -> torch.Tensor:
+        return slope(length)
+
+    def table(self, length: int) -> torch.Tensor:
+        return self.cached(length)
+
+
+class OfFile(InAttribute):
+    def table(self, length: int) -> torch.Tensor:
+        return SLOPE
+
+
+def slope(length: int) -> torch.Tensor:
+    return torch.linspace(0.5, 1.5, length)[:, None]
+
+
+@functools.lru_cache(maxsize=8)
+def cached_slope(length: int) -> torch.Tensor:
+    return slope(length)
+
+
+SLOPE = slope(SEQUENCE)
+
+
+def with_blocks(block: Callable[[], nn.Module]) -> Custom:
+    torch.manual_seed(0)
+    module = Custom(WIDTH, layers=0)
+    module.blocks = nn.Sequential(*(block() for _ in range(4)))
+    for parameter in module.parameters():  # else a norm that is forgotten would not show
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return module
+
+
+def resting() -> nn.Module:
+    """A frozen batch norm, and blocks whose dropout is off."""
+    module = with_blocks(Dropping)
+    for block in module.blocks:
+        assert isinstance(block, Dropping)
+        block.average.eval()
+        block.average.get_buffer("running_mean").uniform_(-0.1, 0.1)
+        block.drop.eval()
+    return module
+
+
+def all_resting() -> nn.Module:
+    """As ``from_pretrained`` leaves it: training puts all of it into training mode."""
+    return with_blocks(functools.partial(Block, WIDTH, 4)).eval()
+
+
+KEPT = (InAttribute, InBuffer, InDict, InCache, InCacheOfMethod, OfFile)
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "resting": resting,
+    "all resting": all_resting,
+    **{kind.__name__: functools.partial(with_blocks, functools.partial(kind, WIDTH, 4)) for kind in KEPT},
+}
+
+
+@cache
+def plain(name: str) -> dict[str, Any]:
+    """One process. Between the steps it evaluates, and goes back to the modes of before."""
+    model = MODELS[name]()
+    if not model.training:
+        model.train()
+    modes = {part: part.training for part in model.modules()}
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=OPTIMIZER["learning_rate"], betas=OPTIMIZER["betas"], eps=EPS, weight_decay=OPTIMIZER["weight_decay"]
+    )  # fmt: skip
+    found: dict[str, Any] = {"losses": [], "norms": [], "held out": []}
+    for step in range(STEPS):
+        loss = loss_of(model, batch(step))
+        loss.backward()
+        found["losses"].append(loss.item())
+        found["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["grad_clip"]).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            found["held out"].append(loss_of(model, batch(step)).item())
+        for part, mode in modes.items():
+            part.training = mode
+    return found
+
+
+def loss_of(model: nn.Module, data: dict[str, torch.Tensor]) -> torch.Tensor:
+    scores = model(data["input_ids"])[:, :-1].reshape(-1, VOCABULARY)
+    return F.cross_entropy(scores, data["labels"][:, 1:].reshape(-1), ignore_index=-100)
+
+
+def train(rank: int, world: int, name: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """Runs in each worker."""
+    from ahp.runtime.parallel import parallelize
+
+    parallel = parallelize(MODELS[name](), {"job": CALM, "parallelism": {**layout, "micro_batch_size": MICRO}})
+    found: dict[str, Any] = {"losses": [], "norms": [], "held out": []}
+    for step in range(STEPS):
+        result = parallel.step(parallel.shard(batch(step)))
+        found["losses"].append(result.loss)
+        found["norms"].append(result.grad_norm)
+        found["held out"].append(parallel.evaluate([parallel.shard(batch(step))]))
+    return found
+
+
+CASES = [
+    *(
+        ("resting", layout) for layout in LAYOUTS if layout != "context"
+    ),  # no rule of batch norm says what a token reads
+    *(("all resting", layout) for layout in ("one", "tp")),
+    *((kind.__name__, "tp") for kind in KEPT),
+    *((kind.__name__, "1f1b") for kind in (InCache, InCacheOfMethod, OfFile)),
+]
+FAST = {("resting", "tp"), ("InBuffer", "tp"), ("InCache", "1f1b")}
+
+
+@pytest.mark.parametrize(("name", "layout"), cases(CASES, fast=FAST))
+def test_steps_and_evaluations_are_those_of_one_process(pool: Pool, name: str, layout: str) -> None:
+    found, *_ = pool.run(train, world_size(LAYOUTS[layout]), name, LAYOUTS[layout])
+    assert_same_curve(found, plain(name))
+    assert found["held out"] == pytest.approx(plain(name)["held out"], rel=1e-5)
+
+
+def test_a_batch_is_several_micro_batches() -> None:
+    assert BATCH > MICRO
