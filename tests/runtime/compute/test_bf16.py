@@ -74,7 +74,7 @@ class InFp32(Block):
 class Residual(Custom):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.blocks(self.tokens(input_ids) + self.positions[: input_ids.shape[1]])
-        return self.head(self.norm(x.to(self.norm.weight.dtype)))
+        return self.head(self.norm(x.to(self.norm.weight.dtype)).to(self.head.weight.dtype))
 
 
 def residual() -> nn.Module:

@@ -98,8 +98,9 @@ class Sharding:
             fully_shard(
                 module,
                 mesh=self.fsdp_mesh,
-                # Inputs of other units have the right type already, or are the balance loss's sums, which stay fp32.
-                mp_policy=replace(self.policy, cast_forward_inputs=module in blocks),
+                # Inputs of others have the right type already, or are the balance loss's sums, which stay fp32. A head has not where the
+                # model asks for the type of its weight (``head(x.to(head.weight.dtype))``) before it is gathered and cast.
+                mp_policy=replace(self.policy, cast_forward_inputs=module in blocks or isinstance(module, nn.Linear)),
                 reshard_after_forward=not keep_whole,
                 ignored_params=ignored,
             )
