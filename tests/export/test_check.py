@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,6 +17,8 @@ from ahp.cli.check import run
 from ahp.errors import AhpError, BadInput, NothingFits
 from ahp.export.reading import READERS, read_foreign
 from ahp.export.table import plan_of
+from ahp.search import ranking
+from ahp.search.result import Ranking
 from ahp.search.ties import TIED
 from ahp.words import WORTH_TELLING
 from tests.export.test_engines import a_plan
@@ -60,6 +64,22 @@ torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \\
     --micro-batch-size 1 --global-batch-size 64 --seq-length 4096 --train-iters 100 --bf16 \\
     --use-distributed-optimizer --fancy-new-thing 3
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_search_is_made_once() -> Iterator[None]:
+    """Most of what is checked here is said twice, to people and as JSON."""
+    found: dict[str, Ranking] = {}
+    searched = ranking.search
+
+    def search(*asked: Any, **more: Any) -> Ranking:
+        key = repr((asked, more))
+        if key not in found:
+            found[key] = searched(*asked, **more)
+        return found[key]
+
+    with mock.patch.object(ranking, "search", search):
+        yield
 
 
 def checked(path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
