@@ -93,7 +93,8 @@ def _group(name: str, device: str, shape: dict[str, str], rate: float) -> Row:
     stage, accumulate = shape["stage"], shape["accumulate"] == "True"
     sides = {"fwd": (m, n, k), "bwd_grad_act": (m, k, n), "bwd_grad_w": (n, k, m)}[stage]
     out = _bytes(shape["main_grad_dtype"] if stage == "bwd_grad_w" else shape["out_dtype"])
-    predict = lambda gpu: gpu.grouped_s(groups, *sides, "bf16", output_bytes=out, accumulate=accumulate)  # noqa: E731
+    how = {"output_bytes": out, "accumulate": accumulate, "makes_weights": stage == "bwd_grad_w"}
+    predict = lambda gpu: gpu.grouped_s(groups, *sides, "bf16", **how)  # noqa: E731
     return Row(name, device, "grouped product", stage, 2.0 * groups * m * n * k / rate, predict)
 
 

@@ -194,6 +194,8 @@ def _experts(parallelism: Parallelism, choice: EngineChoice, *, one_graph_in_mxf
         overlap_between_nodes=0.0 if overlap is False else 1.0,
         overlap_on_a_node=1.0 if overlap else 0.0,
         fused_permutation=True,  # --moe-permute-fusion
+        # core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher: sort_chunks_by_idxs where a rank has several experts
+        sorts_arrived=choice.moe_token_dispatcher_type != "flex",
         launched_one_by_one=True,  # --moe-grouped-gemm: Transformer Engine's GroupedLinear, cuBLAS on several streams
         one_graph_in_mxfp8=one_graph_in_mxfp8,
     )

@@ -239,6 +239,9 @@ class ExpertTraits(NamedTuple):
     """The same, if they do not."""
     fused_permutation: bool = False
     """Whether one kernel puts tokens in the order of their experts, and one puts them back, in both passes; else torch's indexing does."""
+    sorts_arrived: bool = False
+    """Whether NCCL's all-to-all leaves the copies of tokens in the order of the ranks that sent them, so that a kernel puts them in the order of a
+    rank's experts, and another one puts the results back."""
     launched_one_by_one: bool = False
     """Whether the product of each expert is one kernel; else torch's grouped GEMM computes all products in one kernel."""
     one_graph_in_mxfp8: bool = False

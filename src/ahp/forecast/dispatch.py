@@ -54,6 +54,15 @@ def all_to_all_s(routed: Routed, group: Group, network: Times, how: ExpertTraits
     return max(between_s, network.time_s("all_to_all", routed.share_sent_once(group.size) * routed.num_bytes, within))
 
 
+def sorted_s(grouped: Operator, share: float, group: Group, how: ExpertTraits, bytes_per_s: float) -> float:
+    """Seconds in which a pass puts the copies that have arrived from each rank in the order of their experts, and back: two kernels, each of which
+    reads and writes every copy. ``share``: the part of the copies that the rank computes."""
+    sent_once = group.nodes > 1 and how.tokens_once_to_a_node
+    if not how.sorts_arrived or sent_once or num_experts(grouped) == group.size:
+        return 0.0
+    return 4.0 * share * grouped.inputs[0].bytes / bytes_per_s
+
+
 def pass_waits_s(
     routed: Routed, group: Group, network: Times, passes_s: float, how: ExpertTraits, *, overlap: float
 ) -> float:

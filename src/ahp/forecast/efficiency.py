@@ -126,10 +126,11 @@ class Rates:
         phase: ProductPhase = "forward",
         kernel: GroupedKernel = "each",
     ) -> float:
-        """Seconds of a product (m, k) x (k, n) for each of ``groups`` experts; ``kernel``: counts only where products were not measured."""
+        """Seconds of a product (m, k) x (k, n) for each of ``groups`` experts; ``kernel`` counts only where products were not measured."""
         if self.gpu is None or self._forward(precision) is not None:
             return self.matmul_s(groups, m, n, k, precision, accumulates=accumulates, phase=phase)
-        return self.gpu.grouped_s(groups, m, n, k, precision, kernel=kernel, **FP32_SUM if accumulates else {})
+        how = {"kernel": kernel, "makes_weights": phase == "weight_gradient", **(FP32_SUM if accumulates else {})}
+        return self.gpu.grouped_s(groups, m, n, k, precision, **how)
 
     def element_wise_s(
         self,

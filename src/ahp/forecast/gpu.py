@@ -115,12 +115,14 @@ class Gpu:
         output_bytes: float | None = None,
         accumulate: bool = False,
         may_persist: bool = True,
+        shown: float = 0.0,
     ) -> float:
         """Seconds of ``batch`` products (m, k) x (k, n). Operands count once: a wave of tiles shares them through the cache.
 
         ``output_bytes``: of one output element; None = as torch, that of the operands (16 bits for fp8).
         ``accumulate``: the output is read and added to, as Megatron's fused weight gradient does.
         ``may_persist``: the kernel is persistent on generations that have such kernels.
+        ``shown``: bytes whose way to or from memory does not hide behind the computation where power limits it.
         """
         persistent = may_persist and self.generation in self._data["products"]["persistent"]
         reach = self.reach(precision)
@@ -129,7 +131,7 @@ class Gpu:
         moved = batch * (m * k + k * n) * element + written
         memory_s = moved / (self._data["products"]["memory_share"] * self.device.memory_bandwidth_bytes_per_s)
         tiles_s = self._tiles_s(batch, m, n, k, reach.burst / self._sms, written, persistent)
-        held_s = 2.0 * batch * m * n * k / reach.sustained
+        held_s = 2.0 * batch * m * n * k / reach.sustained + shown / self.device.memory_bandwidth_bytes_per_s
         if persistent:
             held_s += self.output_s(written)
         return max(tiles_s, memory_s, held_s)
@@ -150,11 +152,20 @@ class Gpu:
         output_bytes: float | None = None,
         accumulate: bool = False,
         kernel: GroupedKernel = "each",
+        makes_weights: bool = False,
     ) -> float:
-        """Seconds of a product (m, k) x (k, n) for each of ``groups`` experts."""
+        """Seconds of a product (m, k) x (k, n) for each of ``groups`` experts; ``makes_weights``: of the gradients of their weights.
+
+        Where each is a kernel of its own, its weights come from memory, and their gradients go there, beside the computation where power limits
+        it: few tokens read them once. Without this, SimuMax's 108 products of experts on B200 are forecast 13 to 21 % too fast.
+        """
         how: dict[str, Any] = {"output_bytes": output_bytes, "accumulate": accumulate, "may_persist": kernel == "fused"}
-        seconds = self.product_s(groups, m, n, k, precision, **how)
-        return max(seconds, groups * self._data["groups"]["launch_s"]) if kernel == "each" else seconds
+        if kernel != "each":
+            return self.product_s(groups, m, n, k, precision, **how)
+        element = ELEMENT_BYTES.get(precision, 4)
+        weights = m * (output_bytes or max(2, element)) * (2 if accumulate else 1) if makes_weights else k * element
+        seconds = self.product_s(groups, m, n, k, precision, **how, shown=groups * n * weights)
+        return max(seconds, groups * self._data["groups"]["launch_s"])
 
     def attention_s(
         self,

@@ -16,7 +16,7 @@ from ahp.forecast.chunked_head import chunked_head, num_chunks
 from ahp.forecast.communication import Network
 from ahp.forecast.compute import SegmentTimes, Work
 from ahp.forecast.context import SharedTokens, shared_tokens_s
-from ahp.forecast.dispatch import Routed, pass_waits_s
+from ahp.forecast.dispatch import Routed, pass_waits_s, sorted_s
 from ahp.forecast.divided import Divided, SegmentPricer
 from ahp.forecast.division import attention_heads, expert_parameters
 from ahp.forecast.group import Group
@@ -232,7 +232,11 @@ class UnitPricer:
         routed = Routed.of(grouped, 1 / division.context / parts, tokens)
         overlap = how.expert_overlap(axes.expert.nodes) * axes.beside_opposite
         passes_s = of.times.forward_s + of.times.backward_s
-        return pass_waits_s(routed, axes.expert, self._network, passes_s, how.experts, overlap=overlap)
+        waits_s = pass_waits_s(routed, axes.expert, self._network, passes_s, how.experts, overlap=overlap)
+        if how.one_graph:  # its recipes have HybridEP, which sorts what it sends
+            return waits_s
+        computed = 1 / division.context / (division.tensor if how.experts.folded else 1)
+        return waits_s + sorted_s(grouped, computed, axes.expert, how.experts, self.rates.bytes_per_s)
 
 
 def _tied_parameters(graph: ModelGraph) -> int:
