@@ -9,7 +9,8 @@ from ahp.engines.registry import get
 from ahp.forecast.axes import axes_of
 from ahp.forecast.communication import Network
 from ahp.forecast.division import Division, is_weight_gradient
-from ahp.forecast.kernels import kernels
+from ahp.forecast.joined import moved_where_joined
+from ahp.forecast.kernels import kernels, owners
 from ahp.forecast.split import split
 from ahp.forecast.units import UnitPricer
 from ahp.graph.kept import analyze
@@ -144,6 +145,43 @@ def _backward_bytes(segment, run, *modules):
     return sum(
         run.moved_bytes.get(op.index, 0.0) for op in segment.phase("backward") if op.module in modules and not op.flops
     )
+
+
+def test_joined_products_move_the_bytes_of_megatrons_kernels():
+    """Between products, in 16 bits. Read and written: the gate's inputs and output, three tensors, and backward the gradient, both inputs and their
+    two gradients; queries once more forward, as they share keys, and all gradients once more backward. The sum of gradients is one tensor."""
+    segment, hidden, queries, keys = (
+        block("llama", "flash"),
+        2 * SEQUENCE * HIDDEN,
+        2 * SEQUENCE * HIDDEN,
+        2 * SEQUENCE * 64,
+    )
+    apart = kernels(segment, "fused", norms_apart=True).moved_bytes
+    joined = kernels(segment, "fused", norms_apart=True, joined_products=True).moved_bytes
+
+    def moved(found, phase, *modules):
+        ops = (op for op in segment.phase(phase) if op.flops == 0 and op.module in modules)
+        return sum(found.get(op.index, 0.0) for op in ops)
+
+    gate = ("mlp", "mlp.act_fn")
+    assert moved(joined, "forward", *gate) == 3 * 2 * SEQUENCE * FFN
+    assert moved(joined, "backward", *gate) == 5 * 2 * SEQUENCE * FFN
+    assert moved(apart, "backward", *gate) == 6 * 2 * SEQUENCE * FFN
+    more = {
+        phase: moved(joined, phase, "self_attn") - moved(apart, phase, "self_attn") for phase in ("forward", "backward")
+    }
+    assert more == {"forward": 2 * queries, "backward": 2 * (queries + 2 * keys)}
+    sums = "self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"
+    assert moved(apart, "backward", *sums) - moved(joined, "backward", *sums) == 3 * hidden
+    untouched = [op.index for op in segment.operators if op.flops > 0 or op.module in NORMS]
+    assert all(joined.get(i) == apart.get(i) for i in untouched)
+
+
+def test_what_is_no_joined_product_moves_what_it_did():
+    """gpt2 has one product for queries, keys and values, whose gradients it joins itself."""
+    segment = block("gpt2", "flash")
+    assert kernels(segment, "fused", joined_products=True).moved_bytes == kernels(segment, "fused").moved_bytes
+    assert moved_where_joined(segment, owners(segment)) == {}
 
 
 def test_rows_that_are_written_out_of_order_need_zeros_in_memory_first():

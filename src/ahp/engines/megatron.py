@@ -150,6 +150,7 @@ class MegatronEngine(Engine):
                 dropout_apart=True,  # core/transformer/dot_product_attention.py: FusedScaleMaskSoftmax, then torch.nn.Dropout
                 # Transformer Engine, common/normalization/*/*_bwd_kernels.cuh, as apex's FastLayerNorm: one kernel sums the weight's gradient too.
                 norms_apart=True,
+                joined_products=True,  # core/transformer/attention.py: linear_qkv; mlp.py: linear_fc1, fusions/fused_bias_swiglu.py
             ),
             host=HostTraits(
                 operators_per_unit=0,

@@ -275,6 +275,8 @@ class KernelTraits(NamedTuple):
     """Whether the backward pass of a norm is a kernel of its own where whole chains are fused, so that another one adds the residual's gradient."""
     norm_weights_apart: bool = False
     """Whether the gradient of a norm's weight is made by a kernel of its own there, which reads the norm's input and its output's gradient again."""
+    joined_products: bool = False
+    """Whether one product makes queries, keys and values, and one gate and up, which one kernel then reads."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits, loss and gradient exist at a time; None = all of a micro-batch."""
 

@@ -161,6 +161,7 @@ class SegmentPricer:
                 dropout_apart=how.dropout_apart,
                 norms_apart=how.norms_apart,
                 norm_weights_apart=how.norm_weights_apart,
+                joined_products=how.joined_products,
                 grouped=grouped,
             )
             self._runs[alike] = _Run(segment, parts, run, how, fp8, self._causal)

@@ -21,6 +21,7 @@ class KernelOptions(NamedTuple):
     dropout_apart: bool
     norms_apart: bool
     norm_weights_apart: bool
+    joined_products: bool
     attention: AttentionKernel | None
     by_lengths: bool
     """Attention goes by the lengths of documents, so that the graph with their starts is the one that runs."""
@@ -90,6 +91,7 @@ class KernelOptions(NamedTuple):
             dropout_apart=traits.kernels.dropout_apart,
             norms_apart=traits.kernels.norms_apart,
             norm_weights_apart=traits.kernels.norm_weights_apart,
+            joined_products=traits.kernels.joined_products,
             attention="torch_flash2" if flash2 else attention,
             by_lengths=of_lengths is not None,
             attention_again=takes_cudnn(generation)

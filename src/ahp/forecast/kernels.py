@@ -15,6 +15,7 @@ from typing import Literal
 from ahp.forecast.division import GROUPED
 from ahp.forecast.efficiency import kind_of
 from ahp.forecast.gpu import GroupedKernel
+from ahp.forecast.joined import moved_where_joined
 from ahp.forecast.norms import in_norms, read_for_weights, reads_besides
 from ahp.graph.operators import Operator, Segment
 
@@ -65,14 +66,15 @@ def kernels(
     dropout_apart: bool = False,
     norms_apart: bool = False,
     norm_weights_apart: bool = False,
+    joined_products: bool = False,
     grouped: GroupedKernel = "torch",
 ) -> Kernels:
     """The kernels of one segment.
 
     ``traced``: one for each operator, as on a CPU. ``eager``: as PyTorch on a GPU. ``modules``: the element-wise operators of
     one module are one kernel (norms, activation functions). ``fused``: those of a chain are one kernel, whatever their modules.
-    ``fused_loss``: cross-entropy is one kernel under ``modules`` too. ``dropout_apart``, ``norms_apart``, ``norm_weights_apart``: see
-    ``KernelTraits``; under ``modules`` norms are torch's own kernels, for which both hold (ATen/native/cuda/layer_norm_kernel.cu).
+    ``fused_loss``: cross-entropy is one kernel under ``modules`` too. ``dropout_apart``, ``norms_apart``, ``norm_weights_apart``,
+    ``joined_products``: see ``KernelTraits``; under ``modules`` norms are torch's own kernels, for which both hold (ATen/native/cuda/layer_norm_kernel.cu).
     """
     saved = {op.index: float(op.saved_bytes) for op in segment.operators if op.saved_bytes}
     if fusion == "traced":
@@ -96,13 +98,15 @@ def kernels(
         fused_loss=fused_loss,
         dropout_apart=dropout_apart,
         norms=in_norms(segment) if norms_apart or by_module else frozenset(),
+        joined=joined_products,
     )
     kept, input_bytes = chains.kept(saved)
     alone = () if fused_loss else (op for op in segment.operators if op.module == LOSS)
     moved = chains.moved_bytes(kept)
-    if norm_weights_apart or by_module:
-        for index, more in read_for_weights(segment).items():
-            moved[index] = moved.get(index, 0.0) + more
+    of_weights = read_for_weights(segment) if norm_weights_apart or by_module else {}
+    of_joined = moved_where_joined(segment, chains.owner) if joined_products else {}
+    for index, more in (*of_weights.items(), *of_joined.items()):
+        moved[index] = moved.get(index, 0.0) + more
     return Kernels(
         moved,
         chains.launched(kept),
@@ -200,12 +204,14 @@ class _Chains:
         fused_loss: bool,
         dropout_apart: bool,
         norms: frozenset[int],
+        joined: bool = False,
     ) -> None:
-        """``norms``: operators of norms that run with no other in their phase that reads them."""
+        """``norms``: operators of norms that run with no other in their phase that reads them. ``joined``: what a chain reads is read once, whatever
+        its modules, as the two gradients of a gate are made in one kernel where one product has both."""
         self.segment, self.ops = segment, segment.operators
         self.owner = owners(segment)
         self.across_modules, self.fused_loss, self.dropout_apart = across_modules, fused_loss, dropout_apart
-        self.norms = norms
+        self.norms, self.joined = norms, joined
         self.masks = set(masks.values())
         self.draws = set(masks)
         self.level = self._levels()
@@ -370,7 +376,8 @@ class _Chains:
             if made.bytes_written == 0:
                 continue
             for root in self._read_from(made, op, kept):
-                key = (op.module, op.phase, self.level[op.index], root)
+                module = "" if self.joined and op.index not in self.norms else op.module
+                key = (module, op.phase, self.level[op.index], root)
                 if key not in done:
                     done.add(key)
                     total += self._bytes_of(root, kept) - besides
