@@ -194,7 +194,7 @@ def _products(measured: Measurements | None, workers: int) -> dict[tuple[Product
         alike = nearest_workers((s for s in samples if (s.phase, s.dtype) == (phase, dtype)), workers)
         shapes = np.log(np.array([(s.m, s.n, s.k) for s in alike], dtype=float))
         rates = np.array([2.0 * s.m * s.n * s.k / s.seconds for s in alike])
-        found[phase, PRECISION_OF.get(dtype, dtype)] = shapes, rates
+        found[phase, str(PRECISION_OF.get(dtype, dtype))] = shapes, rates
     return found
 
 
