@@ -122,10 +122,8 @@ def grouped(heads):
 @pytest.mark.parametrize(("heads", "degree"), [(1, 2), (2, 4), (4, 4)])
 def test_whole_keys_move_what_the_real_slicing_moves(heads, degree, in_parts):
     """Bytes that a rank sends in both passes, one pass around the ring of each tensor after the other."""
-    model = build_model(grouped(heads))
-    sliced = slice_model(model, degree, enable_sequence_parallel=in_parts).blocks[0]
-    graph = analyze(model, Job(sequence_length=16, precision="fp32"), micro_batch_size=2)
-    block = graph.blocks[0]
+    sliced = slice_model(build_model(grouped(heads)), degree, enable_sequence_parallel=in_parts).blocks[0]
+    block = analyze(grouped(heads), Job(sequence_length=16, precision="fp32"), micro_batch_size=2).blocks[0]
     parts = split(block, "block", way_of_keys=way_of_keys(block, degree, "whole"))
     assert bool(parts.key_gradients) == (degree > heads)
     tensors = [*parts.forward_reduce, *parts.backward_reduce, *parts.key_gradients]

@@ -318,10 +318,9 @@ def test_blocks_with_other_kinds_of_recompute_are_bounded_together() -> None:
 
 
 def test_where_no_block_fits_no_bound_is_finite() -> None:
-    job = Job(sequence_length=1024, global_batch_size=16, precision="fp16")
-    asked = problem(analyze("llama3-70b", job), Cluster.parse("1x4xT4"), job, None, "ahp")
-    bounds = Bounds(asked, build(asked))
-    assert np.isinf(bounds.first_s()).all()
+    for memory_bytes, fits in ((2_050_000_000, True), (100_000, False)):
+        asked = small(memory_bytes=memory_bytes)
+        assert np.isfinite(Bounds(asked, build(asked)).first_s()).any() == fits
 
 
 def test_rows_that_do_not_fit_are_not_timed() -> None:
