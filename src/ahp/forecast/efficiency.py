@@ -190,11 +190,12 @@ def _products(measured: Measurements | None, workers: int) -> dict[tuple[Product
     """The products measured with the nearest number of workers, keyed by phase and precision."""
     found: dict[tuple[ProductPhase, str], _Samples] = {}
     samples = measured.matmul if measured else ()
-    for phase, dtype in {(s.phase, s.dtype) for s in samples}:
+    kinds: set[tuple[ProductPhase, str]] = {(s.phase, s.dtype) for s in samples}
+    for phase, dtype in kinds:
         alike = nearest_workers((s for s in samples if (s.phase, s.dtype) == (phase, dtype)), workers)
         shapes = np.log(np.array([(s.m, s.n, s.k) for s in alike], dtype=float))
         rates = np.array([2.0 * s.m * s.n * s.k / s.seconds for s in alike])
-        found[phase, str(PRECISION_OF.get(dtype, dtype))] = shapes, rates
+        found[phase, PRECISION_OF.get(dtype, dtype)] = shapes, rates
     return found
 
 
