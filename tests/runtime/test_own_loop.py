@@ -314,6 +314,40 @@ def test_modes_around_a_step_change_nothing_or_are_refused(pool: Pool, name: str
         assert evaluated == pytest.approx(stepped, rel=1e-6)
 
 
+def called_between(rank: int, world: int, layout: dict[str, Any]) -> tuple[list[str], list[tuple[float, float]]]:
+    """What the program's own call of the module says between two steps, and the steps."""
+    from ahp.runtime.parallel import parallelize
+
+    module, told, found = BUILDERS["custom"](), [], []
+    parallel = parallelize(module, {"job": JOB, "parallelism": layout})
+    for step in range(2):
+        part = parallel.shard(batch(step))
+        result = parallel.step(part)
+        found.append((result.loss, result.grad_norm))
+        try:
+            with torch.no_grad():
+                logits = module(part["input_ids"])
+            told.append(str(tuple(logits.shape[1:])))
+        except BadInput as error:
+            told.append(str(error))
+    return told, found
+
+
+@pytest.mark.parametrize("name", ["one", "replicas", "zero3", "context", "tp", "pipe"])
+def test_a_call_of_a_module_that_is_divided_is_refused(pool: Pool, name: str) -> None:
+    """It gave a part of the logits, those of old weights, or an error of torch's."""
+    layout = {**PIECES, "tp": TENSOR, "pipe": PIPE}[name]
+    ((_, expected),) = pool.run(called_between, 1, PIECES["one"])
+    for told, found in pool.run(called_between, world_size(layout), layout):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-5, atol=0.0)
+        for words in told:
+            if name in ("one", "replicas"):
+                assert words == str((16, VOCABULARY))
+            else:
+                assert words.startswith("module = 'Custom': is called outside of step, and each rank has a part of it")
+                assert "parallel.evaluate" in words
+
+
 def unlike_rows(rank: int, world: int, layout: dict[str, Any]) -> list[tuple[float, float]]:
     """A step and an evaluation whose ranks have other numbers of rows, then one as they should."""
     from ahp.runtime.parallel import parallelize

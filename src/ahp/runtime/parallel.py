@@ -28,7 +28,7 @@ from ahp.runtime.compute.random_numbers import numbers_of_step
 from ahp.runtime.device_limits import refuse_default_device
 from ahp.runtime.experts.balance_loss import Balance, balance_of
 from ahp.runtime.host_copy import HostCopy
-from ahp.runtime.inside import blocks_of, needs_outline, outline_of, slicing_of
+from ahp.runtime.inside import DIVIDING, blocks_of, needs_outline, outline_of, slicing_of
 from ahp.runtime.limits import refuse_arguments, refuse_length, refuse_model, refuse_plan, refuse_what_stays_outside
 from ahp.runtime.optimizer.adamw import ShardedOptimizer, matrices_of
 from ahp.runtime.optimizer.eight_bit import names_in_blocks
@@ -36,7 +36,7 @@ from ahp.runtime.optimizer.learning_rate import learning_rate
 from ahp.runtime.optimizer.loss_scale import LossScale
 from ahp.runtime.optimizer.muon import OwnedMatrices
 from ahp.runtime.optimizer.norm import loss_and_norm, unscale_and_clip_, weighted_square_sum
-from ahp.runtime.parameters import mark_taken, refuse_parameters
+from ahp.runtime.parameters import mark_taken, refuse_calls, refuse_parameters
 from ahp.runtime.part import RowsOfRanks, check_batch, check_part, keys_of_part
 from ahp.runtime.peak_memory import most_bytes
 from ahp.runtime.pipeline.borders import by_micro_batch
@@ -195,6 +195,8 @@ class Parallel:
         self._generators = Generators(*self.runner.stages.values())
         self.copies = {name: self._num_copies(name) for name in self.parameters}
         mark_taken(module)
+        if self.sharding.uses_fsdp or any(getattr(p, key) > 1 for key in DIVIDING):
+            refuse_calls(module)
 
     def _training_state(
         self, stages: list[Stage], prepare: StageSetup, start: StartingValues, matrices: frozenset[str]

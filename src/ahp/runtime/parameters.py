@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
@@ -25,6 +30,32 @@ def mark_taken(module: nn.Module) -> None:
     """Mark a module and its submodules, so that ``refuse_parameters`` knows them."""
     for part in module.modules():
         setattr(part, TAKEN, True)
+
+
+_OURS: ContextVar[bool] = ContextVar("the runtime calls the module", default=False)
+
+
+@contextmanager
+def our_call() -> Iterator[None]:
+    """Within, a module that ranks have parts of may be called."""
+    token = _OURS.set(True)
+    try:
+        yield
+    finally:
+        _OURS.reset(token)
+
+
+def refuse_calls(module: nn.Module) -> None:
+    """Let the module, of which each rank has a part, raise BadInput if the program calls it: it would give a part of the logits, or compute with
+    weights of other steps."""
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        if not _OURS.get():
+            rule = "is called outside of step, and each rank has a part of it, or holds its weights for step alone"
+            valid = ["parallel.evaluate for a loss", "parallel.export_hf for a model of its own"]
+            raise bad_input("module", type(module).__name__, rule, valid)
+
+    module.register_forward_pre_hook(refuse)
 
 
 def refuse_parameters(module: nn.Module) -> None:

@@ -20,6 +20,7 @@ from ahp.errors import BadInput
 from ahp.forecast.chunked_head import chunks
 from ahp.graph.call import call_model, logits_of
 from ahp.graph.outline import Outline
+from ahp.runtime.parameters import our_call
 from ahp.runtime.pipeline.cut import PassThrough, StageInput, StopForward, separate, stand_in_for, zeros_for
 from ahp.runtime.shard.ends import GatheredOnce
 from ahp.runtime.torch_compat import like_distributed, local_tensor
@@ -78,7 +79,8 @@ class Tail:
         self.received.value = hidden
         try:
             ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-            logits = logits_of(call_model(self.model, ids))
+            with our_call():
+                logits = logits_of(call_model(self.model, ids))
         finally:
             self.received.value = None
         if logits.shape[:2] != hidden.shape[:2]:

@@ -21,6 +21,7 @@ from ahp.graph.capture import tensor_leaves
 from ahp.graph.copies import plain_tensors
 from ahp.graph.outline import Outline, block_input
 from ahp.runtime.experts.balance_loss import Routers
+from ahp.runtime.parameters import our_call
 from ahp.runtime.pipeline.borders import Border
 from ahp.runtime.pipeline.weight_gradients import Deferring, WeightGradients
 from ahp.runtime.shard.block_calls import BlockCalls
@@ -87,7 +88,8 @@ class Stage(nn.Module):
                 self.receive[0].value = None
 
     def _logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        return logits_of(call_model(self.model, **inputs, documents=self.documents))
+        with our_call():
+            return logits_of(call_model(self.model, **inputs, documents=self.documents))
 
 
 class StopForward(BaseException):
