@@ -32,7 +32,7 @@ def test_a_plan_for_another_engine_is_never_sent_to_train(
     monkeypatch.chdir(tmp_path)
     engine = ["--engine.name", "torchtitan"]
     job = ["--job.sequence-length", "128", "--job.global-batch-size", "16"]
-    assert main(["plan", "tiny", "1x2xH100-SXM-80GB", *job, *engine, "--json"]) == 0
+    assert main(["plan", "llama3-8b", "8xH100-SXM-80GB", *job, *engine, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["next"]
     assert told == ["ahp explain plan.yaml", "ahp simulate plan.yaml", "ahp export torchtitan plan.yaml"]
     lines = []

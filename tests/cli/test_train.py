@@ -348,6 +348,20 @@ def test_a_precision_that_is_not_given_is_one_that_the_cores_compute_fast(
     assert train_plan.with_precision(Config(), folder).job.precision == "fp16"
 
 
+def test_cores_that_were_measured_compute_in_what_they_were_measured_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probe measures bf16 also where the processor has no instructions for it."""
+    monkeypatch.setattr(local, "gpus", list)
+    monkeypatch.setattr(local.sense, "cpu_flags", lambda: {"avx2", "fma"})
+    asked = Config(job=Job(precision="bf16"))
+    with pytest.raises(BadInput, match="job.precision = 'bf16': cpu has no units for it"):
+        train_plan._refuse_here(train_plan.without_layout(asked), asked)
+    cpu_workers(2, 2).save(tmp_path / "cluster.yaml")
+    measured = asked.model_copy(update={"cluster": str(tmp_path / "cluster.yaml")})
+    train_plan._refuse_here(train_plan.without_layout(measured), measured)
+
+
 def test_a_precision_that_is_not_given_is_one_that_the_named_gpus_compute(tmp_path: Path) -> None:
     config = Config(cluster="8xT4")
     assert train_plan.with_precision(config, RunFolder(tmp_path / "run")).job.precision == "fp16"

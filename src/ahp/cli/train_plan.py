@@ -97,22 +97,25 @@ def _refuse_here(plan: Plan, config: Config | None) -> None:
     from ahp.cli.machine import num_devices
     from ahp.runtime.ranks.device import device_for
 
+    named: Cluster | None = None
     if config is None:
         told, count = "the plan's degrees", plan.parallelism.world_size
     else:
         told, count = "parallelism: its degrees", num_workers(config.parallelism)
         if config.cluster != "local":
-            cluster = Cluster.resolve(config.cluster)
-            plan = plan.model_copy(update={"cluster": cluster.plain()})
+            named = Cluster.resolve(config.cluster)
+            plan = plan.model_copy(update={"cluster": named.plain()})
             if count is None:
-                told, count = "cluster: its devices", cluster.num_devices
+                told, count = "cluster: its devices", named.num_devices
         if count is None:
             config.run.elastic.refuse(_most_here(config) or num_devices(), "this machine's devices")
         else:
             config.run.elastic.refuse(count, told)
     if device_for(plan, count or 1) == "cpu":
-        if config is not None and (reason := precision(config.job, catalogue.find(catalogue.CPU).device)) is not None:
-            raise BadInput(reason)
+        if config is not None:
+            core = named.groups[0].device if named is not None else catalogue.find(catalogue.CPU).device
+            if (reason := precision(config.job, core)) is not None:
+                raise BadInput(reason)
         if count is not None:
             refuse_workers(f"{told} make {number_of(count, 'worker')}", count)
 
