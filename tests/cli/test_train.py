@@ -355,7 +355,7 @@ def test_cores_that_were_measured_compute_in_what_they_were_measured_in(
     monkeypatch.setattr(local, "gpus", list)
     monkeypatch.setattr(local.sense, "cpu_flags", lambda: {"avx2", "fma"})
     asked = Config(job=Job(precision="bf16"))
-    with pytest.raises(BadInput, match="job.precision = 'bf16': cpu has no units for it"):
+    with pytest.raises(BadInput, match=r"job.precision = 'bf16': cpu has no units for it"):
         train_plan._refuse_here(train_plan.without_layout(asked), asked)
     cpu_workers(2, 2).save(tmp_path / "cluster.yaml")
     measured = asked.model_copy(update={"cluster": str(tmp_path / "cluster.yaml")})
