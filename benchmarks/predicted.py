@@ -220,7 +220,7 @@ def parse() -> argparse.Namespace:
         help="numbers of workers (default: 1 2 4)",
     )
     parser.add_argument(
-        "--precision", choices=["fp32", "bf16"], help="default: as ahp train, bf16 where the CPU computes in it"
+        "--precision", choices=["fp32", "bf16"], help="default: as ahp train, bf16 where the CPU computes it fast"
     )
     options.add_size(parser)
     parser.add_argument("--steps", type=int, default=6, help="steps of each layout in a round (default: 6)")
@@ -243,6 +243,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     import ahp
+    from ahp.cli.planning_job import precision_for
+    from ahp.plan import EngineChoice
 
     arguments = parse()
     pace = Pace(warmup=3, steps=arguments.steps, rounds=arguments.rounds)
@@ -256,7 +258,7 @@ def main() -> int:
         where.append(machine(count).words())
         print(where[-1], file=sys.stderr, flush=True)
         cluster = ahp.Cluster.load(arguments.cluster) if arguments.cluster else ahp.probe(quick=True, workers=count)
-        precision = arguments.precision or ("bf16" if "bf16" in cluster.groups[0].device.peak_flops_per_s else "fp32")
+        precision = arguments.precision or precision_for(cluster, EngineChoice())[0]
         tasks = [Task(name, length, arguments.batch_size, precision) for name in names]
         found += [one_model(task, cluster, count, pace, few=arguments.quick) for task in tasks]
     text = markdown(found, tasks[0], pace, where, " ".join(["python", *sys.argv]))
