@@ -103,7 +103,7 @@ def precision_for(cluster: Cluster, engine: EngineChoice) -> tuple[Precision, st
     without = [device for device in devices if not _fast_in_bf16(device)]
     if runs("bf16") and not without:
         return "bf16", ""
-    names = " and ".join(device.name for device in without)
+    names = " and ".join(dict.fromkeys(device.name for device in without))
     if (cpu := next(filter(is_cpu, without), None)) is not None:
         peaks = ", ".join(f"{name} {flops_per_s(peak)}" for name, peak in cpu.peak_flops_per_s.items())
         return "fp32", f"{names} has no units for bf16 ({peaks})"
