@@ -111,6 +111,15 @@ def test_the_precision_is_the_fastest_that_trains_well(
     assert ("--job.precision bf16 plans without these devices" in why) == bf16_alone
 
 
+def test_cores_beside_gpus_without_bf16_compute_in_fp32() -> None:
+    both = mixed("T4-16GB", "cpu")
+    there = both.with_groups([both.groups[0], cores(bf16=4e11).groups[0].model_copy(update={"name": "cpu"})])
+    assert precision_for(there, EngineChoice()) == (
+        "fp32",
+        "T4-16GB computes no bf16, and not every device has fp16 under ahp",
+    )
+
+
 def test_what_is_given_is_kept() -> None:
     given = {"sequence_length": 4096, "global_batch_size": 3, "precision": "fp32", "seed": 5}
     job = with_batch(with_sequence(given, "llama3-8b", H100), given, "llama3-8b", 8 * 10**9, 64)

@@ -107,8 +107,6 @@ def precision_for(cluster: Cluster, engine: EngineChoice) -> tuple[Precision, st
     if (cpu := next(filter(is_cpu, without), None)) is not None:
         peaks = ", ".join(f"{name} {flops_per_s(peak)}" for name, peak in cpu.peak_flops_per_s.items())
         return "fp32", f"{names} has no units for bf16 ({peaks})"
-    if any(map(is_cpu, devices)):
-        return "fp32", f"{engine.name} does not support bf16"
     reason = f"{names} computes no bf16" if without else f"{engine.name} does not support bf16"
     if runs("fp16"):
         else_ = "fp32 needs no scale"

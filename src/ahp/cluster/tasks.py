@@ -38,18 +38,8 @@ CPU_WEIGHTS = (
     (8192, 1024),
 )
 CPU_TOKENS = (64, 256, 1024, 4096)
-# (m, n, k) of the forward products whose gradients are measured.
+# (m, n, k) of the forward products whose gradients are measured; a full probe measures those of CPU_QUICK.
 CPU_QUICK_GRADIENTS = ((256, 128, 128), (1024, 256, 256), (1024, 1024, 256), (1024, 8192, 256))
-CPU_GRADIENTS = (
-    *CPU_QUICK_GRADIENTS,
-    (64, 64, 64),
-    (256, 1024, 256),
-    (1024, 128, 128),
-    (1024, 256, 1024),
-    (1024, 2048, 512),
-    (1024, 512, 2048),
-    (4096, 256, 256),
-)
 CUDA_QUICK = (
     (512, 512, 512),
     (2048, 1024, 1024),
@@ -142,7 +132,7 @@ def _gradients(dtype: str, count: int, *, quick: bool) -> list[Task]:
     """Products of the backward pass. In bf16, cores without instructions for it compute them up to ten times slower than forward products or
     three times faster."""
     found: list[Task] = []
-    for m, n, k in CPU_QUICK_GRADIENTS if quick else CPU_GRADIENTS:
+    for m, n, k in CPU_QUICK_GRADIENTS if quick else CPU_QUICK:
         found.append(Task("matmul", count, m, k, n, dtype, "input_gradient"))
         found.append(Task("matmul", count, n, k, m, dtype, "weight_gradient"))
     return sorted(found, key=lambda task: task.m * task.n * task.k)
