@@ -10,6 +10,7 @@ from ahp.errors import BadInput
 from ahp.graph.blocks import NoBlocks
 from ahp.graph.call import logits_of
 from ahp.graph.capture import Capture
+from ahp.graph.fake_mode import as_on_data
 from ahp.graph.outline import outline, why_uncuttable
 from tests.runtime.models import Custom, NormedRows, custom, gpt2, llama
 
@@ -243,3 +244,10 @@ def test_blocks_that_hand_on_more_than_hidden_states() -> None:
     expected = "block 2 of blocks is given more of an earlier block than its hidden states"
     assert outline(HandsOn(), batch_size=2, sequence_length=8).uncuttable == expected
     assert why_uncuttable(HandsOn(), sequence_length=8) == expected
+
+
+def test_a_module_may_be_of_a_class_whose_file_is_no_module() -> None:
+    """Such as one that ``exec`` made: it ended in a KeyError where caches beside it were looked for."""
+    kind = type("Own", (nn.Linear,), {"__module__": "nowhere"})
+    with as_on_data(kind(2, 2)):
+        pass

@@ -35,7 +35,8 @@ def _has_whole_rows(matrices: torch.Tensor) -> bool:
 def _empty_caches(module: nn.Module) -> None:
     """Of functions beside a module's classes, and of their methods (``functools.lru_cache``)."""
     kinds = {type(part) for part in module.modules()}
-    for place in {*kinds, *(sys.modules[kind.__module__] for kind in kinds)}:
+    files = [sys.modules[kind.__module__] for kind in kinds if kind.__module__ in sys.modules]  # exec leaves none
+    for place in {*kinds, *files}:
         for value in list(vars(place).values()):
             if isinstance(value, functools._lru_cache_wrapper):
                 value.cache_clear()
