@@ -71,10 +71,10 @@ def test_nothing_stays_where_the_benchmark_itself_is_ended(tmp_path: Path, numbe
         began_s = time.monotonic()
         while not all(there()):
             assert ours.poll() is None
-            assert time.monotonic() - began_s < 240
+            assert time.monotonic() - began_s < 500
             time.sleep(0.1)
         ours.send_signal(number)
-        _, error = ours.communicate(timeout=120)
+        _, error = ours.communicate(timeout=500)
     assert ours.returncode == 128 + number, error
     assert not any(there())
     assert commands_below(tmp_path) == []

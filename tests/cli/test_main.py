@@ -324,7 +324,7 @@ def test_a_reader_that_leaves_is_no_error(code: str) -> None:
         process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == ""
-        assert process.wait(timeout=60) == frame.BROKEN_PIPE
+        assert process.wait(timeout=500) == frame.BROKEN_PIPE
 
 
 def test_a_worker_that_failed_does_not_wait_for_its_threads() -> None:
@@ -333,7 +333,7 @@ def test_a_worker_that_failed_does_not_wait_for_its_threads() -> None:
         "import time; from concurrent.futures import ThreadPoolExecutor; from ahp.cli import main\n"
         "ThreadPoolExecutor(1).submit(time.sleep, 600); main.main = lambda: 3; main.program()"
     )
-    ended = subprocess.run([sys.executable, "-c", script], env={**os.environ, "RANK": "0"}, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", script], env={**os.environ, "RANK": "0"}, timeout=500)
     assert ended.returncode == 3
 
 

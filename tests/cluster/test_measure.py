@@ -226,7 +226,6 @@ def test_a_worker_that_fails_is_quoted() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_real_quick_probe_of_two_workers(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # Every task is gone through in the first round whatever the time; only how often each is repeated shrinks.
     monkeypatch.setattr(measure, "QUICK", dataclasses.replace(measure.QUICK, total_s=6.0, disk_bytes=2**24))

@@ -90,7 +90,7 @@ def test_nothing_stays_of_hosts_and_their_processes_when_an_error_ends_them(two_
 
     with pytest.raises(ZeroDivisionError):
         fails()
-    assert started[0].wait(10) == -signal.SIGKILL
+    assert started[0].wait(120) == -signal.SIGKILL
     assert not left()
 
 

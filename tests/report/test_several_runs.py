@@ -99,7 +99,7 @@ def test_a_browser_finds_nothing_to_complain_of(tmp_path: Path) -> None:
             "--enable-logging=stderr",
         ]
         command_line = [str(BROWSER), *options, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
-        done = subprocess.run(command_line, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command_line, capture_output=True, text=True, timeout=500)
         assert done.returncode == 0
         assert "</section></main>" in done.stdout
         assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []

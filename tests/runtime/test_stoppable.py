@@ -88,5 +88,5 @@ main.program()
 
 def test_a_command_ends_although_such_work_is_left() -> None:
     """A thread that is no daemon stands for compiled code that does not end: Python would wait for it."""
-    ended = subprocess.run([sys.executable, "-c", ENDS], timeout=120)
+    ended = subprocess.run([sys.executable, "-c", ENDS], timeout=500)
     assert ended.returncode == 143

@@ -237,9 +237,9 @@ def test_a_node_that_falls_silent_is_gone_and_the_workers_that_wait_for_it_are_e
             stop_heartbeats(other.torchs)
             began_s = time.monotonic()
             while not host.num_nodes_waiting():
-                assert time.monotonic() - began_s < 20
+                assert time.monotonic() - began_s < 120
                 time.sleep(0.1)
-            assert worker.wait(20) == -signal.SIGKILL
+            assert worker.wait(120) == -signal.SIGKILL
             assert said == ["a node of the run (127.0.0.1, ranks 1, 2) has not been heard of for 3 s"]
             began_s = time.monotonic()
             assert host.next_rendezvous().world_size == 1
@@ -269,7 +269,7 @@ def test_the_workers_beside_a_node_that_starts_again_are_not_ended(monkeypatch: 
             again = threads.submit(other.next_rendezvous)
             began_s = time.monotonic()
             while not host.num_nodes_waiting():
-                assert time.monotonic() - began_s < 20
+                assert time.monotonic() - began_s < 120
             assert (worker.poll(), said) == (None, [])
             assert host.next_rendezvous().world_size == again.result().world_size == 2
         finally:
@@ -311,9 +311,9 @@ def test_workers_have_saved_before_a_launcher_makes_room_for_another_node(
             joins = threads.submit(other.next_rendezvous)
             began_s = time.monotonic()
             while not host.num_nodes_waiting():
-                assert time.monotonic() - began_s < 20
+                assert time.monotonic() - began_s < 120
                 time.sleep(0.1)
-            assert (saved.read_text(), worker.wait(5)) == ("saved", 143)
+            assert (saved.read_text(), worker.wait(120)) == ("saved", 143)
             assert host.next_rendezvous().world_size == joins.result().world_size == 2
         finally:
             worker.kill()
@@ -351,20 +351,20 @@ def test_a_node_to_spare_takes_the_place_of_one_that_falls_silent_and_is_let_go_
         stop_heartbeats(other.torchs)
         began_s = time.monotonic()
         while not host.num_nodes_waiting():
-            assert time.monotonic() - began_s < 30
+            assert time.monotonic() - began_s < 120
             time.sleep(0.1)
         assert host.next_rendezvous().world_size == 2
-        assert first.result(30).world_size == 2
+        assert first.result(120).world_size == 2
         assert spare.round == host.round == 2
         waits = threads.submit(late.next_rendezvous)
         time.sleep(3.0)
         assert not waits.done()
         ends = [threads.submit(one.shutdown) for one in (host, spare)]
         with pytest.raises(JobEnded, match="the launcher of another node has ended the job"):
-            waits.result(30)
+            waits.result(120)
         assert not ends[0].done(), "it keeps the store until all have seen the end"
         late.shutdown()
-        assert [end.result(30) for end in ends] == [True, True]
+        assert [end.result(120) for end in ends] == [True, True]
 
 
 @pytest.mark.parametrize(("left", "wait_s"), [(None, 5), (1, 2), (2, 5)])
@@ -515,7 +515,7 @@ def test_two_launchers_that_wait_at_two_addresses_meet_at_the_first() -> None:
         assert not waits.done()
         host = meeting(first, least=2)  # as if the network to it were back
         with pytest.raises(StoreLost, match=f"keeps the store at 127.0.0.1:{first} is there again") as lost:
-            waits.result(30)
+            waits.result(120)
         assert (lost.value.address, lost.value.left) == (cut_off.address, None)
         assert cut_off.shutdown()
         again = meeting(first, least=2)  # on one machine, all addresses are this node's

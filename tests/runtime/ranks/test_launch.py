@@ -123,7 +123,7 @@ def test_workers_that_wait_for_the_one_that_prepares_do_not_hang(
                 time.sleep(0.8)
                 assert (process.poll(), said) == (None, [])
                 os.utime(begins, (time.time() + 2, time.time() + 2))
-                assert process.wait(10) in (-signal.SIGUSR2, -signal.SIGKILL)
+                assert process.wait(120) in (-signal.SIGUSR2, -signal.SIGKILL)
         finally:
             process.kill()
     assert hang.cause is not None

@@ -27,7 +27,7 @@ def test_a_stopped_worker_is_ended_only_once_it_was_asked_to() -> None:
                 assert process.poll() is None
                 assert not is_deaf(worker)
                 worker.terminate()
-                assert process.wait(20) == -signal.SIGKILL
+                assert process.wait(120) == -signal.SIGKILL
         finally:
             process.kill()
 
@@ -37,7 +37,7 @@ def test_a_worker_that_goes_on_ends_by_itself() -> None:
         try:
             with ending_stopped(lambda: [psutil.Process(process.pid)]):
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(20) == -signal.SIGTERM
+                assert process.wait(120) == -signal.SIGTERM
         finally:
             process.kill()
 
@@ -56,7 +56,7 @@ def test_a_worker_that_stays_stopped_is_named_and_ended_at_its_limit() -> None:
                 worker.suspend()
                 time.sleep(2.5 * POLL_S)
                 assert process.poll() is None
-                assert process.wait(20) == -signal.SIGKILL
+                assert process.wait(120) == -signal.SIGKILL
         finally:
             process.kill()
     host = socket.gethostname()

@@ -167,7 +167,7 @@ def test_no_heartbeat_comes_after_the_end(folder: RunFolder) -> None:
 def until(true: Callable[[], bool]) -> None:
     began_s = time.monotonic()
     while not true():
-        assert time.monotonic() - began_s < 30
+        assert time.monotonic() - began_s < 120
         time.sleep(0.01)
 
 

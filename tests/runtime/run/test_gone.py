@@ -77,7 +77,7 @@ def test_a_launcher_that_was_frozen_ends_when_it_is_let_go_on(text: Path, tmp_pa
         time.sleep(2)
         assert run.poll() is None
         os.kill(run.pid, signal.SIGCONT)
-        _, told = run.communicate(timeout=90)
+        _, told = run.communicate(timeout=500)
     finally:
         run.kill()
     assert run.returncode == 0, told

@@ -72,7 +72,7 @@ def test_follower_says_at_once_what_a_worker_notes(tmp_path: Path) -> None:
         folder.note("the checkpoint of step 3 is [damaged]")
         began_s = time.monotonic()
         while "[damaged]" not in out.getvalue():
-            assert time.monotonic() - began_s < 30
+            assert time.monotonic() - began_s < 120
             time.sleep(0.01)
         folder.truncate_metrics(2)
         time.sleep(0.5)

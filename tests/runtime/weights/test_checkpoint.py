@@ -191,7 +191,7 @@ def save_twice(rank: int, world: int, layout: dict[str, Any], folder: str) -> No
     first_write = parallel.saver._write
 
     def waiting(*order: Any) -> None:
-        assert may_write.wait(60)
+        assert may_write.wait(120)
         first_write(*order)
 
     wait([parallel.saver._busy])  # the memory is there before any checkpoint
