@@ -134,25 +134,25 @@ class Elastic(Record):
             raise bad_input("run.elastic.max_workers", self.max_workers, rule, [f"{self.min_workers} or more"])
         return self
 
-    def refuse(self, workers: int, told: str) -> None:
-        """Raises BadInput for a number of workers outside ``min_workers`` to ``max_workers``; ``told``: what makes that many."""
-        self.refuse_fewer(workers, told)
-        self.refuse_more(workers, told)
+    def refuse(self, workers: int, what: str) -> None:
+        """Raises BadInput for a number of workers outside ``min_workers`` to ``max_workers``; ``what``: what makes that many."""
+        self.refuse_fewer(workers, what)
+        self.refuse_more(workers, what)
 
-    def refuse_fewer(self, workers: int, told: str) -> None:
+    def refuse_fewer(self, workers: int, what: str) -> None:
         """Raises BadInput if there would be fewer than ``min_workers``."""
         if workers < self.min_workers:
-            raise bad_input("run.elastic.min_workers", self.min_workers, _make(told, workers), [f"1 to {workers}"])
+            raise bad_input("run.elastic.min_workers", self.min_workers, _make(what, workers), [f"1 to {workers}"])
 
-    def refuse_more(self, workers: int, told: str) -> None:
+    def refuse_more(self, workers: int, what: str) -> None:
         """Raises BadInput if there would be more than ``max_workers``."""
         if self.max_workers is not None and workers > self.max_workers:
             valid = [f"{workers} or more", "fewer workers"]
-            raise bad_input("run.elastic.max_workers", self.max_workers, _make(told, workers), valid)
+            raise bad_input("run.elastic.max_workers", self.max_workers, _make(what, workers), valid)
 
 
-def _make(told: str, workers: int) -> str:
-    return f"{told} make{'s' * (not told.endswith('s'))} {number_of(workers, 'worker')}"
+def _make(what: str, workers: int) -> str:
+    return f"{what} make{'s' * (not what.endswith('s'))} {number_of(workers, 'worker')}"
 
 
 class Run(Record):

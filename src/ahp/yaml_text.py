@@ -115,8 +115,8 @@ class _Loader(yaml.SafeLoader):
     def _refuse_deep(self, depth: int) -> None:
         """Refuse deep nesting: PyYAML's time for each token grows with the depth."""
         if depth > DEEPEST:
-            told = f"lists and mappings that lie more than {DEEPEST} deep in each other"
-            raise ScannerError(None, None, told, self.get_mark())
+            problem = f"lists and mappings that lie more than {DEEPEST} deep in each other"
+            raise ScannerError(None, None, problem, self.get_mark())
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         if kind is yaml.ScalarNode and implicit[0] and MISREAD.fullmatch(value):
@@ -136,8 +136,8 @@ class _Loader(yaml.SafeLoader):
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
         if len(node.value) > LONGEST_NUMBER:
-            told = f"a number of {len(node.value):,} characters (valid: up to {LONGEST_NUMBER})"
-            raise ConstructorError(None, None, told, node.start_mark)
+            problem = f"a number of {len(node.value):,} characters (valid: up to {LONGEST_NUMBER})"
+            raise ConstructorError(None, None, problem, node.start_mark)
         is_whole = node.tag == "tag:yaml.org,2002:int"
         return self.construct_yaml_int(node) if is_whole else self.construct_yaml_float(node)
 
@@ -187,8 +187,8 @@ def _refuse_large(root: yaml.Node) -> None:
         parts = [measure(part) for item in inner for part in (item if isinstance(item, tuple) else (item,))]
         number, depth = 1 + sum(part[0] for part in parts), 1 + max((part[1] for part in parts), default=0)
         if number > MOST_VALUES or depth > DEEPEST + 2:
-            told = f"aliases that stand for more than {MOST_VALUES:,} values, or lie more than {DEEPEST} deep in each other"
-            raise ConstructorError(None, None, told, node.start_mark)
+            problem = f"aliases that stand for more than {MOST_VALUES:,} values, or lie more than {DEEPEST} deep in each other"
+            raise ConstructorError(None, None, problem, node.start_mark)
         known[id(node)] = number, depth
         return number, depth
 

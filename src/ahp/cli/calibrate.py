@@ -137,8 +137,8 @@ def _lines(cluster: Cluster, found: list[PricedRun], ratios: dict[str, float]) -
             f"  calibrated {_told(one.after)}",
         ]
     if ratios:
-        told = ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios.items())
-        return [*lines, f"From here on each group counts as slower by a factor: {told}."]
+        factors = ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios.items())
+        return [*lines, f"From here on each group counts as slower by a factor: {factors}."]
     known = _calibration(cluster)
     lines.append(
         f"Forecasts on this cluster are multiplied by {known['step_ratio']:.3g} from here on ({known['source']})."

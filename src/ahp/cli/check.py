@@ -414,10 +414,10 @@ def _changes_in_words(found: Checked) -> Iterator[tuple[str, str]]:
 
 
 def _ignored(found: Checked) -> Iterator[tuple[str, str]]:
-    told = found.foreign.read.not_understood
-    yield from (("Ignored", line) for line in told[:MOST_LISTED])
-    if len(told) > MOST_LISTED:
-        yield "Ignored", f"{len(told) - MOST_LISTED} more (--json has them)"
+    ignored = found.foreign.read.not_understood
+    yield from (("Ignored", line) for line in ignored[:MOST_LISTED])
+    if len(ignored) > MOST_LISTED:
+        yield "Ignored", f"{len(ignored) - MOST_LISTED} more (--json has them)"
 
 
 def _binds(step: dict[str, float]) -> str:

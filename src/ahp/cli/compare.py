@@ -132,8 +132,8 @@ def _with_forecast(side: Side) -> Side:
         raise BadInput(f"{side.said}: {refusal}") from refusal
     assert side.plan.cluster is not None, "price refuses a plan without one"
     cluster = Cluster.resolve(side.plan.cluster).plain()
-    told = {"forecast": priced.forecast, "parallelism": priced.parallelism, "cluster": cluster}
-    return replace(side, plan=side.plan.model_copy(update=told))
+    updated = {"forecast": priced.forecast, "parallelism": priced.parallelism, "cluster": cluster}
+    return replace(side, plan=side.plan.model_copy(update=updated))
 
 
 def _layout(said: str) -> Any:

@@ -76,9 +76,9 @@ def run(argv: list[str]) -> int:
     with waiting("slicing the model's blocks"):
         sliced = told_of_slicing(plan)
     if arguments.json:
-        told = _as_json(plan, arguments.plan, binds, moves, other)
+        answer = _as_json(plan, arguments.plan, binds, moves, other)
         plain = None if schedules is None else schedules.plain()
-        print(json.dumps({**told, "slicing": sliced, "documents": documents, "schedules": plain}))
+        print(json.dumps({**answer, "slicing": sliced, "documents": documents, "schedules": plain}))
     else:
         _show(plan, arguments.plan, binds, moves, other, schedules, documents, sliced)
     return 0
@@ -162,7 +162,7 @@ def _show(
 
     console, forecast = tables.console(), plan.priced
 
-    def told(title: str, lines: Iterable[str]) -> None:
+    def section(title: str, lines: Iterable[str]) -> None:
         console.print()
         console.print(tables.Hanging([("", title)], gap=0), style="bold")
         console.print(tables.bulleted(lines))
@@ -173,10 +173,10 @@ def _show(
     console.print(tables.time_bar(forecast))
     console.print()
     console.print(tables.memory_bar(forecast, tables.capacity_bytes(plan)))
-    told("What binds", [binds[1]])
-    told("What would move it (each searched again)", (move.words() for move in moves))
+    section("What binds", [binds[1]])
+    section("What would move it (each searched again)", (move.words() for move in moves))
     if schedules is not None:
-        told(
+        section(
             "Schedule (F forward, B backward, I and W its two parts; small letters: the rank's higher stages)",
             [schedules.words],
         )
@@ -185,11 +185,11 @@ def _show(
             for line in lines:
                 console.print(f"    {line}", markup=False, no_wrap=True, overflow="crop")
     if documents:
-        told("How attention keeps documents apart", documents)
+        section("How attention keeps documents apart", documents)
     if sliced:
-        told("How tensor parallelism splits the weights", sliced)
+        section("How tensor parallelism splits the weights", sliced)
     if plan.why:
-        told("Why this one", plan.why)
+        section("Why this one", plan.why)
     if plan.rejected:
         console.print("\nWhy not the others", style="bold")
         console.print(tables.bulleted(f"{loser.parallelism.short()}: {_lost(loser)}" for loser in plan.rejected))
@@ -231,9 +231,9 @@ def _as_json(
     from ahp.report import tables
 
     forecast = plan.priced
-    told: Any = other
+    other_layout: Any = other
     if isinstance(other, Alternative):
-        told = {
+        other_layout = {
             "parallelism": other.layout.model_dump(mode="json"),
             "forecast": other.forecast.model_dump(mode="json"),
             "reason": other.reason,
@@ -252,7 +252,7 @@ def _as_json(
         "sensitivity": [move.plain() for move in moves],
         "why": list(plan.why),
         "rejected": [loser.model_dump(mode="json") for loser in plan.rejected],
-        "why_not": told,
+        "why_not": other_layout,
         "next": _following(plan, path),
     }
 

@@ -60,8 +60,8 @@ def run(argv: list[str]) -> int:
     from ahp.export.registry import TARGETS, get
 
     if not argv or argv[0] in ("-h", "--help"):
-        told = (__doc__ or "").format(**{name: target.what for name, target in TARGETS.items()})
-        print(in_columns(told, console().width))
+        about = (__doc__ or "").format(**{name: target.what for name, target in TARGETS.items()})
+        print(in_columns(about, console().width))
         return 0
     if argv[0] not in TARGETS and argv[1:] and argv[1] in TARGETS:
         raise bad_input("target", argv[0], "the target comes first: ahp export TARGET PLAN", [argv[1]])
@@ -113,8 +113,8 @@ def _refuse_other_characters(text: str) -> None:
     try:
         text.encode(encoding)
     except UnicodeEncodeError as error:
-        told = f"stdout is {encoding}, and the text has {text[error.start]!a}; give a file, or set PYTHONUTF8=1"
-        raise bad_input("--out", "-", told) from None
+        rule = f"stdout is {encoding}, and the text has {text[error.start]!a}; give a file, or set PYTHONUTF8=1"
+        raise bad_input("--out", "-", rule) from None
 
 
 def _tell_left(exported: Exported) -> None:

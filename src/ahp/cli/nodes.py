@@ -137,13 +137,13 @@ def say_why(folder: RunFolder, why: str) -> None:
     from ahp.runtime.ranks.hangs import RankMissing
     from ahp.runtime.run import failure
 
-    told = failure.of_hang(folder, why)
+    cause = failure.of_hang(folder, why)
     print(
-        f"{told}; the workers of this node are ended, and start again if run.elastic.max_restarts allows",
+        f"{cause}; the workers of this node are ended, and start again if run.elastic.max_restarts allows",
         file=sys.stderr,
         flush=True,
     )
-    failure.record(folder, None, RankMissing(told))
+    failure.record(folder, None, RankMissing(cause))
 
 
 def record_end(folder: RunFolder, ended: JobEnded, *, behind: bool) -> None:
@@ -162,8 +162,8 @@ def record_end(folder: RunFolder, ended: JobEnded, *, behind: bool) -> None:
         failed = status is not None and status.state == "failed" and status.cause
         if not failed or (behind and NOT_AGAIN not in failed):  # one launcher's words are enough
             why = f"on {socket.gethostname()}: {ended}"
-            told = f"{failed}\n{NOT_AGAIN}: {why}" if failed else why
-            failure.report(folder, told, ended.exit_code)
+            text = f"{failed}\n{NOT_AGAIN}: {why}" if failed else why
+            failure.report(folder, text, ended.exit_code)
 
 
 def bounded(least: int, most: int, workers: int, elastic: Elastic) -> tuple[int, int]:

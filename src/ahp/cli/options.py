@@ -47,11 +47,11 @@ def options_of(
             from ahp.cli.overrides import meant
 
             raise BadInput(f"{name}: no option of {command}{meant(short, mine, roots)}; {command} --help lists them")
-    told = in_columns(about or options.__doc__ or "", shutil.get_terminal_size().columns)
+    text = in_columns(about or options.__doc__ or "", shutil.get_terminal_size().columns)
     box = StringIO()
     try:
         with redirect_stderr(box):
-            found, unknown = tyro.cli(options, args=words, prog=command, description=told, return_unknown_args=True)
+            found, unknown = tyro.cli(options, args=words, prog=command, description=text, return_unknown_args=True)
     except SystemExit as end:
         if end.code != BadInput.exit_code:
             raise

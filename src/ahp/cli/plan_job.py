@@ -21,9 +21,9 @@ def with_job(plan: Plan, path: str, overrides: dict[str, Any]) -> Plan:
     changes: dict[str, Any] = {"job": plan.job.model_dump(mode="json")}
     for key, value in overrides.items():
         if key not in ANY_PLAN:
-            told = ", ".join(f"--{allowed.replace('_', '-')}" for allowed in ANY_PLAN)
+            keys = ", ".join(f"--{allowed.replace('_', '-')}" for allowed in ANY_PLAN)
             raise BadInput(
-                f"--{key.replace('_', '-')}: {path} is a plan, and the key may change its layout; plan again with the key (valid here: {told})"
+                f"--{key.replace('_', '-')}: {path} is a plan, and the key may change its layout; plan again with the key (valid here: {keys})"
             )
         set_dotted(changes, key, value)
     return plan.model_copy(update={"job": validated(Job, changes["job"], "job")})

@@ -59,13 +59,13 @@ def run(argv: list[str]) -> int:
     status = judge_status(source / "status.json") if source.is_dir() else None
     following = _next(source) if status is None else f"ahp generate {shlex.quote(str(source))}"
     if arguments.json:
-        told = {"state": status.state, "step": status.step, "cause": status.cause} if status is not None else {}
+        ended = {"state": status.state, "step": status.step, "cause": status.cause} if status is not None else {}
         noticed = read_noticed(source / "status.json") if source.is_dir() else {}
-        print(json.dumps({"wrote": str(page), **told, **noticed, "next": [following]}))
+        print(json.dumps({"wrote": str(page), **ended, **noticed, "next": [following]}))
     else:
-        told = "" if status is None else f"Run   {status.state}, step {status.step}{_why(status)}\n"
-        told += "".join(f"{line}\n" for line in _noticed(source / "status.json"))
-        print(f"{told}Wrote {page}\n{next_words(['open it in a browser', following], console().width)}")
+        text = "" if status is None else f"Run   {status.state}, step {status.step}{_why(status)}\n"
+        text += "".join(f"{line}\n" for line in _noticed(source / "status.json"))
+        print(f"{text}Wrote {page}\n{next_words(['open it in a browser', following], console().width)}")
     return 0
 
 

@@ -336,8 +336,8 @@ def words(result: dict[str, Any], *, already_done: bool) -> list[str]:
             lines.append(f"         {times(ratio)} the prediction, outside its 90 % band")
         if "validation_loss" in result:
             held_out = result["validation_loss"]
-            told = "no number" if held_out is None else f"{held_out:.3f}"
-            lines.append(f"Held out {told}, the loss on text that it was not trained on")
+            figure = "no number" if held_out is None else f"{held_out:.3f}"
+            lines.append(f"Held out {figure}, the loss on text that it was not trained on")
     if "sample" in result:
         lines += ["Sample", *(f"  | {line}" for line in result["sample"].splitlines())]
     lines.append(f"Files    {result['folder']}/: checkpoints, metrics.jsonl, plan.yaml, status.json, log")

@@ -99,25 +99,25 @@ def _refuse_here(plan: Plan, config: Config | None) -> None:
 
     named: Cluster | None = None
     if config is None:
-        told, count = "the plan's degrees", plan.parallelism.world_size
+        what, count = "the plan's degrees", plan.parallelism.world_size
     else:
-        told, count = "parallelism: its degrees", num_workers(config.parallelism)
+        what, count = "parallelism: its degrees", num_workers(config.parallelism)
         if config.cluster != "local":
             named = Cluster.resolve(config.cluster)
             plan = plan.model_copy(update={"cluster": named.plain()})
             if count is None:
-                told, count = "cluster: its devices", named.num_devices
+                what, count = "cluster: its devices", named.num_devices
         if count is None:
             config.run.elastic.refuse(_most_here(config) or num_devices(), "this machine's devices")
         else:
-            config.run.elastic.refuse(count, told)
+            config.run.elastic.refuse(count, what)
     if device_for(plan, count or 1) == "cpu":
         if config is not None:
             core = named.groups[0].device if named is not None else catalogue.find(catalogue.CPU).device
             if (reason := precision(config.job, core)) is not None:
                 raise BadInput(reason)
         if count is not None:
-            refuse_workers(f"{told} make {number_of(count, 'worker')}", count)
+            refuse_workers(f"{what} make {number_of(count, 'worker')}", count)
 
 
 def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, quiet: bool) -> Plan:

@@ -76,7 +76,7 @@ def _print(rows: list[Comparison], plan: Plan, equal: bool) -> None:
         )  # fmt: skip
     out.print(table)
     worst = max(row.difference for row in rows)
-    told = f"largest relative difference {worst:.1e} in {number_of(len(rows), 'step')}"
+    result = f"largest relative difference {worst:.1e} in {number_of(len(rows), 'step')}"
     if not equal:
-        told += f", more than allowed from step {next(row.step for row in rows if not row.equal)} on"
-    out.print(f"\n{'Equal' if equal else 'NOT EQUAL'}: {told}")
+        result += f", more than allowed from step {next(row.step for row in rows if not row.equal)} on"
+    out.print(f"\n{'Equal' if equal else 'NOT EQUAL'}: {result}")

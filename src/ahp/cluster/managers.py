@@ -70,10 +70,10 @@ def slurm(
     here = gpus() if found is None else found
     if len(set(nodes)) <= 1:
         # All nodes are equal: the job's share of a node, and what this node reports about itself, hold for all.
-        told = nodes[0] if nodes else Node(None, 0)
+        first = nodes[0] if nodes else Node(None, 0)
         given = _integer(env, "SLURM_GPUS_ON_NODE")
-        count = given if given is not None else len(here) or told.count
-        nodes = [_as_seen(told.gpu, count, here)] * total
+        count = given if given is not None else len(here) or first.count
+        nodes = [_as_seen(first.gpu, count, here)] * total
     if blocks := _slurm_blocks(env.get("SLURM_JOB_NODELIST", ""), total, run):
         nodes = [replace(node, domain=block) for node, block in zip(nodes, blocks, strict=True)]
     return _describe(
@@ -225,12 +225,12 @@ def parse_kubectl(text: str) -> list[Node]:
     return nodes
 
 
-def _as_seen(told: str | None, count: int, here: list[Gpu]) -> Node:
+def _as_seen(name: str | None, count: int, here: list[Gpu]) -> Node:
     """A node described by this node's own GPUs, which say more than the manager's name for them."""
     if count and here:
         gpu = local.alike(here)
         return Node(gpu.name, count, gpu.memory_bytes)
-    return Node(told, count)
+    return Node(name, count)
 
 
 def _describe(

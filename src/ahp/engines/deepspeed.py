@@ -71,11 +71,11 @@ class DeepSpeedEngine(Engine):
     def _refuses_replicas(self, job: Job, p: Parallelism) -> str | None:
         if job.precision != "bf16" or p.pipeline_parallel_degree == 1 or p.weight_shards > 1 or p.weight_replicas == 1:
             return None
-        told, instead = f"zero_stage = {p.zero_stage}", "1"
+        given, instead = f"zero_stage = {p.zero_stage}", "1"
         if p.data_parallel_replicate_degree > 1:
-            told = f"data_parallel_replicate_degree = {p.data_parallel_replicate_degree}"
+            given = f"data_parallel_replicate_degree = {p.data_parallel_replicate_degree}"
             instead = "1, with data_parallel_shard_degree and zero_stage 1"
-        return f"{told}: {self.name} cannot run this (valid: {instead}: in bf16 its pipeline always divides the optimizer's states)"
+        return f"{given}: {self.name} cannot run this (valid: {instead}: in bf16 its pipeline always divides the optimizer's states)"
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
         """Its behavior for the forecast; the caller has checked ``refuses`` first."""

@@ -63,8 +63,8 @@ def _recompute_unsharded(p: Parallelism) -> Settings:
     """The launcher passes FSDP's switch to FSDP only; it is written anyway, so that the file has the whole layout."""
     if p.activation_checkpoint == "none":
         return {}
-    told = f"activation_checkpoint = {p.activation_checkpoint!r}: nothing is sharded, so your model must call it (model.gradient_checkpointing_enable())"
-    return {RECOMPUTE: True, f"{NOTICE}recompute": told}
+    notice = f"activation_checkpoint = {p.activation_checkpoint!r}: nothing is sharded, so your model must call it (model.gradient_checkpointing_enable())"
+    return {RECOMPUTE: True, f"{NOTICE}recompute": notice}
 
 
 def _read_layout(settings: Settings) -> Fields:
@@ -174,8 +174,8 @@ def _render(settings: Settings, subject: Subject, shape: Shape, head: list[str])
         "rdzv_backend": "static",
         "use_cpu": shape.gpus == 0,
     }
-    told = f"Your script: Accelerator(gradient_accumulation_steps={accumulation}), batches of {subject.p.micro_batch_size}."
-    return commented([*head, told]) + yaml.safe_dump(nested({**first, **settings}), sort_keys=False)
+    line = f"Your script: Accelerator(gradient_accumulation_steps={accumulation}), batches of {subject.p.micro_batch_size}."
+    return commented([*head, line]) + yaml.safe_dump(nested({**first, **settings}), sort_keys=False)
 
 
 def parse(text: str) -> Settings:

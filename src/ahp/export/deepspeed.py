@@ -109,8 +109,8 @@ def _read_precision(settings: Settings) -> Fields:
 def _write_recompute(s: Subject) -> Settings:
     if s.p.activation_checkpoint == "none":
         return {}
-    told = "activation_checkpoint = 'full': your model must call it (model.gradient_checkpointing_enable(), or deepspeed.checkpointing)"
-    return {RECOMPUTE: False, f"{NOTICE}recompute": told}
+    notice = "activation_checkpoint = 'full': your model must call it (model.gradient_checkpointing_enable(), or deepspeed.checkpointing)"
+    return {RECOMPUTE: False, f"{NOTICE}recompute": notice}
 
 
 def _read_recompute(settings: Settings) -> Fields:
@@ -149,8 +149,8 @@ def _write_rate(s: Subject) -> Settings:
     if o.schedule == "constant" and o.warmup_steps:
         shape = {"warmup_min_lr": 0.0, "warmup_max_lr": o.learning_rate, **warm}
         return {"scheduler.type": "WarmupLR", **{RATE + key: value for key, value in shape.items()}}
-    told = f"job.optimizer.schedule = {o.schedule!r}, warmup_steps = {o.warmup_steps}: DeepSpeed has no such schedule; pass your script's lr_scheduler"
-    return {f"{NOTICE}rate": told}
+    notice = f"job.optimizer.schedule = {o.schedule!r}, warmup_steps = {o.warmup_steps}: DeepSpeed has no such schedule; pass your script's lr_scheduler"
+    return {f"{NOTICE}rate": notice}
 
 
 def _read_rate(settings: Settings) -> Fields:
@@ -172,8 +172,8 @@ RATE_KEYS = ("type", *(f"params.{key}" for key in ("total_num_steps", "warmup_mi
 def _read_offload(settings: Settings) -> Fields:
     for device in (f"{part}device" for part in OFFLOADED):
         if settings.get(device, "none") != "none":
-            told = "in host memory; AHP prices DeepSpeed without, with more memory and less time than the file's"
-            raise Unreadable(f"{device} = {settings[device]!r}: {told}")
+            rule = "in host memory; AHP prices DeepSpeed without, with more memory and less time than the file's"
+            raise Unreadable(f"{device} = {settings[device]!r}: {rule}")
     return {}
 
 

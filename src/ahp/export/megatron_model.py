@@ -165,17 +165,17 @@ def _deepseek(keys: Keys) -> Settings:
         **_groups(keys, v3),
     }
     if keys.get("num_nextn_predict_layers"):
-        told = "AHP trains the model without these layers; --mtp-num-layers adds them"
-        found[f"{NOTICE}mtp"] = f"num_nextn_predict_layers = {keys['num_nextn_predict_layers']}: {told}"
+        notice = "AHP trains the model without these layers; --mtp-num-layers adds them"
+        found[f"{NOTICE}mtp"] = f"num_nextn_predict_layers = {keys['num_nextn_predict_layers']}: {notice}"
     if not v3:
         return found | {SOFTMAX_FIRST: True}
     _refuse_unless(keys, norm_topk_prob=True)
-    told = "Megatron-LM adapts it as DeepSeek-V3's training did, AHP does not (--moe-router-bias-update-rate 0)"
+    notice = "Megatron-LM adapts it as DeepSeek-V3's training did, AHP does not (--moe-router-bias-update-rate 0)"
     return found | {
         "--moe-router-score-function": "sigmoid",
         "--moe-router-enable-expert-bias": True,
         "--moe-router-bias-update-rate": 0.001,
-        f"{NOTICE}bias": f"e_score_correction_bias: {told}",
+        f"{NOTICE}bias": f"e_score_correction_bias: {notice}",
     }
 
 
@@ -187,7 +187,7 @@ def _yarn(keys: Keys) -> Settings:
     if kind == "default":
         # Latent attention has a fused kernel for YaRN alone (core/transformer/transformer_config.py, MLATransformerConfig).
         return {"--rope-type": "rope", "--no-rope-fusion": True}
-    told = (
+    notices = (
         f"{key} = {rope[key]:g}: Megatron-LM has no argument for it with latent attention, and takes {fixed:g}"
         for key, fixed in FIXED_IN_YARN.items()
         if rope.get(key, fixed) != fixed
@@ -197,7 +197,7 @@ def _yarn(keys: Keys) -> Settings:
         "--rotary-scaling-factor": rope["factor"],
         "--mscale": rope["mscale"] if both else 1.0,
         "--mscale-all-dim": rope.get("mscale_all_dim", 0.0),
-        **{f"{NOTICE}yarn{at}": line for at, line in enumerate(told)},
+        **{f"{NOTICE}yarn{at}": line for at, line in enumerate(notices)},
     }
 
 
@@ -213,8 +213,8 @@ def _groups(keys: Keys, v3: bool) -> Settings:
     found: Settings = {"--moe-router-num-groups": groups, "--moe-router-group-topk": chosen}
     rated, own = keys["num_experts_per_tok"] // chosen, 2 if v3 else 1
     if rated != own:
-        told = f"Megatron-LM rates a group of experts by its best {rated}, this model by its best {own}"
-        found[f"{NOTICE}groups"] = f"topk_group = {chosen}: {told}"
+        notice = f"Megatron-LM rates a group of experts by its best {rated}, this model by its best {own}"
+        found[f"{NOTICE}groups"] = f"topk_group = {chosen}: {notice}"
     return found
 
 

@@ -123,9 +123,9 @@ class Dialect:
                     raise NotExpressible(
                         f"{name} = {value!r}: {self.name} {self.version} has no key for it in its file"
                     )
-        told = [text for key, text in found.items() if key.startswith(NOTICE)]
+        notices = [text for key, text in found.items() if key.startswith(NOTICE)]
         kept = {key: value for key, value in found.items() if not key.startswith(NOTICE)}
-        return kept, (*told, *self._left(subject, covered))
+        return kept, (*notices, *self._left(subject, covered))
 
     def _left(self, subject: Subject, covered: set[str]) -> list[str]:
         """What the file lacks of the plan, one line each."""
@@ -138,7 +138,7 @@ class Dialect:
     def read(self, settings: Settings) -> Read:
         """The fields that a file sets; keys that no rule knows are listed, and their fields keep AHP's default."""
         fields: Fields = {}
-        told = [
+        ignored = [
             f"{key} = {value!r}: not understood"
             for key, value in settings.items()
             if not any(key in rule.keys for rule in self.rules) and not key.startswith(self.other)
@@ -152,8 +152,8 @@ class Dialect:
             except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
                 given = ", ".join(f"{key} = {settings[key]!r}" for key in rule.keys if key in settings)
                 unread.append((f"{given}: not a value that {self.name} takes", rule.fields))
-        told += [why for why, _ in unread]
-        return Read(fields, tuple(dict.fromkeys(told)), tuple(unread))
+        ignored += [why for why, _ in unread]
+        return Read(fields, tuple(dict.fromkeys(ignored)), tuple(unread))
 
 
 def refuse_what_has_no_key(s: Subject) -> None:

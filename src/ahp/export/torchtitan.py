@@ -55,10 +55,10 @@ def _model(model: str | dict[str, Any], version: str) -> str:
     found = MODELS.get(model, (None, None)) if isinstance(model, str) else (None, None)
     name = found[0 if version == "0.2.2" else 1]
     if name is None:
-        told = model if isinstance(model, str) else model.get("model_type", "given config")
+        asked = model if isinstance(model, str) else model.get("model_type", "given config")
         valid = ", ".join(one for one, names in MODELS.items() if names[0 if version == "0.2.2" else 1])
         raise NotExpressible(
-            f"model = {told!r}: torchtitan {version} runs its own models (valid: {valid}; or --model, the name of the same model there)"
+            f"model = {asked!r}: torchtitan {version} runs its own models (valid: {valid}; or --model, the name of the same model there)"
         )
     return name
 

@@ -19,19 +19,19 @@ def one_bar(parts: Mapping[str, float], amount: Amount) -> str:
     whole = sum(parts.values())
     there = sorted(((name, value) for name, value in parts.items() if value > 0), key=lambda part: -part[1])
     cuts = "".join(_cut(number, name, value, whole, amount) for number, (name, value) in enumerate(there))
-    told = [
+    entries = [
         (colour(number), f"{part_words(name)} {amount(value)}, {share_words(value / whole)}")
         for number, (name, value) in enumerate(there)
     ]
-    return f"<div class='bar'>{cuts}</div>{legend(told)}"
+    return f"<div class='bar'>{cuts}</div>{legend(entries)}"
 
 
 def bars_of(
-    rows: Iterable[tuple[str, Mapping[str, float], float, str]], amount: Amount, told: Mapping[str, float]
+    rows: Iterable[tuple[str, Mapping[str, float], float, str]], amount: Amount, in_legend: Mapping[str, float]
 ) -> str:
     """A bar for each row: (name, its parts, what its full width stands for, words at its end). A part has one color in all rows.
 
-    The legend has the amounts in ``told``. A bar that is too long for its width has a red line where that ends.
+    The legend has the amounts in ``in_legend``. A bar that is too long for its width has a red line where that ends.
     """
     rows = list(rows)
     sums: dict[str, float] = {}
@@ -40,7 +40,9 @@ def bars_of(
             sums[name] = sums.get(name, 0.0) + value
     names = sorted((name for name, total in sums.items() if total > 0), key=lambda name: -sums[name])
     drawn = "".join(_row(row, names, amount) for row in rows)
-    words = (f"{part_words(name)} {amount(told[name])}" if name in told else part_words(name) for name in names)
+    words = (
+        f"{part_words(name)} {amount(in_legend[name])}" if name in in_legend else part_words(name) for name in names
+    )
     return f"<div class='bars'>{drawn}</div>{legend(zip(map(colour, range(len(names))), words, strict=True))}"
 
 

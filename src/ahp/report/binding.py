@@ -189,9 +189,9 @@ def _tried(
         verdict = f"does not fit: {used}, probability {other.fit_words}"
         return Neighbour(words, part, verdict, other, False)
     less = 1 - other.step_time_s / forecast.step_time_s
-    told = compared(less, "less", "more", "as long", LEAST_SHARE)
+    difference = compared(less, "less", "more", "as long", LEAST_SHARE)
     helps = less > 0 or not forecast.fits
-    return Neighbour(words, part, f"{seconds(other.step_time_s)} a step, {told}; {used}", other, helps)
+    return Neighbour(words, part, f"{seconds(other.step_time_s)} a step, {difference}; {used}", other, helps)
 
 
 def _with_followers(layout: Parallelism, change: Change) -> Change:

@@ -123,8 +123,8 @@ class Chart:
         keys += [("mark", "the workers were started again")] if self.marks else []
         values = {"x": self.x.title, "low": self.x.low, "high": self.x.high,
                   "curves": [[one.name, _rounded(one.x), _rounded(one.y)] for one in drawn]}  # fmt: skip
-        told = legend(keys) + frame(self.x, self.y, "".join(inside), over)
-        return f"<figure class='chart'>{told}<output></output>{data(values)}</figure>"
+        drawing = legend(keys) + frame(self.x, self.y, "".join(inside), over)
+        return f"<figure class='chart'>{drawing}<output></output>{data(values)}</figure>"
 
     def _band(self) -> str:
         if self.band is None:

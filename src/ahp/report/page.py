@@ -78,18 +78,16 @@ def _of_plan(file: Path) -> list[str]:
 
 
 def _plan_parts(plan: Plan, trace: Any) -> list[str]:
-    told = facts_of(plan)
-    missing = (
-        [note(f"Timeline, memory of every rank and what binds are not shown: {told.missing}.")] if told.missing else []
-    )
+    facts = facts_of(plan)
+    missing = f"Timeline, memory of every rank and what binds are not shown: {facts.missing}."
     return [
-        *missing,
+        *([note(missing)] if facts.missing else []),
         *plan_sections.lost(plan),
         plan_sections.layout(plan),
-        *plan_sections.costs(plan, told),
-        *plan_sections.binds(told),
-        *plan_sections.timeline(told.trace if trace is None else trace),
-        *plan_sections.schedules(told),
+        *plan_sections.costs(plan, facts),
+        *plan_sections.binds(facts),
+        *plan_sections.timeline(facts.trace if trace is None else trace),
+        *plan_sections.schedules(facts),
         plan_sections.job(plan),
     ]
 

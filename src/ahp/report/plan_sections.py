@@ -83,12 +83,12 @@ def _more_of_each(found: Sequence[upgrades.Upgrade]) -> list[str]:
     """What more of each resource would bring, while the layout stays."""
     if not found:
         return []
-    told = f"<p>{escape(upgrades.sentence(found))}</p>"
+    text = f"<p>{escape(upgrades.sentence(found))}</p>"
     rows = table(("change", "forecast"), ((one.change, one.words) for one in found))
     again = note(
         "The layout stays as it is here. ahp explain PLAN searches for the best layout on each of these clusters."
     )
-    return [section("What 10 % more would bring", told, rows, again)]
+    return [section("What 10 % more would bring", text, rows, again)]
 
 
 def _neighbours(found: Binding) -> str:

@@ -60,9 +60,8 @@ class Ranked:
         for rank, (plan, line) in enumerate(zip(self.plans, lines[1:], strict=True)):
             yield _line(line, "bold" if rank == 0 else "")
             schedule = "" if "pp" in same else _schedule(plan.parallelism)
-            words = [schedule, reasons[rank + 1] if rank else ""]
-            told = "; ".join(filter(None, words))
-            for part in lines_of(told, max(width - INDENT, INDENT)) if told else ():
+            words = "; ".join(filter(None, [schedule, reasons[rank + 1] if rank else ""]))
+            for part in lines_of(words, max(width - INDENT, INDENT)) if words else ():
                 yield _line(" " * INDENT + part, "dim")
 
     def _columns(self, *, narrow: bool) -> Columns:

@@ -64,8 +64,8 @@ def _beside_pattern(pricer: Pricer | MixedPricer, layout: Parallelism) -> Compar
         return _compared("made for these stages; no fixed pattern fits", own)
     saved = 1 - own.forecast.step_time_s / best.forecast.step_time_s
     pattern = f"{_name(best)}, the best fixed pattern that fits"
-    told = compared(saved, "of a step less than", "of a step more than", "as fast as")
-    return _compared(f"made for these stages: {told} {pattern}", best, own)
+    change = compared(saved, "of a step less than", "of a step more than", "as fast as")
+    return _compared(f"made for these stages: {change} {pattern}", best, own)
 
 
 def best_pattern(pricer: Pricer | MixedPricer, layout: Parallelism) -> Priced | None:

@@ -177,10 +177,10 @@ def _beside(titles: Titles) -> Table:
 
 
 def _signed(value: float, words: Callable[[float], str] = seconds) -> str:
-    told = words(value)
-    if not re.search("[1-9]", told):
+    text = words(value)
+    if not re.search("[1-9]", text):
         return words(0.0)  # neither +0 nor -0
-    return f"+{told}" if value > 0 else told
+    return f"+{text}" if value > 0 else text
 
 
 def bars(parts: Mapping[str, float], whole: float) -> list[tuple[str, float, float]]:

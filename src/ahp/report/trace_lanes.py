@@ -32,9 +32,9 @@ def lanes_of_trace(trace: Any) -> list[Lane]:
     for event in sorted(drawn, key=lambda e: (e["ts"], -e["dur"])):
         process, thread = (event["pid"],), (event["pid"], event["tid"])
         places.setdefault(process if process in processes else thread, []).append(event)
-    told = processes | threads
+    named = processes | threads
     return [
-        Lane(told.get(place, f"rank {place[0]}" if place[-1] == place[0] else "/".join(map(str, place))), _bars(own))
+        Lane(named.get(place, f"rank {place[0]}" if place[-1] == place[0] else "/".join(map(str, place))), _bars(own))
         for place, own in sorted(places.items())
     ]
 
@@ -60,8 +60,8 @@ def _is_drawn(event: Event, threads: Mapping[tuple[int, ...], str]) -> bool:
 
 def _names(events: Iterable[Event], what: str) -> dict[tuple[int, ...], str]:
     """The trace's names of its processes, keyed by (pid,), or of its threads, keyed by (pid, tid)."""
-    told = (e for e in events if e["ph"] == "M" and e["name"] == what)
-    return {(e["pid"],) if what == "process_name" else (e["pid"], e["tid"]): _short(e["args"]["name"]) for e in told}
+    entries = (e for e in events if e["ph"] == "M" and e["name"] == what)
+    return {(e["pid"],) if what == "process_name" else (e["pid"], e["tid"]): _short(e["args"]["name"]) for e in entries}
 
 
 def _short(name: str) -> str:

@@ -412,7 +412,7 @@ def test_a_port_that_cannot_be_is_refused() -> None:
 @pytest.mark.parametrize("over", [0, 1], ids=["the store's", "the other"])
 def test_a_launcher_whose_workers_have_ended_well_is_still_heard_of(monkeypatch: pytest.MonkeyPatch, over: int) -> None:
     """The other's worker is still at work: the first worker reports on the run at its end."""
-    silent_s = _short_silence(monkeypatch)
+    limit_s = _short_limits(monkeypatch)
     told: list[str] = []
     both = _both(least=2, told=told.append)
     still, info = both[1 - over]
@@ -420,7 +420,7 @@ def test_a_launcher_whose_workers_have_ended_well_is_still_heard_of(monkeypatch:
         waits = threads.submit(barrier, both[over][1].store, 2, "end")
         try:
             began_s = time.monotonic()
-            while time.monotonic() - began_s < 2 * silent_s:
+            while time.monotonic() - began_s < 2 * limit_s:
                 assert (still.num_nodes_waiting(), told) == (0, [])
                 time.sleep(0.1)
             assert len(nodes_heard_of(still.torchs) or ()) == 2
@@ -433,7 +433,7 @@ def test_a_launcher_whose_workers_have_ended_well_is_still_heard_of(monkeypatch:
 @pytest.mark.slow
 def test_a_node_that_is_lost_after_the_last_step_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither while the first worker reports on the run, nor after."""
-    silent_s = _short_silence(monkeypatch)
+    limit_s = _short_limits(monkeypatch)
     told: list[str] = []
     (first, info), (lost, _) = _both(least=2, told=told.append)
     monkeypatch.setenv("MASTER_ADDR", first.address.host)
@@ -441,11 +441,11 @@ def test_a_node_that_is_lost_after_the_last_step_is_not_waited_for(monkeypatch: 
     changing_nodes.end_for_all(0)
     stop_heartbeats(lost.torchs)
     began_s = time.monotonic()
-    while time.monotonic() - began_s < 2 * silent_s:
+    while time.monotonic() - began_s < 2 * limit_s:
         assert (first.num_nodes_waiting(), told) == (0, [])
         time.sleep(0.1)
-    barrier(info.store, 2, "end", barrier_timeout=5 * silent_s)
-    assert time.monotonic() - began_s < 4 * silent_s
+    barrier(info.store, 2, "end", barrier_timeout=5 * limit_s)
+    assert time.monotonic() - began_s < 4 * limit_s
     with pytest.raises(JobEnded, match="the run is done") as ended:
         first.next_rendezvous()  # as if its worker had been killed while it reported
     assert ended.value.exit_code == 0
@@ -486,7 +486,7 @@ def test_a_node_that_is_stopped_says_so(
     assert capsys.readouterr().err == "SIGTERM: this node has left the run\n"
 
 
-def _short_silence(monkeypatch: pytest.MonkeyPatch) -> float:
+def _short_limits(monkeypatch: pytest.MonkeyPatch) -> float:
     """Launchers count as lost after fewer seconds. Returns how many."""
     monkeypatch.setattr(changing_nodes, "KEEP_ALIVE_S", 0.5)
     monkeypatch.setattr(changing_nodes, "MOST_MISSED", 6)

@@ -74,9 +74,9 @@ def as_nodes(hosts: Sequence[Probed], groups: Sequence[Sequence[int]]) -> list[N
     """
     devices = [hosts[members[0]].nodes.device.name for members in groups]
     if len({name.startswith("cpu") for name in devices}) > 1:
-        told = ", ".join(f"{hosts[m[0]].name}: {device}" for m, device in zip(groups, devices, strict=True))
+        kinds = ", ".join(f"{hosts[m[0]].name}: {device}" for m, device in zip(groups, devices, strict=True))
         raise BadInput(
-            f"the hosts do not compute on the same kind of devices ({told}); make the GPUs visible on all hosts, or on none"
+            f"the hosts do not compute on the same kind of devices ({kinds}); make the GPUs visible on all hosts, or on none"
         )
     several, seen = Counter(devices), Counter[str]()
     found = []

@@ -79,13 +79,13 @@ def _link(measured: Sequence[Direction], source: str) -> Link:
     for one in measured:
         pairs.setdefault(frozenset((one.sender, one.receiver)), []).append(one)
     slower = [min(one.bandwidth_bytes_per_s for one in both) for both in pairs.values()]
-    told = f"{source}: median of {len(pairs)} {'pair' if len(pairs) == 1 else 'pairs'} of hosts, each in its slower direction"
+    description = f"{source}: median of {len(pairs)} {'pair' if len(pairs) == 1 else 'pairs'} of hosts, each in its slower direction"
     if len(pairs) > 1:
-        told += f"; {_gbps(min(slower))} to {_gbps(max(slower))} Gb/s"
+        description += f"; {_gbps(min(slower))} to {_gbps(max(slower))} Gb/s"
     return Link(
         bandwidth_bytes_per_s=statistics.median(slower),
         latency_s=statistics.median(one.latency_s for one in measured),
-        source=told,
+        source=description,
     )
 
 
@@ -96,12 +96,12 @@ def _differing(measured: Sequence[Direction], names: Sequence[str], where: str) 
     slow = [one for one in slowest if one.bandwidth_bytes_per_s * STRONGLY < fastest]
     if not slow:
         return []
-    told = [
+    named = [
         f"{names[one.sender]} to {names[one.receiver]} {_gbps(one.bandwidth_bytes_per_s)}" for one in slow[:MOST_NAMED]
     ]
     more = f" and {len(slow) - MOST_NAMED} more" if len(slow) > MOST_NAMED else ""
     return [
-        f"links {where} differ: the fastest has {_gbps(fastest)} Gb/s, {', '.join(told)}{more}. A plan treats all links as equal; leave those hosts out, or repair the network"
+        f"links {where} differ: the fastest has {_gbps(fastest)} Gb/s, {', '.join(named)}{more}. A plan treats all links as equal; leave those hosts out, or repair the network"
     ]
 
 
