@@ -10,7 +10,8 @@ import ahp
 from ahp.errors import BadInput
 from ahp.forecast.step import graph_of_engine
 from ahp.graph import trace
-from ahp.graph.engine_attention import known_to_transformers, with_engine_attention
+from ahp.graph.engine_attention import with_engine_attention
+from ahp.graph.engine_operator import known_to_transformers
 from ahp.graph.key_heads import has_fused_attention, is_fused
 from ahp.graph.models import ENGINE, build_model
 from ahp.graph.operators import ModelGraph, Segment

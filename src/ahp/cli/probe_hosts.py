@@ -8,14 +8,15 @@ import sys
 from typing import TYPE_CHECKING
 
 from ahp.cli import nodes
-from ahp.cli.probe import machine, progress_bar
+from ahp.cli.probe_lines import machine
+from ahp.cli.waiting import progress_bar
 from ahp.cli.writable import require_writable
 from ahp.errors import bad_input
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
-    from ahp.cli.probe import Arguments
     from ahp.runtime.probe.hosts import ProbedHosts
     from ahp.runtime.probe.meeting import Place
 
@@ -42,15 +43,11 @@ def place(given_nodes: int | None, rendezvous: str | None) -> Callable[[], Place
     return meeting.under_launcher if is_joined() else None
 
 
-def run(arguments: Arguments, find: Callable[[], Place | None]) -> int:
+def run(find: Callable[[], Place | None], output: Path, *, quick: bool, workers: int | None, as_json: bool) -> int:
     """Meet, measure, write, print. Returns the exit code."""
     from ahp.runtime.probe.hosts import probe_hosts
     from ahp.runtime.probe.meeting import Meeting
 
-    if arguments.inter_node_gbps is not None:
-        raise bad_input(
-            "--inter-node-gbps", arguments.inter_node_gbps, "the network of several hosts is measured; leave it out"
-        )
     here = find()
     if here is None:  # another process of this host does it
         return 0
@@ -58,33 +55,33 @@ def run(arguments: Arguments, find: Callable[[], Place | None]) -> int:
     with progress_bar() as say:
         found = probe_hosts(
             meeting,
-            check=lambda: _require_new(arguments),
-            quick=arguments.quick,
-            workers=arguments.workers,
+            check=lambda: _require_new(output),
+            quick=quick,
+            workers=workers,
             progress=say,
-            folder=arguments.output.parent,
+            folder=output.parent,
         )
     if found is None:
         meeting.leave()
         print("measured; the first host writes the file", file=sys.stderr)
         return 0
-    found.cluster.save(arguments.output)
+    found.cluster.save(output)
     meeting.leave()
-    if arguments.json:
+    if as_json:
         print("\n".join(found.warnings), file=sys.stderr)
         print(json.dumps(found.cluster.plain()))
         return 0
     print("\n".join(lines(found)))
-    print(f"\nWrote {arguments.output}")
-    print(f"Next: ahp plan tiny {shlex.quote(str(arguments.output))}")
+    print(f"\nWrote {output}")
+    print(f"Next: ahp plan tiny {shlex.quote(str(output))}")
     return 0
 
 
-def _require_new(arguments: Arguments) -> None:
+def _require_new(output: Path) -> None:
     """Refuse to overwrite the measurements of several hosts: a host may be gone."""
-    if arguments.output.is_file():
-        raise bad_input("-o", str(arguments.output), "exists already; give another file, or delete it")
-    require_writable(arguments.output)
+    if output.is_file():
+        raise bad_input("-o", str(output), "exists already; give another file, or delete it")
+    require_writable(output)
 
 
 def lines(found: ProbedHosts) -> list[str]:

@@ -1,10 +1,11 @@
-"""Shows on stderr what is being done, if it takes longer than a moment: a line that counts the seconds."""
+"""Progress on stderr: a bar, or a line that counts the seconds of what takes longer than a moment."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from time import monotonic
 from typing import TextIO
 
@@ -46,3 +47,20 @@ def _now_and_then(what: str, out: TextIO, start_s: float, done: threading.Event)
     while not done.wait(wait_s):
         print(f"{what} ({monotonic() - start_s:.0f} s so far)", file=out, flush=True)
         wait_s *= 2
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, float], None]]:
+    """A bar on stderr; nothing moves if stderr is not a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        BarColumn(bar_width=30),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, completed=share)

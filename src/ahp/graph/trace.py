@@ -20,7 +20,7 @@ from ahp.graph.blocks import NoBlocks, Stack, find_blocks
 from ahp.graph.call import Documents
 from ahp.graph.document_mask import documents_apart
 from ahp.graph.document_starts import DocumentStarts, document_starts
-from ahp.graph.engine_attention import known_to_transformers
+from ahp.graph.engine_operator import known_to_transformers
 from ahp.graph.fake_mode import DEPENDS_ON_VALUES, UNALIGNED
 from ahp.graph.fake_run import EMBEDDING, HEAD, FakeRun, Subject, fake_run
 from ahp.graph.growth import grows_alike

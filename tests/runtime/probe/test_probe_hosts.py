@@ -118,12 +118,10 @@ def test_hosts_of_different_versions_are_refused_on_all(made_up: dict[str, Any])
 def test_a_file_that_exists_ends_it_before_anything_is_measured(
     made_up: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from ahp.cli.probe import Arguments
-
     file = tmp_path / "cluster.yaml"
     file.write_text("")
     monkeypatch.setattr(measure, "probe", lambda **_: pytest.fail("measured"))
-    first, second = together(2, probed(lambda: command._require_new(Arguments(output=file))))  # pyright: ignore[reportPrivateUsage]
+    first, second = together(2, probed(lambda: command._require_new(file)))  # pyright: ignore[reportPrivateUsage]
     assert isinstance(first, BadInput)
     assert "exists already; give another file, or delete it" in str(first)
     assert isinstance(second, SystemExit)
