@@ -60,8 +60,8 @@ def test_every_engine_takes_none() -> None:
 
 
 def test_torchtitan_by_day() -> None:
-    def traits(version: str | None):
-        choice = EngineChoice(name="torchtitan", version=version, compile=True)
+    def traits(version: str | None, *, compiled: bool = True):
+        choice = EngineChoice(name="torchtitan", version=version, compile=compiled)
         return get("torchtitan").traits(JOB, Parallelism(), choice)
 
     old, between, new = traits("2024-12-31"), traits("0.2.0"), traits(None)
@@ -69,6 +69,7 @@ def test_torchtitan_by_day() -> None:
     assert (old.kernels.flash2_on, between.kernels.flash2_on) == (("hopper", "blackwell"), ())
     assert traits("0.1.0").kernels.flash2_on == ("hopper",)
     assert (between.recompute.keeps_cudnn_attention, new.recompute.keeps_cudnn_attention) == (False, True)
+    assert [traits(day, compiled=False).kernels.fusion for day in ("0.1.0", "2025-08")] == ["eager", "modules"]
 
 
 @pytest.mark.parametrize(

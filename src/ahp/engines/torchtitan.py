@@ -122,7 +122,7 @@ class TorchtitanEngine(Engine):
             ),
             experts=ExpertTraits(folded=SUPPORT.folded(parallelism)),
             kernels=KernelTraits(
-                fusion="fused" if choice.compile else "modules",
+                fusion="fused" if choice.compile else "modules" if has("norm_kernel") else "eager",
                 fusion_at_the_ends="modules",  # 0.2.2, models/llama3/infra/parallelize.py: apply_compile takes only blocks
                 fused_loss=fused_loss,
                 flash2_on=tuple(
