@@ -120,7 +120,8 @@ class TorchtitanEngine(Engine):
                 keeps_cudnn_attention=has("keeps_cudnn_attention"),
                 sends_again="gathers",  # results of reduce-scatters are on the list of what to keep
             ),
-            experts=ExpertTraits(folded=SUPPORT.folded(parallelism)),
+            # models/common/token_dispatcher.py, AllToAllTokenDispatcher: _permute, _unpermute
+            experts=ExpertTraits(folded=SUPPORT.folded(parallelism), sorts_arrived=True),
             kernels=KernelTraits(
                 fusion="fused" if choice.compile else "modules" if has("norm_kernel") else "eager",
                 fusion_at_the_ends="modules",  # 0.2.2, models/llama3/infra/parallelize.py: apply_compile takes only blocks
