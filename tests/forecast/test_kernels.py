@@ -177,6 +177,44 @@ def test_joined_products_move_the_bytes_of_megatrons_kernels():
     assert all(joined.get(i) == apart.get(i) for i in untouched)
 
 
+def test_megatron_turns_gpt_oss_and_adds_its_experts_biases_by_torchs_kernels():
+    """Two of four experts for each token. Elements of 16 bits: queries and keys, and the results of the experts' first and last product."""
+    sizes = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+        "num_local_experts": 4,
+    }
+    heads = {
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "num_experts_per_tok": 2,
+        "vocab_size": 1024,
+    }
+    job = Job(sequence_length=SEQUENCE, precision="bf16")
+    segment = analyze({"model_type": "gpt_oss"} | sizes | heads, job, attention="engine").blocks[0]
+    plain = kernels(segment, "fused", joined_products=True, biases_apart=False)
+    fused, apart = (kernels(segment, "fused", joined_products=True, scaled_apart=scaled) for scaled in (False, True))
+
+    def moved(run, phase, module):
+        ops = [op for op in segment.phase(phase) if op.module == module and op.flops == 0]
+        return sum(run.moved_bytes.get(op.index, 0.0) for op in ops)
+
+    turned, copies = SEQUENCE * 32 * (HEADS + KV_HEADS), 2 * SEQUENCE
+    for phase, num_bytes in (("forward", 20), ("backward", 30)):
+        assert moved(apart, phase, "self_attn") - moved(fused, phase, "self_attn") == num_bytes * turned
+    added = next(
+        op for op in segment.phase("forward") if op.index not in plain.unvectorized and op.index in fused.unvectorized
+    )
+    assert fused.moved_bytes[added.index] == 34 * copies * HIDDEN
+    assert fused.unvectorized == {added.index: 3.5 * copies * HIDDEN}
+    assert sum(apart.unvectorized.values()) == 3.5 * copies * HIDDEN + (4.5 + 3.5) * turned
+    gates = {op.index: fused.moved_bytes[op.index] for op in segment.operators if op.module == added.module and op.flops == 0
+             and op.outputs[0].numel in (copies * FFN, 2 * copies * FFN) and fused.moved_bytes.get(op.index)}  # fmt: skip
+    assert sorted(gates.values()) == [6 * copies * FFN, 10 * copies * FFN]
+
+
 def test_what_is_no_joined_product_moves_what_it_did():
     """gpt2 has one product for queries, keys and values, whose gradients it joins itself."""
     segment = block("gpt2", "flash")
@@ -233,7 +271,7 @@ def test_eager_kernels_that_compute_addresses_are_casts_to_wider_types_and_produ
     assert found == {*norms, ("aten.mul", "self_attn"), ("aten.cat", "self_attn")}  # rotary positions
     narrower = [op for op in segment.operators if op.name == "aten._to_copy" and op.outputs[0].dtype == "bfloat16"]
     assert narrower
-    assert not run.unvectorized & {op.index for op in narrower}
+    assert not run.unvectorized.keys() & {op.index for op in narrower}
     assert not kernels(segment, "fused").unvectorized
 
 

@@ -151,6 +151,7 @@ class MegatronEngine(Engine):
                 # Transformer Engine, common/normalization/*/*_bwd_kernels.cuh, as apex's FastLayerNorm: one kernel sums the weight's gradient too.
                 norms_apart=True,
                 joined_products=True,  # core/transformer/attention.py: linear_qkv; mlp.py: linear_fc1, fusions/fused_bias_swiglu.py
+                scaled_apart=has("scaled_apart"),
             ),
             host=HostTraits(
                 operators_per_unit=0,

@@ -277,6 +277,8 @@ class KernelTraits(NamedTuple):
     """Whether the gradient of a norm's weight is made by a kernel of its own there, which reads the norm's input and its output's gradient again."""
     joined_products: bool = False
     """Whether one product makes queries, keys and values, and one gate and up, which one kernel then reads."""
+    scaled_apart: bool = False
+    """Whether queries and keys whose positions YaRN scales are turned by torch's kernels one by one."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits, loss and gradient exist at a time; None = all of a micro-batch."""
 

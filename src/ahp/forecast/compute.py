@@ -221,7 +221,7 @@ class _Moves:
     """Elements of which it takes an exponential."""
     dtype: str
     kind: ElementWiseKind
-    unvectorized: int
+    unvectorized: float
     """Elements whose addresses a GPU computes one by one."""
     launched: bool
 
@@ -229,8 +229,8 @@ class _Moves:
     def of(cls, op: Operator, kernels: Kernels) -> _Moves:
         exponentials = max((spec.numel for spec in op.outputs), default=0) if _is_exponential(op) else 0
         moved, launched = kernels.moved_bytes.get(op.index, 0.0), op.index in kernels.launched
-        unvectorized = op.outputs[0].numel if op.index in kernels.unvectorized else 0
-        return cls(moved, exponentials, _dtype(op), kind_of(op.name), unvectorized, launched)
+        slow = kernels.unvectorized.get(op.index, 0.0)
+        return cls(moved, exponentials, _dtype(op), kind_of(op.name), slow, launched)
 
     def seconds(self, share: float, rates: Rates) -> float:
         """Seconds on a rank that does ``share`` of the operator."""

@@ -162,6 +162,8 @@ class SegmentPricer:
                 norms_apart=how.norms_apart,
                 norm_weights_apart=how.norm_weights_apart,
                 joined_products=how.joined_products,
+                scaled_apart=how.scaled_apart,
+                biases_apart=fp8 is None or not fp8.fused_experts,
                 grouped=grouped,
             )
             self._runs[alike] = _Run(segment, parts, run, how, fp8, self._causal)

@@ -28,6 +28,11 @@ def moved_where_joined(segment: Segment, owner: Mapping[int, int]) -> dict[int, 
     return more
 
 
+def products_before_attention(segment: Segment, owner: Mapping[int, int]) -> list[Operator]:
+    """The three products that make queries, keys and values of one tensor; empty where there are no such."""
+    return next((group for group in _groups(segment, owner) if len(group) == 3), [])
+
+
 def _groups(segment: Segment, owner: Mapping[int, int]) -> list[list[Operator]]:
     """Products of one module that read the same tensor: three before attention, or two whose results are multiplied."""
     ops, found = segment.operators, defaultdict[tuple[str, int], list[Operator]](list)

@@ -22,6 +22,7 @@ class KernelOptions(NamedTuple):
     norms_apart: bool
     norm_weights_apart: bool
     joined_products: bool
+    scaled_apart: bool
     attention: AttentionKernel | None
     by_lengths: bool
     """Attention goes by the lengths of documents, so that the graph with their starts is the one that runs."""
@@ -92,6 +93,7 @@ class KernelOptions(NamedTuple):
             norms_apart=traits.kernels.norms_apart,
             norm_weights_apart=traits.kernels.norm_weights_apart,
             joined_products=traits.kernels.joined_products,
+            scaled_apart=traits.kernels.scaled_apart,
             attention="torch_flash2" if flash2 else attention,
             by_lengths=of_lengths is not None,
             attention_again=takes_cudnn(generation)

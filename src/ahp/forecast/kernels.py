@@ -8,8 +8,8 @@ chain stay in registers, and the values that autograd would keep are recomputed 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ahp.forecast.division import GROUPED
@@ -17,6 +17,7 @@ from ahp.forecast.efficiency import kind_of
 from ahp.forecast.gpu import GroupedKernel
 from ahp.forecast.joined import moved_where_joined
 from ahp.forecast.norms import in_norms, read_for_weights, reads_besides
+from ahp.forecast.one_by_one import one_by_one
 from ahp.graph.operators import Operator, Segment
 
 Fusion = Literal["traced", "eager", "modules", "fused"]
@@ -50,8 +51,8 @@ class Kernels:
     """Bytes of a forward operator's output that are kept until backward; zeros are left out."""
     saved_input_bytes: float
     """Bytes of the segment's own input, kept where a chain that starts with it is recomputed and nothing else keeps it."""
-    unvectorized: frozenset[int] = frozenset()
-    """Operators that run as torch's own GPU kernel that computes an address for each element."""
+    unvectorized: Mapping[int, float] = field(default_factory=dict)
+    """Elements of which torch's own GPU kernels compute an address, by operator."""
     grouped: GroupedKernel = "torch"
     """Which kernel computes products of experts."""
     one_graph: bool = False
@@ -67,6 +68,8 @@ def kernels(
     norms_apart: bool = False,
     norm_weights_apart: bool = False,
     joined_products: bool = False,
+    scaled_apart: bool = False,
+    biases_apart: bool = True,
     grouped: GroupedKernel = "torch",
 ) -> Kernels:
     """The kernels of one segment.
@@ -74,7 +77,7 @@ def kernels(
     ``traced``: one for each operator, as on a CPU. ``eager``: as PyTorch on a GPU. ``modules``: the element-wise operators of
     one module are one kernel (norms, activation functions). ``fused``: those of a chain are one kernel, whatever their modules.
     ``fused_loss``: cross-entropy is one kernel under ``modules`` too. ``dropout_apart``, ``norms_apart``, ``norm_weights_apart``,
-    ``joined_products``: see ``KernelTraits``; under ``modules`` norms are torch's own kernels, for which both hold (ATen/native/cuda/layer_norm_kernel.cu).
+    ``joined_products``, ``scaled_apart``: see ``KernelTraits``; under ``modules`` norms are torch's own kernels, for which both hold (ATen/native/cuda/layer_norm_kernel.cu).
     """
     saved = {op.index: float(op.saved_bytes) for op in segment.operators if op.saved_bytes}
     if fusion == "traced":
@@ -105,14 +108,16 @@ def kernels(
     moved = chains.moved_bytes(kept)
     of_weights = read_for_weights(segment) if norm_weights_apart or by_module else {}
     of_joined = moved_where_joined(segment, chains.owner) if joined_products else {}
-    for index, more in (*of_weights.items(), *of_joined.items()):
+    apart = one_by_one(segment, chains.owner, scaled=scaled_apart, biased=joined_products and biases_apart)
+    moved.update(apart.moved_bytes)
+    for index, more in (*of_weights.items(), *of_joined.items(), *apart.more_bytes.items()):
         moved[index] = moved.get(index, 0.0) + more
     return Kernels(
         moved,
         chains.launched(kept),
         kept,
         input_bytes,
-        _unvectorized(alone),
+        {**_unvectorized(alone), **apart.addresses},
         grouped,
         one_graph=across,
     )
@@ -142,8 +147,9 @@ def _runs(op: Operator) -> bool:
     return op.flops > 0 or op.bytes_read + op.bytes_written > 0
 
 
-def _unvectorized(ops: Iterable[Operator]) -> frozenset[int]:
-    return frozenset(op.index for op in ops if _is_chain(op) and kind_of(op.name) == "stream" and _is_unvectorized(op))
+def _unvectorized(ops: Iterable[Operator]) -> dict[int, float]:
+    slow = (op for op in ops if _is_chain(op) and kind_of(op.name) == "stream" and _is_unvectorized(op))
+    return {op.index: float(op.outputs[0].numel) for op in slow}
 
 
 def _is_unvectorized(op: Operator) -> bool:
