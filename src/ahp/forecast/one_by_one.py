@@ -92,7 +92,9 @@ def _of_experts(segment: Segment, owner: Mapping[int, int]) -> tuple[dict[int, f
             if first < op.index < end and op.module == module and op.flops == 0 and not op.parameters
         ]
         read = {owner[i] for op in products[1:] for i in op.depends_on}
-        result = next(op for op in reversed(between) if op.index in read and op.bytes_written > 0)
+        result = next((op for op in reversed(between) if op.index in read and op.bytes_written > 0), None)
+        if result is None:  # one product: nothing lies between two
+            continue
         moved |= {op.index: 0.0 for op in between if 2 * op.outputs[0].numel >= result.outputs[0].numel}
         moved[result.index] = tensors * result.outputs[0].bytes
     moved[added.index] = BIASED_BYTES * added.outputs[0].numel
