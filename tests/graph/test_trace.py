@@ -251,6 +251,19 @@ def test_any_module() -> None:
     assert analyze("tests.graph.small:custom", JOB).blocks == graph.blocks
 
 
+def test_a_part_that_compiles_is_traced_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    expected = analyze(Custom(), JOB)
+    monkeypatch.setattr(Block, "forward", torch.compile(Block.forward, backend=backend))
+    assert analyze(Custom(), JOB) == expected
+    assert compiled == []
+
+
 def test_a_module_without_blocks_is_all_embedding() -> None:
     graph = analyze(Plain(), JOB)
     assert (graph.layers, graph.blocks) == ((), ())

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ahp.graph.torch_compat import TorchDispatchMode, memory_of, pytree
+from ahp.graph.torch_compat import Watching, memory_of, pytree
 from ahp.graph.weight_reads import Place, WeightReads
 
 BEFORE = -1
@@ -24,7 +24,7 @@ _SHAPES_ALONE = {
 """Operators that read only the shape and type of a tensor."""
 
 
-class Flow(TorchDispatchMode):
+class Flow(Watching):
     """Within, notes for the memory of each tensor the parts that it was computed from. All that a block computes counts as that block's alone."""
 
     def __init__(self, weights: WeightReads) -> None:
@@ -74,8 +74,7 @@ class Flow(TorchDispatchMode):
             self._parts[memory_of(x)] = self._parts.get(memory_of(x), frozenset()) | parts
             self._kept.append(x.untyped_storage())
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         given = _tensors((args, kwargs))
         for x in given:
             self.weights.note(memory_of(x), self._place, given=memory_of(x) in self._arguments)
@@ -83,7 +82,7 @@ class Flow(TorchDispatchMode):
         if self.block is None and any(memory_of(x) in self._watched for x in given):
             self.reads_watched = True
         if not sources or func.__name__.partition(".")[0] in _SHAPES_ALONE:
-            return out
+            return
         if self.block is not None:
             if any(self.of([x]) - {self.block} for x in given if memory_of(x) not in self._arguments):
                 self.reads_unseen = self.block if self.reads_unseen is None else self.reads_unseen
@@ -95,8 +94,7 @@ class Flow(TorchDispatchMode):
         own = {memory_of(x) for x in given}
         self.mark((x for x in _tensors(out) if memory_of(x) not in own), sources)
         if func._schema.is_mutable:
-            self.mark(_written(func, args, kwargs or {}), sources)
-        return out
+            self.mark(_written(func, args, kwargs), sources)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ import torch
 
 from ahp.graph.costs import flops, traffic
 from ahp.graph.operators import Phase, TensorSpec
-from ahp.graph.torch_compat import TorchDispatchMode, backward_number, forward_number, memory_of, pytree
+from ahp.graph.torch_compat import Watching, backward_number, forward_number, memory_of, pytree
 
 ALIASES = {"aten.detach", "aten.alias", "aten.lift_fresh", "aten.lift"}
 """Calls that return the same tensor under another name; they are not recorded as operators."""
@@ -65,7 +65,7 @@ def spec(tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(tuple(int(size) for size in tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Watching):
     """Enter it around forward and backward, inside a FakeTensorMode; then read ``operators``."""
 
     def __init__(self, where: Where, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
@@ -102,14 +102,7 @@ class Recorder(TorchDispatchMode):
         self._saved_from_outside.clear()
         return self.operators
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if func.namespace != "prim":
-            self._record(func, args, kwargs, out)
-        return out
-
-    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
         name = str(func.overloadpacket)

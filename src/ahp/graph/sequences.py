@@ -19,7 +19,7 @@ import torch
 
 from ahp.graph.fake_run import Subject, forward_run
 from ahp.graph.record import Where
-from ahp.graph.torch_compat import TorchDispatchMode, memory_of, pytree
+from ahp.graph.torch_compat import Watching, memory_of, pytree
 
 MIXING = {
     "mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm", "amax", "amin", "max", "min", "logsumexp",
@@ -61,7 +61,7 @@ def mixing_operator(subject: Subject, sequence: int) -> str | None:
         return seen.mixed_by(call())
 
 
-class Sequences(TorchDispatchMode):
+class Sequences(Watching):
     """Within, notes for each tensor where it holds the sequences, and for each memory what mixed them there."""
 
     def __init__(self, batch: int, where: Where) -> None:
@@ -74,12 +74,11 @@ class Sequences(TorchDispatchMode):
     def mixed_by(self, tensor: torch.Tensor) -> str | None:
         return self._mixed.get(memory_of(tensor))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
         mixed = next(filter(None, map(self.mixed_by, inputs)), None)
         name = func.__name__.partition(".")[0]
-        if mixed is None and self._mixes(name, func, args, kwargs or {}, outputs):
+        if mixed is None and self._mixes(name, func, args, kwargs, outputs):
             mixed = f"{name} of {self._where.module or 'the model'}"
         for tensor in outputs:
             self._kept.append(tensor.untyped_storage())
@@ -87,7 +86,6 @@ class Sequences(TorchDispatchMode):
                 self._mixed[memory_of(tensor)] = mixed
             elif (held := self._place(name, inputs, tensor)) is not None:
                 self._held[_geometry(tensor)] = held
-        return out
 
     def _mixes(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], outputs: list[torch.Tensor]) -> bool:
         if _named(func, args, kwargs).get("scale_grad_by_freq"):

@@ -15,6 +15,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "Watching",
     "backward_number",
     "forward_number",
     "memory_of",
@@ -22,6 +23,26 @@ __all__ = [
     "scripts_as_python",
     "sets_gradient_mode",
 ]
+
+
+class Watching(TorchDispatchMode):
+    """Sees every operator with its result. Nothing may compile within (``torch.compiler.set_stance``): torch would guard each call of a mode
+    from that, which takes a tenth of a trace."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # three of five calls in a trace: autograd asks for it
+            return args[0].device
+        out = func(*args, **(kwargs or {}))
+        if func.namespace != "prim":
+            self.note(func, args, kwargs or {}, out)
+        return out
+
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        raise NotImplementedError
 
 
 def forward_number() -> int:
