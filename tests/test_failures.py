@@ -55,7 +55,8 @@ def test_a_run_goes_on_after_each_failure(tmp_path: Path, words: tuple[str, ...]
     assert done.stderr.count(": not tried, ") == missing
 
 
-@pytest.mark.parametrize("number", cases([signal.SIGTERM, signal.SIGINT], wide=[signal.SIGINT]))
+@pytest.mark.wide  # about the benchmark, which somebody starts by hand
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_nothing_stays_where_the_benchmark_itself_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     """Two runs beside each other: one on two hosts, one on a disk of its own."""
     if (reason := why_not([HostSpec()] * 2)) is not None:

@@ -130,9 +130,11 @@ ON_ONE_MODEL = (
 SEEN_IN_PRODUCTS = (
     *(f"zero{stage}+{schedule}" for stage in range(4) for schedule in ("gpipe", "interleaved")),
     *("zero0+tp", "zero0+1f1b", "tp+1f1b", "zero3+tp", "tp+interleaved"),
-    "zero3-mb1",
-    "zero0-mb4",
+    *("zero1+tp", "zero1+1f1b", "zero3+1f1b", "tp+gpipe", "zero0+zbv"),
+    *("zero3-mb1", "zero0-mb4", "zero3-8-ways", "1f1b-4-stages"),
 )
+"""Pairs in larger products here, in ZeRO-1 x tensor x pipeline of tests/runtime/test_families.py, or below on blocks with trainable inputs
+(zero3+1f1b); schedules and stages that other layouts have too (zero0+zero-bubble-uneven, 1f1b-few); and other degrees and sizes."""
 LAYOUTS = {**ALONE, **pairs(), **MORE}
 FAST = {("zero0", "llama"), ("zero0-uneven", "custom"), ("1f1b", "gpt2"), ("zero3", "custom"), ("tp", "llama")}
 """Layouts and models that are compared in the fast part: each technique alone, and where weights are tied or unnamed."""
@@ -148,9 +150,14 @@ def models_of(layout: str) -> tuple[str, ...]:
 
 LONG = {(layout, tuple(MODELS)[turn % len(MODELS)]) for turn, layout in enumerate([*ALONE, "dp-x-tp-x-pp"])}
 CASES = [(layout, model) for layout in LAYOUTS for model in models_of(layout)]
-IN_OTHERS = {("dp-x-tp-x-pp", "llama"), ("replicate-x-zero2", "gpt2")}
-"""Products whose every pair the model goes through, and which another model goes through at length; or which are in a larger product
-on the same model."""
+IN_OTHERS = {
+    ("dp-x-tp-x-pp", "llama"), ("replicate-x-zero2", "gpt2"), ("replicate-x-zero1", "llama"), ("replicate-x-zero3", "custom"),
+    ("zero0", "custom"), ("zero1", "custom"), ("tp", "custom"), ("1f1b", "custom"), ("interleaved", "custom"), ("sequence", "custom"),
+    ("interleaved-uneven", "llama"), ("one", "llama"), ("dual-pipe-v", "gpt2"), ("zero-bubble", "llama"), ("interleaved-zero-bubble", "custom"),
+    ("zbv-recompute", "custom"),
+}  # fmt: skip
+"""Products whose every pair the model goes through, and which another model goes through at length; what is in a larger product or in a
+harder form (uneven, of single sequences) on the same model; uneven chunks of stages and one device, which another model has."""
 TURNS = {layout: tuple(MODELS)[turn % len(MODELS)] for turn, layout in enumerate(LAYOUTS)}
 WIDE = [
     (layout, model)

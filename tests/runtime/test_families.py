@@ -83,13 +83,19 @@ WIDE = {
     ("mistral", "tensor"),
     *((name, "pipeline") for name in ("mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3")),
     *((name, "context") for name in ("mixtral", "qwen2")),
+    *(
+        (name, technique)
+        for name in ("bert", "gemma3_text", "opt", "qwen3_moe")
+        for technique in ("tensor", "pipeline")
+    ),
 }
 """Families whose blocks are split like those of others here, and which meet each technique alone (GPT-2's meets larger products in
 tests/runtime/test_equality.py, Mixtral's is split as Qwen's mixture); techniques that have tests of their own, on a few models. ZeRO-3 shards
 whatever modules hold, and nothing depends on what a block computes: those stay whose weights are tied, transposed, biased or of experts.
 tests/runtime/test_equality.py has GPT-2 and LLaMA sliced and in two stages, sequence/test_context.py LLaMA with parts of the sequence. Mistral's
 blocks are LLaMA's. A pipeline meets only what a model hands to its blocks, which Mistral, Mixtral, OLMo 2,
-Phi-3 and Qwen do as LLaMA; beside LLaMA's, Qwen 2 has biases of single tokens, and Mixtral routes single tokens as Qwen's mixture does."""
+Phi-3 and Qwen do as LLaMA; beside LLaMA's, Qwen 2 has biases of single tokens, and Mixtral routes single tokens as Qwen's mixture does. The four families that meet the product are
+sliced and cut there."""
 REFUSED = {("gemma2", "context"): ("context_parallel_degree", "aten.matmul", "scaled_dot_product_attention")}
 """What a family cannot do, and words of the reason."""
 WITH_EXPERTS = ("mixtral", "qwen3_moe")

@@ -140,7 +140,7 @@ def test_a_given_cut_is_kept() -> None:
         ("qwen3-0.6b", "4x5xL40-48GB@400", 8192, 256, "ahp", {"pipeline_parallel_schedule": "1F1B"}),
         pytest.param(
             "llama3-8b", "4x4xH200-SXM-141GB@50", 8192, 512, "ahp",
-            {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": "ZBVZeroBubble"}, marks=pytest.mark.slow,
+            {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": "ZBVZeroBubble"}, marks=pytest.mark.wide,
         ),
         pytest.param(
             "qwen3-1.7b", "2x8xA10G-24GB@100", 8192, 256, "megatron",

@@ -234,8 +234,10 @@ WIDE = {
     ("ring", "gpt2"), ("ring", "family mixtral"), ("all-to-all", "llama"), ("all-to-all", "custom"), ("all-to-all", "family bert"),
     ("ring+zero0", "llama"), ("ring+replicate-x-zero1", "llama"), ("ring+tp", "gpt2"),
     ("all-to-all-recompute", "llama"), ("all-to-all+zero3-x-tp-x-1f1b", "llama"), ("ring+zero1-in-another-order", "llama"),
+    ("ring", "llama"), ("ring+tp", "packed"), ("all-to-all+tp", "custom"), ("all-to-all", "family qwen3_moe"),
 }  # fmt: skip
-"""Layouts whose parts others have too, and models that tests/runtime/test_families.py takes through context parallelism."""
+"""Layouts whose parts others have too (ring+zero3 and ring-selective the ring of LLaMA, ring+sequence that of sliced blocks with a mask), and
+models that tests/runtime/test_families.py takes through context parallelism, all-to-all. Slices that share key heads stay."""
 
 
 @pytest.mark.parametrize(("layout", "model"), cases(CASES, wide=WIDE))

@@ -179,9 +179,16 @@ CASES = [
     for name in ("leaves out", "leaves out, frozen", "listed experts", "changes views")
 ]
 FAST = {("zero3", "leaves out"), ("zero3", "changes views")}
+WIDE = {
+    *(("zero2", name) for name in ("leaves out, frozen", "listed experts", "changes views")),
+    *(("replicate-x-zero2", name) for name in ("leaves out", "listed experts", "changes views")),
+    ("zero1", "changes views"),
+}
+"""ZeRO-2 sums gradients as ZeRO-3 and keeps weights as ZeRO-1, whose cases stay, beside one of its own and one of its replicas; views that are
+changed stay under ZeRO-3, which lets go of weights between blocks."""
 
 
-@pytest.mark.parametrize(("layout", "name"), cases(CASES, fast=FAST))
+@pytest.mark.parametrize(("layout", "name"), cases(CASES, fast=FAST, wide=WIDE))
 def test_the_curve_is_that_of_one_process(pool: Pool, layout: str, name: str) -> None:
     results = pool.run(train, world_size(LAYOUTS[layout]), name, LAYOUTS[layout])
     assert_same_curve(results[0], plain(name))

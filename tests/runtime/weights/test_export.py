@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from ahp.runtime.weights import hf_export
 from ahp.runtime.weights.hf_export import Stored, plan_files
 from ahp.runtime.weights.hub_names import as_it_is
+from tests.marks import cases
 from tests.runtime.models import JOB, MODELS, batch
 from tests.runtime.test_equality import world_size
 from tests.runtime.weights.test_checkpoint import PLANS
@@ -52,18 +53,15 @@ def export(
     return written, most
 
 
+EXPORTS = [
+    ("tp", "fp32"), ("zero1", "bf16"), ("zero3-x-tp-x-pp", "fp32"), ("zero3-x-tp-x-pp", "bf16"), ("interleaved", "fp16"), ("zero3", "fp32"),
+]  # fmt: skip
+IN_PRODUCT = [("zero3", "fp32"), ("zero3-x-tp-x-pp", "bf16")]
+"""The product has the shards in fp32; ZeRO-1 has bf16."""
+
+
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
-@pytest.mark.parametrize(
-    ("plan", "precision"),
-    [
-        ("tp", "fp32"),
-        ("zero1", "bf16"),
-        pytest.param("zero3-x-tp-x-pp", "fp32", marks=pytest.mark.slow),
-        pytest.param("zero3-x-tp-x-pp", "bf16", marks=pytest.mark.slow),
-        pytest.param("interleaved", "fp16", marks=pytest.mark.slow),
-        pytest.param("zero3", "fp32", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("plan", "precision"), cases(EXPORTS, wide=IN_PRODUCT))
 def test_export_loads_in_transformers(pool: Pool, tmp_path: Path, model: str, plan: str, precision: str) -> None:
     from transformers import AutoModelForCausalLM
 

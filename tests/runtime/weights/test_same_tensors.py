@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ahp.runtime.torch_compat import local_tensor
+from tests.marks import cases
 from tests.runtime.models import JOB, OPTIMIZER, batch
 from tests.runtime.workers import Pool
 
@@ -82,8 +83,17 @@ def saved_and_loaded(
     return told
 
 
-@pytest.mark.parametrize("layout", [pytest.param("1f1b", marks=pytest.mark.slow), "zero3"])
-@pytest.mark.parametrize("case", CASES)
+OF_STAGES = ("fewer layers", "more layers", "tied now")
+"""What one stage may know and another not: the rest is told alike, and repeated on stages at length only."""
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    cases(
+        [(case, layout) for case in CASES for layout in ("1f1b", "zero3")],
+        wide=[(case, "1f1b") for case in CASES if case not in OF_STAGES],
+    ),
+)
 def test_what_does_not_fit_is_told(pool: Pool, tmp_path: Path, case: str, layout: str) -> None:
     before, now, rule = CASES[case]
     if "lora" in {**before, **now} and importlib.util.find_spec("peft") is None:
