@@ -16,7 +16,7 @@ from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
 from ahp.plan import Parallelism, Plan
 
-SHORT = ["--job.sequence-length", "128", "--job.global-batch-size", "16"]
+SHORT = ["--job.sequence-length", "256", "--job.global-batch-size", "16"]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_plan_prints_a_table_and_writes_a_plan(
     for told in (
         "Model     tiny, 4 M parameters, 4 layers",
         "1 x 4 H100-SXM-80GB, 79.6 GiB each, datasheet figures",
-        "16 sequences of 128 = 2.05 k tokens a step, bf16, adamw (chosen, not given: precision)",
+        "16 sequences of 256 = 4.1 k tokens a step, bf16, adamw (chosen, not given: precision)",
         " not allowed, ",
         "Proven    nothing faster that fits was missed: the rest takes at least ",
         "why not #1",
@@ -62,7 +62,7 @@ def test_plan_prints_a_table_and_writes_a_plan(
     )
     plan = Plan.load("out/p.yaml")
     assert plan.parallelism.tensor_parallel_degree == 2
-    assert plan.job.sequence_length == 128
+    assert plan.job.sequence_length == 256
     assert plan.forecast is not None
     assert plan.why[0].removeprefix("fastest of the layouts that fit: ").split(" a step")[0] in out
 
@@ -91,6 +91,7 @@ def test_output_fits_the_terminal_and_no_figure_loses_its_unit(
     assert not any(line.startswith("All rows: ") for line in wide)
 
 
+@pytest.mark.slow
 def test_a_model_without_fused_attention_is_said_to_have_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

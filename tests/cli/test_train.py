@@ -459,6 +459,7 @@ def test_an_engine_that_cannot_be_is_told_before_the_machine_is_measured(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_engine_that_is_asked_for_is_that_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_plan, "_local", lambda folder, workers: cpu_workers(2, 2))
     asked = ["--engine.compile", "--engine.loss_chunk_tokens", "100", "--engine.attention", "math"]

@@ -223,6 +223,7 @@ def test_a_shifted_loss_means_causal(tiny, hand_graph):
     assert not is_causal(hand_graph)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_reads_a_mask_computes_all_scores():
     """transformers gives a sliding window to torch's attention as a mask, if the sequence is longer than the window."""
     sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}

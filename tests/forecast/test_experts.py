@@ -127,6 +127,7 @@ def test_tokens_travel_to_their_experts_and_back(mixture):
     assert sent["gradient_reduce"] < still["gradient_reduce"]
 
 
+@pytest.mark.slow
 def test_fused_attention_takes_values_narrower_than_queries(latent):
     names = [op.name for op in latent.blocks[-1].operators if op.flops]
     assert any("scaled_dot_product" in name for name in names)

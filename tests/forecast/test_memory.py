@@ -21,7 +21,7 @@ from ahp.forecast.stage_memory import kept_beside_layers
 from ahp.forecast.stage_table import StageTable
 from ahp.forecast.states import Shards, UnitBytes, Weights, state_bytes, unit_bytes, update_bytes
 from ahp.forecast.step import pricer
-from ahp.graph.trace import analyze
+from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 
@@ -72,8 +72,8 @@ def test_what_is_kept_is_what_autograd_saves(tiny):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_split_loss_has_as_many_copies_as_its_engine_makes(precision):
-    head = analyze("tiny", Job(sequence_length=128, precision=precision)).head
-    logits, parts = 128 * 2048 * 4, split(head, "head")
+    head = analyze("tiny", Job(sequence_length=256, precision=precision)).head
+    logits, parts = 256 * 2048 * 4, split(head, "head")
     alone = held(head, Division(parts), loss_copies=3)
     assert alone == held(head, Division(parts))  # one rank has torch's loss: both gradients beside what is kept
     assert alone.backward_extra == pytest.approx(2 * logits, rel=1e-3)
@@ -81,7 +81,7 @@ def test_a_split_loss_has_as_many_copies_as_its_engine_makes(precision):
         divided = held(head, Division(parts, tensor=4), loss_copies=copies)
         assert divided.forward_extra == divided.backward_extra == copies * logits / 4
         assert divided.saved == held(head, Division(parts, tensor=4)).saved
-    block = analyze("tiny", Job(sequence_length=128, precision=precision)).blocks[0]
+    block = analyze("tiny", Job(sequence_length=256, precision=precision)).blocks[0]
     by_columns = Division(split(block, "block"), tensor=4)
     assert held(block, by_columns, loss_copies=3) == held(block, by_columns)
 

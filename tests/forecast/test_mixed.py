@@ -18,7 +18,7 @@ from ahp.forecast.mixed_network import MixedNetwork, Spread
 from ahp.forecast.nccl import Nccl
 from ahp.forecast.priced import Priced
 from ahp.forecast.step import price, simulate
-from ahp.graph.trace import analyze
+from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from tests.lower_bounds import lower_bound_s

@@ -90,7 +90,7 @@ def test_a_folder_with_a_name_of_the_catalogue_is_told(tmp_path: Path, monkeypat
     (tmp_path / "gpt2" / "config.json").write_text(json.dumps(CONFIGS["gpt2"]))
     monkeypatch.chdir(tmp_path)
     with pytest.warns(UserWarning, match=r"model = 'gpt2': the catalogue's; of the folder here it is \./gpt2"):
-        assert analyze("gpt2").num_layers == 12
+        assert analyze("gpt2", {"sequence_length": 1024}).num_layers == 12
     assert analyze("./gpt2", {"sequence_length": 32}).num_layers == CONFIGS["gpt2"]["n_layer"]
 
 
@@ -218,6 +218,7 @@ def test_nothing_asks_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
         build_model("someone/some-model")
 
 
+@pytest.mark.slow
 def test_a_model_of_images_is_told_to_be_planned_as_its_text_part(recwarn: pytest.WarningsRecorder) -> None:
     text: dict[str, Any] = {
         "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

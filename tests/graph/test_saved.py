@@ -14,6 +14,7 @@ from ahp.graph.models import build_model, is_masked
 from ahp.graph.trace import analyze
 from ahp.job import Job
 from tests.graph.small import CONFIGS, SEQUENCE, VOCABULARY, Custom, marked, traced
+from tests.marks import cases
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -47,7 +48,9 @@ def saved(model: Any, precision: str, **more: Any) -> int:
     return sum(part.saved_bytes for part in graph.segments())
 
 
-EVERY_FAMILY = [marked(name, *way, 2) for name in CONFIGS for way in (("fp32", "flash"), ("bf16", "math"))]
+EVERY_FAMILY = [marked(name, "fp32", "flash", 2) for name in CONFIGS] + [
+    pytest.param(name, "bf16", "math", 2, marks=pytest.mark.slow) for name in CONFIGS
+]
 EVERY_WAY = [("llama", *way) for way in product(DTYPES, ("flash", "math"), (1, 3))]
 
 
@@ -68,7 +71,7 @@ def test_saved_bytes_of_a_module_of_ones_own(precision: str) -> None:
     assert saved(module, precision) == really_saved(module, 1)
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "llama-7b"])
+@pytest.mark.parametrize("name", cases(["llama3-8b", "llama-7b"], fast=["llama-7b"]))
 def test_llama_saves_what_its_operators_need(name: str) -> None:
     """A block of transformers' LLaMA, eager, bf16, bytes a token; h wide, f inner, a heads, k heads for keys.
 
@@ -90,6 +93,7 @@ def test_llama_saves_what_its_operators_need(name: str) -> None:
     assert 1.3 < block / fused < 1.5
 
 
+@pytest.mark.slow
 def test_fused_attention_keeps_no_scores_whatever_the_dropout() -> None:
     dropped = CONFIGS["gpt2"] | {"attn_pdrop": 0.1}
     assert saved(dropped, "bf16") == saved(CONFIGS["gpt2"], "bf16")

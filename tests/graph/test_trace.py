@@ -19,6 +19,7 @@ from ahp.graph.operators import Segment
 from ahp.graph.trace import analyze
 from ahp.job import Job
 from tests.graph.small import CONFIGS, SEQUENCE, VOCABULARY, Block, Custom, Plain, marked, traced
+from tests.marks import cases
 
 JOB = {"sequence_length": SEQUENCE, "precision": "fp32"}
 
@@ -31,7 +32,7 @@ def attention(part: Segment, phase: Any = None) -> int:
     return sum(o.flops for o in part.operators if phase in (None, o.phase) and "attention" in o.name)
 
 
-@pytest.mark.parametrize(("name", "batch"), [("llama3-8b", 1), ("llama2-70b", 3)])
+@pytest.mark.parametrize(("name", "batch"), cases([("llama3-8b", 1), ("llama2-70b", 3)], fast=[("llama3-8b", 1)]))
 def test_llama_flops_by_the_closed_form(name: str, batch: int) -> None:
     """Matrix products: 2 FLOPs a weight and token forward, 4 backward. Attention: 4 b s^2 h forward, 10 backward."""
     s = 256
@@ -115,7 +116,7 @@ def test_experts_cost_what_their_tokens_cost(precision: str) -> None:
     assert sum(o.flops for o in grouped if o.phase == "backward") == 2 * forward
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [marked(name) for name in CONFIGS])
 def test_the_dependencies_are_a_connected_dag(name: str) -> None:
     for part in traced(name).blocks:
         assert [o.index for o in part.operators] == list(range(len(part.operators)))
@@ -305,6 +306,7 @@ def test_blocks_that_cannot_be_passed_over_are_all_run() -> None:
     assert analyze(Picky(), JOB).blocks == analyze(Custom(), JOB).blocks
 
 
+@pytest.mark.slow
 def test_405_billion_parameters_run_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[int] = []
     original = trace.fake_run
@@ -382,6 +384,7 @@ def test_hidden_states_in_place_of_logits_are_told() -> None:
             analyze(_Hidden(width, rows), JOB)
 
 
+@pytest.mark.slow
 def test_two_traces_are_the_same_graph() -> None:
     assert analyze(CONFIGS["qwen3"], JOB) == traced("qwen3")
 
@@ -391,6 +394,7 @@ def test_the_first_graph_of_a_process_is_that_of_every_other() -> None:
     """Before autograd has recorded anything the gradient of the loss was taken for an operator of the embedding."""
     code = """
 from ahp.graph.trace import analyze
+from tests.marks import cases
 from tests.graph.small import CONFIGS
 first, second = (analyze(CONFIGS["gpt2"], {"sequence_length": 8}) for _ in range(2))
 assert first == second

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
@@ -118,6 +119,7 @@ def test_no_cut_of_a_layout_takes_less(asked: Problem, data: st.DataObject) -> N
             assert bounds.of_any_part([block], ways)[block] <= forecast.step_time_s * ROUNDING, part.short()
 
 
+@pytest.mark.slow
 def test_the_bound_of_any_cut_is_worth_something() -> None:
     job = Job(sequence_length=4096, global_batch_size=64, precision="bf16")
     model = analyze({"model_type": "llama", "num_hidden_layers": 24, "vocab_size": 32000, **TRAINED}, job)

@@ -118,6 +118,7 @@ def test_bounds_are_under_the_forecast_where_experts_are_alone(data: st.DataObje
     holds(asked, (space := build(asked)), some_rows(space, data, 3))
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(["4xA100-SXM-40GB", "2x2xH100-SXM-80GB"]), st.data())
 def test_bounds_are_under_the_forecast_of_packed_documents(cluster: str, data: st.DataObject) -> None:

@@ -17,7 +17,7 @@ from ahp.search.mixed.space import MixedSpace, layout_of
 from ahp.search.objective import Objective
 from ahp.search.ranking import search
 
-from .small import graph
+from .small import MODELS, graph
 from .test_mixed import A100, H100, cluster_of, mixed, on_two, ranking_of
 
 CELLS = cluster_of((H100, 1, 2), (A100, 1, 2), gbps=100)
@@ -77,7 +77,7 @@ def test_no_group_alone_stands_for_a_cluster_whose_replicas_are_given() -> None:
         assert one.found.best[0].micro_batches_per_replica == (3, 1)
 
 
-NUM_LAYERS = graph("llama").num_layers
+NUM_LAYERS = MODELS["llama"]["num_hidden_layers"]
 
 
 def on(*names: str, layers: Any = None, **each: Any) -> list[dict[str, Any]]:
