@@ -234,8 +234,12 @@ def other_kinds(rank: int, world: int) -> None:
     with pytest.raises(BadInput, match=re.escape("global_batch['labels'] = 'ndarray': must be a tensor of int64")):
         parallel.shard({**part, "labels": part["labels"].numpy()})
     frozen = parallelize(BUILDERS["llama"]().requires_grad_(False), {"job": JOB})
-    with pytest.raises(BadInput, match="module: none of its parameters has requires_grad"):
-        frozen.step(part)
+    trained = parallelize(BUILDERS["llama"](), {"job": JOB})
+    for parameter in trained.parameters.values():  # frozen later
+        parameter.requires_grad_(False)
+    for each in (frozen, trained):
+        with pytest.raises(BadInput, match="module: none of its parameters has requires_grad"):
+            each.step(part)
 
 
 def test_a_part_of_another_kind_is_refused(pool: Pool) -> None:

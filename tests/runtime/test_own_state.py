@@ -205,5 +205,35 @@ def test_steps_and_evaluations_are_those_of_one_process(pool: Pool, name: str, l
     assert found["held out"] == pytest.approx(plain(name)["held out"], rel=1e-5)
 
 
+class ByMode(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1.0 if self.training else 0.5)
+
+
+def switched(rank: int, world: int, layout: dict[str, Any], *, whole: bool) -> list[tuple[float, float]]:
+    """Three steps, the second after the program has put the module, or one of its blocks, into evaluation mode."""
+    from ahp.runtime.parallel import parallelize
+
+    module = with_blocks(functools.partial(ByMode, WIDTH, 4))
+    part = module if whole else module.blocks[3]
+    parallel = parallelize(module, {"job": CALM, "parallelism": {**layout, "micro_batch_size": MICRO}})
+    found = []
+    for step in range(3):
+        part.train(step != 1)
+        result = parallel.step(parallel.shard(batch(0)))
+        found.append((result.loss, result.grad_norm))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "whole"), cases([("1f1b", True), ("zbv", False), ("tp", True)], fast=[("1f1b", True)])
+)
+def test_a_step_follows_the_mode_that_the_program_sets(pool: Pool, layout: str, whole: bool) -> None:
+    (expected,) = pool.run(functools.partial(switched, whole=whole), 1, {})
+    assert expected[1][1] != pytest.approx(expected[2][1], rel=0.02)
+    for found in pool.run(functools.partial(switched, whole=whole), world_size(LAYOUTS[layout]), LAYOUTS[layout]):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-5, atol=0.0)
+
+
 def test_a_batch_is_several_micro_batches() -> None:
     assert BATCH > MICRO

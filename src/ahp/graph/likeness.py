@@ -120,11 +120,9 @@ class ModulesUsed:
 
     def apart(self, kinds: tuple[int, ...]) -> tuple[int, ...]:
         """``kinds``, numbered anew, with blocks of one kind apart that used other modules. To be called once all have run: a block that did not
-        (layer dropout) is like the first of its kind, and nothing is told apart if one block stands in several places."""
+        (layer dropout; it stands at an earlier place too) is like the first of its kind."""
         for hook in self._hooks:
             hook.remove()
-        if len(self.blocks) != len(kinds):
-            return kinds
         names = [
             frozenset(name for name, module in block.named_modules(remove_duplicate=False) if module in used)
             for block, used in zip(self.blocks, self._used, strict=True)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from ahp.errors import BadInput
-from ahp.graph.blocks import counting_keys, find_blocks
+from ahp.graph.blocks import Stack, counting_keys, find_blocks
 from ahp.graph.call import Documents, call_model, logits_of
 from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves
 from ahp.graph.copies import fake_copy
@@ -138,6 +138,7 @@ def _run(
 ) -> torch.Tensor:
     """Run the recorded copy, in training, as every layout does; its logits. Ranks draw the same numbers, so that all refuse alike."""
     train_whole(record.fake)
+    record.ids = (batch_size, sequence_length)
     with (
         as_on_data(record.fake, document_mask=documents is not None),
         mode,
@@ -194,8 +195,10 @@ class _Record:
 
     def __init__(self, fake: nn.Module, blocks_path: str, kinds: tuple[int, ...]) -> None:
         self.fake, self.blocks_path, self.kinds = fake, blocks_path, kinds
-        self.blocks = list(fake.get_submodule(blocks_path).children())
+        self.blocks = list(cast(Stack, fake.get_submodule(blocks_path)))
+        """By place in the list: one that stands in several places goes by its first number."""
         self.calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.ids: tuple[int, int] = (0, 0)  # the shape of the token ids
         self.order: list[int] = []
         """Numbers of the blocks, in the order in which they ran."""
         self.ran: list[tuple[str, nn.Module, tuple[Any, ...], Any]] = []
@@ -225,8 +228,8 @@ class _Record:
         for name, module in fake.named_modules():
             if module not in self.inside and next(module.parameters(recurse=False), None) is not None:
                 module.register_forward_hook(self._note(name))
-        for index, block in enumerate(self.blocks):
-            block.register_forward_pre_hook(self._note_block(index), with_kwargs=True)
+        for block in dict.fromkeys(self.blocks):
+            block.register_forward_pre_hook(self._note_block(self.blocks.index(block)), with_kwargs=True)
             block.register_forward_hook(self._note_output)
 
     def _note(self, name: str) -> Any:
@@ -275,7 +278,8 @@ class _Record:
             self.flow.reads_before = True
 
     def _note_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.flow.leave(last=self.order[-1] == len(self.blocks) - 1)
+        times, places = self.order.count(self.order[-1]), self.blocks.count(module)
+        self.flow.leave(last=module is self.blocks[-1] and times >= places)
         self.draws.enter()
         changed = next((what for what, facts in self.objects if _content(what) != facts), None)
         if changed is not None:
@@ -306,6 +310,7 @@ class _Record:
         before = self._before()
         return (
             self.puts_others()
+            or self._other_dims()
             or self.draws.why_uncuttable()
             or self._runs_otherwise()
             or self.uncuttable
@@ -351,6 +356,13 @@ class _Record:
         if all(module in self.inside for block in self.blocks for module in block.modules()):
             return None
         return f"its forward puts other modules into the blocks of {self.blocks_path}"
+
+    def _other_dims(self) -> str | None:
+        """A reason if hidden states are not [batch, sequence, ..] between the blocks, else None: parts of a sequence lie along dim 1."""
+        sizes = tuple(self.outputs[-1].shape)
+        if sizes[:2] == self.ids:
+            return None
+        return f"the hidden states of {self.blocks_path} are {list(sizes)} for token ids {list(self.ids)}, not [batch, sequence, ..]"
 
     def _runs_otherwise(self) -> str | None:
         """A reason if the blocks do not run once each, in order, else None: work due at the first and last block would be done at others."""

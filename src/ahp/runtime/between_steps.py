@@ -1,8 +1,13 @@
-"""Between two steps: keeps gradients of a step that raised, or of a backward pass of the user's own, out of the next step."""
+"""Between two steps: keeps gradients of a step that raised, or of a backward pass of the user's own, out of the next step, and follows the
+modes of the user's module."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
+
 import torch
+from torch import nn
 
 from ahp.errors import BadInput, bad_input
 from ahp.runtime.pipeline.schedules import Accumulation, Pipeline
@@ -48,3 +53,21 @@ def refuse_gradients(local: LocalParameters, sharding: Sharding) -> None:
             f"step: {name} had a gradient already, from a backward pass outside of step, which this step would have added to its own (valid: "
             "none; it is dropped now). A step adds up the gradients of its own loss alone"
         )
+
+
+class Modes:
+    """Pipeline stages run copies of a module's parts: where the program puts a part into evaluation or training mode, its copies follow."""
+
+    def __init__(self, module: nn.Module, stages: Iterable[nn.Module]) -> None:
+        given = dict(module.named_modules())
+        pairs = [(given[n], copied) for stage in stages for n, copied in stage.named_modules() if n in given]
+        # Weak: a program that drops its module frees the weights of other ranks' stages.
+        self._pairs = [(weakref.ref(own), copied) for own, copied in pairs if own is not copied]
+        self._seen = [own.training for own, copied in pairs if own is not copied]
+
+    def follow(self) -> None:
+        """Take over the modes that have changed since the last call."""
+        for place, (reference, copied) in enumerate(self._pairs):
+            own = reference()
+            if own is not None and own.training != self._seen[place]:
+                self._seen[place] = copied.training = own.training

@@ -19,7 +19,7 @@ from ahp.graph.lora import base_alone, with_adapters
 from ahp.graph.models import is_masked
 from ahp.graph.outline import Outline
 from ahp.plan import Plan, validated
-from ahp.runtime.between_steps import forget_step, refuse_gradients, refuse_modes
+from ahp.runtime.between_steps import Modes, forget_step, refuse_gradients, refuse_modes
 from ahp.runtime.compute.chunked_loss import Tail
 from ahp.runtime.compute.deterministic import deterministic, set_environment
 from ahp.runtime.compute.fp8 import check_parts, refuse_device
@@ -194,6 +194,7 @@ class Parallel:
         self.runner = self._runner(found, vocabulary)
         self._generators = Generators(*self.runner.stages.values())
         self.copies = {name: self._num_copies(name) for name in self.parameters}
+        self.modes = Modes(module, [stage.model for stage in self.stages.values()])
         mark_taken(module)
         if self.sharding.uses_fsdp or any(getattr(p, key) > 1 for key in DIVIDING):
             refuse_calls(module)
@@ -336,7 +337,8 @@ class Parallel:
         cannot (a pipeline; FSDP2 before torch 2.13). Raises BadInput for other keys, types and shapes, and for gradients that no step made.
         """
         refuse_modes(self.mesh.device, self.plan.job.precision)
-        if not self._trains:
+        # Of a pipeline other ranks may train what this one does not.
+        if not (self.state.local.trains() if self.layout.num_stages == 1 else self._trains):
             raise BadInput("module: none of its parameters has requires_grad, so a step would train nothing")
         if self._unlike is not None:
             raise BadInput(
@@ -357,6 +359,7 @@ class Parallel:
             forget_step(self.runner, state.local, self.sharding)
         refuse_gradients(state.local, self.sharding)
         self._in_step = True
+        self.modes.follow()
         numbers = numbers_of_step(self.mesh, job.seed, state.num_steps_done, self._generators)
         with numbers, deterministic(job.deterministic):
             loss = self.runner.run(inputs, labels, num_micro_batches)

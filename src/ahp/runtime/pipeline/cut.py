@@ -127,14 +127,14 @@ class StageInput(PassThrough):
 
 
 class Stop(nn.Module):
-    """Replaces the blocks of later stages: ends the forward, with hidden states of the type that the next stage receives."""
+    """Replaces the blocks of later stages: ends the forward, with hidden states of the type and order in memory that the next stage receives."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.sent = dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise StopForward(block_input(args, kwargs).to(self.sent))
+        raise StopForward(block_input(args, kwargs).to(self.sent).contiguous())
 
 
 class ZeroEmbedding(nn.Module):

@@ -111,13 +111,13 @@ class ShapedByOwnTokens(TorchFunctionMode):
 
     def __init__(self, hidden: torch.Tensor, ranks: int) -> None:
         super().__init__()
-        _, self.tokens, self.width = hidden.shape
+        _, self.tokens, *self.rest = hidden.shape
         self.whole = self.tokens * ranks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.view, torch.Tensor.reshape) and len(args) > 1:
             hidden, size = args[0], tuple(args[1]) if isinstance(args[1], (tuple, list)) else args[1:]
-            if hidden.shape[1:] == (self.tokens, self.width) and size[1:] == (self.whole, self.width):
+            if hidden.shape[1:] == (self.tokens, *self.rest) and size[1:] == (self.whole, *self.rest):
                 return hidden
             if (
                 size[1:2] == (self.whole,)

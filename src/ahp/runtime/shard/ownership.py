@@ -77,6 +77,10 @@ class LocalParameters:
         """The first parameter that has a gradient."""
         return next((name for name, parameter in self._all() if parameter.grad is not None), None)
 
+    def trains(self) -> bool:
+        """Whether any parameter is trained now."""
+        return any(parameter.requires_grad for _, parameter in self._all())
+
     def trained_since(self) -> str | None:
         """The first parameter that is trained now, and was not at first."""
         return next((name for name, p in self._all() if p.requires_grad and name not in self.trained), None)
