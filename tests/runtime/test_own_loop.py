@@ -92,6 +92,44 @@ def test_the_programs_seed_changes_no_step_and_steps_do_not_change_what_it_draws
         assert result["drawn"] == [torch.rand((), generator=generator).item() for _ in range(3 * STEPS)]
 
 
+def nothing_scored(
+    rank: int, world: int, layout: dict[str, Any], name: str, precision: str, between: bool
+) -> list[tuple[float, float]]:
+    """Two steps; ``between`` them one whose batch has no scored token."""
+    from ahp.runtime.parallel import parallelize
+
+    job = {**JOB, "precision": precision, "optimizer": {**JOB["optimizer"], "name": name}}
+    parallel = parallelize(BUILDERS["llama"](), {"job": job, "parallelism": layout})
+    parallel.halts_at_fault = True
+    results = [parallel.step(parallel.shard(batch(0)))]
+    if between:
+        part = parallel.shard(batch(1))
+        result = parallel.step({**part, "labels": torch.full_like(part["labels"], -100)})
+        assert result.loss != result.loss
+        assert (result.grad_norm, result.skipped, result.failed) == (0.0, True, False)
+    results.append(parallel.step(parallel.shard(batch(2))))
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "precision"),
+    cases(
+        [
+            ("zero3", "adamw", "fp32"),
+            ("pipe", "muon", "fp32"),
+            ("tp", "adamw", "fp16"),
+            ("replicas", "adamw8bit", "bf16"),
+        ],
+        fast=[("zero3", "adamw", "fp32"), ("pipe", "muon", "fp32")],
+    ),
+)
+def test_a_batch_without_a_scored_token_updates_nothing(pool: Pool, layout: str, name: str, precision: str) -> None:
+    """No decay, and no moment that goes on: momentum alone would move the weights."""
+    parallelism = {**PIECES, "tp": TENSOR, "pipe": PIPE}[layout]
+    expected, found = (pool.run(nothing_scored, 2, parallelism, name, precision, between) for between in (False, True))
+    assert found == expected
+
+
 def in_16_bits(
     rank: int, world: int, layout: dict[str, Any], precision: str, dtype: torch.dtype
 ) -> list[tuple[float, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
@@ -329,7 +330,7 @@ class Parallel:
         return range(start, start + counts[replica] * each)
 
     def step(self, part: dict[str, torch.Tensor]) -> StepResult:
-        """Forward, backward, clip, update. Collective. If the loss or the gradient norm is not finite, no weight changes.
+        """Forward, backward, clip, update. Collective. If the loss or the gradient norm is not finite, or no token is scored, no weight changes.
 
         ``part``: as ``shard`` gives it, ``labels`` unshifted, -100 = not scored. Ranks can hold different numbers of
         scored tokens: the loss is the mean over all of them. Random numbers (dropout) depend on the job's seed and the step; the
@@ -370,23 +371,25 @@ class Parallel:
         squares = weighted_square_sum(gradients, self.copies, self.mesh.device)
         figures, counts = loss_and_norm(loss / self.mesh.size("tp"), squares.total, self.given.counts(absent), scale)
         nobodys = self.given.settle(gradients, absent, counts, state.optimizer.shards)
-        can_shrink = state.loss_scale.can_shrink()
+        can_shrink, any_scored = state.loss_scale.can_shrink(), self.loss.total.number() > 0
+        figures[0].masked_fill_(~any_scored, math.nan)
         state.loss_scale.update(overflowed=(~figures[1].isfinite()).float())
         rate = learning_rate(self.plan.job.optimizer, state.num_steps_done, self.plan.job.steps)
         unscale_and_clip_(gradients, figures[1], self.plan.job.optimizer.grad_clip, scale)
-        state.optimizer.step(rate, gradients, without=nobodys, leave_out=self._leaves_out(figures, can_shrink))
+        leave_out = self._leaves_out(figures, can_shrink, any_scored)
+        state.optimizer.step(rate, gradients, without=nobodys, leave_out=leave_out)
         state.local.refresh_twins()
         state.buffers.synchronize()
         state.num_steps_done += 1
         # Last in the queue: whoever has read the numbers knows that the step is over.
-        copied = HostCopy(torch.cat((figures, can_shrink[None].double())))
+        copied = HostCopy(torch.cat((figures, torch.stack((can_shrink, any_scored)))))
         return StepResult(copied, rate, squares, index=state.num_steps_done - 1)
 
-    def _leaves_out(self, figures: torch.Tensor, can_shrink: torch.Tensor) -> torch.Tensor:
+    def _leaves_out(self, figures: torch.Tensor, can_shrink: torch.Tensor, any_scored: torch.Tensor) -> torch.Tensor:
         """Whether this step's update is skipped, bool scalar on the device: loss or norm is not finite, or training has halted."""
         bad = ~figures.isfinite().all()
         if self.halts_at_fault:
-            failed = ~figures[0].isfinite() | (bad & ~can_shrink)
+            failed = any_scored & (~figures[0].isfinite() | (bad & ~can_shrink))
             bad = bad | self._halted
             self._halted |= failed
         return bad

@@ -20,7 +20,7 @@ class StepResult:
     """
 
     figures: HostCopy
-    """float64 [3]: loss, gradient norm, and whether fp16's loss scale could still shrink."""
+    """float64 [4]: loss, gradient norm, whether fp16's loss scale could still shrink, and whether any token was scored."""
     learning_rate: float
     norms: SquareSum
     """Norms of this rank's parts of the gradients, still multiplied by the loss scale."""
@@ -28,14 +28,14 @@ class StepResult:
     """Number of the step, from 0; its random numbers depend on it."""
 
     @cached_property
-    def _numbers(self) -> tuple[float, float, float]:
-        loss, norm, can_shrink = self.figures.read().tolist()
-        return loss, norm, can_shrink
+    def _numbers(self) -> tuple[float, float, float, float]:
+        loss, norm, can_shrink, any_scored = self.figures.read().tolist()
+        return loss, norm, can_shrink, any_scored
 
     @property
     def loss(self) -> float:
         """Mean cross-entropy over the scored tokens of the global batch, before the update, plus the weighted balance loss of a mixture of
-        experts if the model's config asks for it (docs/runtime/experts.md)."""
+        experts if the model's config asks for it (docs/runtime/experts.md). nan without a scored token."""
         return self._numbers[0]
 
     @property
@@ -45,13 +45,15 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether the gradients overflowed fp16, so that nothing was updated; ``grad_norm`` is then not finite."""
-        return bool(self._numbers[2]) and not math.isfinite(self.grad_norm)
+        """Whether nothing was updated and training goes on: the gradients overflowed fp16 (``grad_norm`` is then not finite), or no token
+        of the batch was scored (``loss`` is then nan)."""
+        return not self._numbers[3] or (bool(self._numbers[2]) and not math.isfinite(self.grad_norm))
 
     @property
     def failed(self) -> bool:
         """Whether the loss or the gradient norm is not finite for another reason, so that nothing was updated either."""
-        return not math.isfinite(self.loss) or not (math.isfinite(self.grad_norm) or self.skipped)
+        finite = math.isfinite(self.loss) and (math.isfinite(self.grad_norm) or self.skipped)
+        return bool(self._numbers[3]) and not finite
 
     @property
     def bad_gradients(self) -> tuple[str, ...]:

@@ -426,12 +426,13 @@ class Spoiled(Weight):
         super().__init__()
         self.bad = bad
         self.called: list[int] = []
+        self.result = Result(loss=float("nan"), grad_norm=float("nan"))
 
     def step(self, part: dict[str, torch.Tensor]) -> Result:
         self.called.append(self.steps + 1)
         if self.steps + 1 in self.bad:
             self.steps += 1
-            return Result(loss=float("nan"), grad_norm=float("nan"))
+            return self.result
         return super().step(part)
 
 
@@ -464,6 +465,20 @@ def test_skip_leaves_the_update_out_and_goes_on(
     assert weight.value == expected(1, 2, 3, 4, 5, 7, 8, 9, 10)
     assert [(m["step"], m["loss"], m["grad_norm"]) for m in folder.metrics() if m["skipped"]] == [(6, None, None)]
     assert "step 6: loss = nan, gradient norm = nan: its update is left out" in capsys.readouterr().err
+
+
+class NothingScored(Result):
+    failed = False
+
+
+def test_a_batch_without_a_scored_token_is_told_and_stops_nothing(
+    alone: Ranks, folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weight = Spoiled(6)
+    weight.result = NothingScored(loss=float("nan"), grad_norm=0.0, skipped=True)
+    loop(alone, folder, weight).run()
+    assert [(m["step"], m["loss"], m["grad_norm"]) for m in folder.metrics() if m["skipped"]] == [(6, None, None)]
+    assert "step 6: no token of its batch is scored, so its update is left out" in capsys.readouterr().err
 
 
 def test_skip_stops_when_so_many_in_a_row_are_bad(alone: Ranks, folder: RunFolder) -> None:

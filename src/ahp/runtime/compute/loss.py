@@ -110,7 +110,7 @@ class PendingCount:
         return bool(self._ranks * squares == total**2)
 
     def value(self) -> torch.Tensor:
-        """At least 1: a batch without a scored token has loss 0 and no gradient."""
+        """At least 1: a batch without a scored token has no gradient."""
         return self.number().clamp(min=1)
 
 

@@ -291,7 +291,7 @@ class Loop:
         result, forecast = step.result, self.plan.forecast
         record = {
             "step": step.number,
-            "loss": None if result.failed else result.loss,
+            "loss": None if result.failed else finite(result.loss),
             "grad_norm": None if result.failed or result.skipped else result.grad_norm,
             "learning_rate": result.learning_rate,
             "skipped": result.failed or result.skipped,
@@ -310,6 +310,8 @@ class Loop:
             record |= self._after_fault(step)
         else:
             self.num_skipped, self.rolled_back = 0, False
+            if result.skipped and record["loss"] is None:
+                self._note(f"step {step.number}: no token of its batch is scored, so its update is left out")
         record |= self.notices.after(record, step.own_times)
         self._write(record | self._validated(step.number) | self._evaluated(step.number))
 
