@@ -142,6 +142,16 @@ def test_a_rank_above_that_of_every_weight_is_refused_before_its_memory_is_taken
 
 
 @needs_peft
+def test_a_weight_that_is_computed_from_others_is_refused() -> None:
+    module = build_model(MODELS["llama"])
+    torch.nn.utils.parametrizations.weight_norm(module.get_submodule("model.layers.1.mlp.up_proj"))
+    with pytest.raises(
+        BadInput, match=r"'all-linear': the weight of model.layers.1.mlp.up_proj is computed from others"
+    ):
+        with_adapters(module, Lora())
+
+
+@needs_peft
 def test_adapters_are_not_put_in_twice() -> None:
     module = with_adapters(build_model(MODELS["llama"]), Lora())
     with pytest.raises(BadInput, match=r"job\.lora: the module has adapters already"):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.marks import cases
-from tests.runtime.models import BUILDERS
+from tests.runtime.models import BUILDERS, JOB, batch
 from tests.runtime.test_equality import assert_same_curve, assert_same_weights, world_size
 from tests.runtime.test_families import EPS
 from tests.runtime.test_own_models import MORE, STEPS, Numbered, Own, built, train_own, why_refused
@@ -111,3 +111,23 @@ def test_a_layout_computes_what_one_process_does(
 def test_what_would_be_cut_along_another_dim_is_refused(pool: Pool, name: str, layout: str) -> None:
     for message in pool.run(refuse, world_size(MORE[layout]), name, layout):
         assert REFUSED[name, layout] in message
+
+
+def in_16_bits(rank: int, world: int, layout: dict[str, Any]) -> list[tuple[float, float]]:
+    from ahp.runtime.parallel import parallelize
+
+    job = {**JOB, "precision": "bf16"}
+    parallel = parallelize(MODELS["one twice"](), {"job": job, "parallelism": {**layout, "micro_batch_size": 2}})
+    results = [parallel.step(parallel.shard(batch(step))) for step in range(STEPS)]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+@pytest.mark.parametrize(
+    "key",
+    cases(("data_parallel_replicate_degree", "data_parallel_shard_degree"), fast=("data_parallel_replicate_degree",)),
+)
+def test_a_block_that_runs_twice_has_its_whole_gradient_in_16_bits(pool: Pool, key: str) -> None:
+    """FSDP2 reduces the gradient of each call, and adds the second to the first."""
+    (expected,) = pool.run(in_16_bits, 1, {})
+    for found in pool.run(in_16_bits, 2, {key: 2}):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-3, atol=0.0)

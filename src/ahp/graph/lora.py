@@ -228,8 +228,12 @@ def _refuse_what_is_not_split(module: nn.Module, targets: Any, linear: list[str]
         if type(layer) is not Linear:
             kind = type(layer.get_base_layer()).__name__
             raise bad_input(key, targets, f"{path} is of {kind}, and AHP adapts linear layers alone", usable or linear)
-        if counts[id(layer.base_layer.weight)] > 1:
-            rule = f"the weight of {path} is tied to another one, which an adapter would change too"
+        number = counts.get(id(layer.base_layer.weight), 0)
+        if number != 1:
+            others = (
+                "is tied to another one, which an adapter would change too" if number else "is computed from others"
+            )
+            rule = f"the weight of {path} {others}"
             raise bad_input(key, targets, rule, [name for name in linear if name != path.rpartition(".")[2]])
     try:
         blocks = find_blocks(module)

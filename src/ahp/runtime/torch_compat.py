@@ -63,8 +63,9 @@ def refuse_outside(ids: torch.Tensor, size: int, ignored: int | None = None) -> 
         )
 
 
-def sum_gradients(module: FSDPModule, on_reduced: Callable[[torch.Tensor], None] | None) -> None:
-    """Make a sharded module add gradients up, never average them; then hand each reduced buffer to ``on_reduced``.
+def sum_gradients(module: FSDPModule, on_reduced: Callable[[torch.Tensor, bool], None] | None) -> None:
+    """Make a sharded module add gradients up, never average them; then hand each reduced buffer to ``on_reduced``, and whether FSDP2 will add it
+    to an earlier one of this step at once (of a block that is called twice).
 
     Any other divide factor needs a pre-multiplied sum, which gloo does not have.
     """
@@ -73,7 +74,11 @@ def sum_gradients(module: FSDPModule, on_reduced: Callable[[torch.Tensor], None]
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         if on_reduced is not None:
-            module.set_all_reduce_hook(on_reduced)
+            module.set_all_reduce_hook(_reduced(on_reduced, group))
+
+
+def _reduced(on_reduced: Callable[[torch.Tensor, bool], None], group: Any) -> Callable[[torch.Tensor], None]:
+    return lambda buffer: on_reduced(buffer, any(p.sharded_param.grad is not None for p in group.fsdp_params))
 
 
 def _parameter_groups(module: FSDPModule) -> list[Any]:

@@ -144,19 +144,24 @@ class Replicas:
             self.start(bucket.collected())
             self.num_begun += 1
 
-    def start(self, buffer: torch.Tensor) -> None:
-        """Begin to sum a buffer in place. All replicas must call this in the same order."""
+    def start(self, buffer: torch.Tensor, needed: bool = False) -> None:
+        """Begin to sum a buffer in place; if it is ``needed`` at once, wait for all sums. All replicas must call this in the same order."""
         if buffer.numel() == 0:
             return
         work = dist.all_reduce(buffer, group=self.group, async_op=True)
         assert work is not None
         self.pending.append(work)
+        if needed:
+            self._wait()
 
-    def forget(self) -> None:
-        """Drop what a step left behind when it raised, after waiting for the sums in flight, which all replicas began."""
+    def _wait(self) -> None:
         for work in self.pending:
             work.wait()
         self.pending.clear()
+
+    def forget(self) -> None:
+        """Drop what a step left behind when it raised, after waiting for the sums in flight, which all replicas began."""
+        self._wait()
         self.num_begun = 0
         for bucket in self.buckets:
             bucket.num_ready, bucket.zeros = 0, set()
@@ -169,9 +174,7 @@ class Replicas:
         for bucket in self.buckets:
             zeros |= bucket.zeros
             bucket.num_ready, bucket.zeros = 0, set()
-        for work in self.pending:
-            work.wait()
-        self.pending.clear()
+        self._wait()
         return zeros
 
 
