@@ -334,6 +334,24 @@ def test_a_weight_that_the_optimizer_does_not_have_is_refused(pool: Pool) -> Non
         pool.run(thaw, 1, PIECES["one"], ".down.")
 
 
+def hooked_later(rank: int, world: int, layout: dict[str, Any], precision: str) -> None:
+    from ahp.runtime.parallel import parallelize
+
+    parallel = parallelize(BUILDERS["custom"](), {"job": {**JOB, "precision": precision}, "parallelism": layout})
+    part, head = parallel.shard(batch(0)), parallel.parameters["head.weight"]
+    handles = head.register_hook(lambda gradient: gradient * 2), head.register_post_accumulate_grad_hook(lambda _: None)
+    for handle in handles:
+        with pytest.raises(BadInput, match=r"step: head\.weight has a hook on its gradient now, but not when"):
+            parallel.step(part)
+        handle.remove()
+    parallel.step(part)
+
+
+@pytest.mark.parametrize(("name", "precision"), [("zero3", "fp32"), ("one", "bf16")])
+def test_a_hook_that_a_layout_would_leave_out_is_refused(pool: Pool, name: str, precision: str) -> None:
+    pool.run(hooked_later, world_size(PIECES[name]), PIECES[name], precision)
+
+
 def within_modes(rank: int, world: int, layout: dict[str, Any]) -> list[float]:
     """What comes of steps and evaluations in modes of the program's."""
     from ahp.runtime.parallel import parallelize

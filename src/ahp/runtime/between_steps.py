@@ -40,11 +40,16 @@ def refuse_modes(device: torch.device, precision: str) -> None:
 
 def refuse_gradients(local: LocalParameters, sharding: Sharding) -> None:
     """Raises BadInput if a parameter has a gradient before a step begins, and drops all gradients; or if a parameter requires a gradient that
-    the optimizer does not update."""
+    the optimizer does not update, or has got a hook that only some layouts run."""
     if (name := local.trained_since()) is not None:
         raise BadInput(
             f"step: {name} has requires_grad now, but not when ahp.parallelize was called, so the optimizer does not update it (valid: set "
             "requires_grad before ahp.parallelize, and call requires_grad_(False) for the steps that must not train it)"
+        )
+    if (name := local.hooked_since()) is not None:
+        raise BadInput(
+            f"step: {name} has a hook on its gradient now, but not when ahp.parallelize was called, and ZeRO and 16 bits would not run it, or on parts "
+            "alone (valid: a hook before ahp.parallelize, which says what runs it)"
         )
     if (name := local.with_gradient()) is not None:
         local.forget_gradients()

@@ -15,7 +15,7 @@ from ahp.runtime.pipeline.schedules import stages_of_rank
 from ahp.runtime.ranks.mesh import Mesh
 from ahp.runtime.ranks.torch_compat import time_limit
 from ahp.runtime.shard.parameter_layout import ParameterLayout, Ranges, cut_to, part_of, put_part
-from ahp.runtime.torch_compat import local_tensor
+from ahp.runtime.torch_compat import has_gradient_hook, local_tensor
 
 SUMMED_ELEMENTS = 2**24
 """How many elements of tied weights are summed at once if parts do not line up: 64 MiB, enough to fill any link, little next to the weights."""
@@ -48,6 +48,8 @@ class LocalParameters:
         self.twins: list[tuple[str, nn.Parameter]] = []
         self.trained: set[str] = set()
         """Names of the parameters that the optimizer updates. A program may freeze some later, and unfreeze them again."""
+        self.hooked: set[str] = set()
+        """Names of those that had hooks on their gradients when they were given."""
         for stage in stages:
             for local_name, parameter in stage.named_parameters():
                 name = names.of[local_name]
@@ -57,6 +59,8 @@ class LocalParameters:
                     self.parameters[name] = parameter
                 if parameter.requires_grad:
                     self.trained.add(name)
+                if has_gradient_hook(parameter):
+                    self.hooked.add(name)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """This rank's part of every gradient that exists, twins added up; afterwards no parameter holds a gradient."""
@@ -84,6 +88,10 @@ class LocalParameters:
     def trained_since(self) -> str | None:
         """The first parameter that is trained now, and was not at first."""
         return next((name for name, p in self._all() if p.requires_grad and name not in self.trained), None)
+
+    def hooked_since(self) -> str | None:
+        """The first parameter that has a hook on its gradient now, and had none at first."""
+        return next((name for name, p in self._all() if has_gradient_hook(p) and name not in self.hooked), None)
 
     def _all(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter), twins last."""
