@@ -375,6 +375,17 @@ def test_a_run_of_before_a_key_came_goes_on(folder: RunFolder) -> None:
         check_same_job(folder, Plan(job=Job(packing="padded")))
 
 
+def test_a_precision_that_the_devices_chose_is_told_with_the_one_to_pass(folder: RunFolder) -> None:
+    """Cores without instructions for bf16 choose fp32 where nobody gives a precision."""
+    write_checkpoint(folder, 10, Plan(job=Job(precision="bf16")))
+    told = r"job\.precision = 'fp32' \(the run has 'bf16'\); --run\.extend true allows it, --job\.precision bf16 goes on in that"
+    with pytest.raises(BadInput, match=told):
+        check_same_job(folder, Plan(job=Job(precision="fp32")))
+    with pytest.raises(BadInput) as refused:
+        check_same_job(folder, Plan(job=Job.model_validate({"precision": "bf16", "optimizer": {"learning_rate": 0.5}})))
+    assert "--job.precision" not in str(refused.value)
+
+
 @pytest.mark.parametrize(("schedule", "allowed"), [("constant", True), ("cosine", False), ("wsd", True)])
 def test_more_steps_continue_only_what_does_not_look_ahead(folder: RunFolder, schedule: str, allowed: bool) -> None:
     def plan(steps: int) -> Plan:

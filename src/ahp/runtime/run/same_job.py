@@ -49,6 +49,8 @@ def check_same_job(folder: RunFolder, plan: Plan, *, extend: bool = False) -> st
         told = f"the steps from {before['step'] + 1} on have {', '.join(changed.values())}"
     if told is not None and not extend:
         differ = [f"{told}; --run.extend true allows it"]
+        if "job.precision" in changed:  # the devices chose it if nobody gave it
+            differ[0] += f", --job.precision {before['job']['precision']} goes on in that of the run"
     model_before = named_model(before.get("model"), before.get("init_from"), folder)
     for key, now, was in (
         ("init_from", plan.init_from, before.get("init_from")),
