@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path, PurePosixPath
@@ -132,8 +133,12 @@ def pass_through(module: FSDPModule, x: torch.Tensor) -> torch.Tensor:
     return module._get_fsdp_state()._register_pre_backward_hook(x)
 
 
-def why_fsdp2_refused(error: RuntimeError) -> Literal["not gathered", "written in place"] | None:
+def why_fsdp2_refused(error: RuntimeError) -> Literal["not gathered", "written in place", "two types"] | None:
     """What a forward does that torch refuses under FSDP2 alone; None for any other error."""
+    if re.search("same d?type|scalar type", str(error)) and re.search(
+        "bfloat16|half|float16", str(error), re.IGNORECASE
+    ):
+        return "two types"
     if "mixed torch.Tensor and DTensor" in str(error):
         return "not gathered"
     return "written in place" if "RegisterPostBackwardFunction" in str(error) else None

@@ -109,6 +109,17 @@ class InPlace(Block):
         return super().forward(x)
 
 
+class Decays(Block):
+    """As the lightning attention of MiniMax: its tables are buffers."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("decay", torch.eye(sizes[0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) @ self.decay
+
+
 MODELS: dict[str, tuple[type[Own], type[Block]]] = {
     "leaves out": (LeavesOut, Block),
     "leaves out, frozen": (LeavesOutFrozen, Block),
@@ -117,6 +128,7 @@ MODELS: dict[str, tuple[type[Own], type[Block]]] = {
     "reads a weight": (ReadsWeight, Block),
     "calls a method": (CallsMethod, Block),
     "in place": (Own, InPlace),
+    "two types": (Own, Decays),
 }
 
 
@@ -206,9 +218,9 @@ def test_the_curve_in_16_bits_is_that_of_one_process(pool: Pool, layout: str, na
         assert several[key] == pytest.approx(one[key], rel=test_bf16.LAST)
 
 
-def why_refused(rank: int, world: int, name: str) -> str:
+def why_refused(rank: int, world: int, name: str, precision: str = "fp32") -> str:
     with pytest.raises(BadInput) as refused:
-        train(rank, world, name, LAYOUTS["zero3"])
+        train(rank, world, name, LAYOUTS["zero3"], precision)
     return str(refused.value)
 
 
@@ -226,6 +238,13 @@ def test_what_fsdp2_cannot_do_is_refused_by_the_models_line(
     for message in pool.run(why_refused, 2, name):
         assert f"{where.__code__.co_filename}:" in message
         assert told in message
+
+
+def test_a_buffer_that_meets_16_bits_is_told_by_the_models_line(pool: Pool) -> None:
+    (message,) = {*pool.run(why_refused, 2, "two types", "bf16")}
+    assert f"{Decays.forward.__code__.co_filename}:" in message
+    assert "computes with a tensor in fp32, such as a buffer" in message
+    assert message.endswith("(valid: .to(x.dtype) there; or job.precision fp32)")
 
 
 def test_the_data_leave_out_each_block_and_none() -> None:

@@ -42,9 +42,7 @@ class BlockCalls:
             output = forward()
         except RuntimeError as error:
             if (fault := why_fsdp2_refused(error)) is not None:
-                raise BadInput(
-                    f"module: {_own_line(error)} {_FAULTS[fault]}; or zero_stage 0 with job.precision fp32)"
-                ) from error
+                raise BadInput(f"module: {_own_line(error)} {_FAULTS[fault]} job.precision fp32)") from error
             raise
         return self._pass_to(len(self.blocks), output)
 
@@ -79,8 +77,9 @@ def _without_views(_: nn.Module, given: tuple[Any, ...], output: Any) -> Any:
 
 _FAULTS = {
     "not gathered": "reads a weight of a block outside of the block's call, the only time when ZeRO, and any layout in 16 bits, have it whole "
-    "(valid: call the block itself, not its methods, and read its weights in its forward",
-    "written in place": "changes the input of a block in place, which ZeRO, and any layout in 16 bits, have made a view of (valid: x = x + y, not x += y",
+    "(valid: call the block itself, not its methods, and read its weights in its forward; or zero_stage 0 with",
+    "written in place": "changes the input of a block in place, which ZeRO, and any layout in 16 bits, have made a view of (valid: x = x + y, not x += y; or zero_stage 0 with",
+    "two types": "computes with a tensor in fp32, such as a buffer, which stays so, beside weights in 16 bits (valid: .to(x.dtype) there; or",
 }
 
 
