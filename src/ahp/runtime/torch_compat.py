@@ -141,7 +141,9 @@ def why_fsdp2_refused(error: RuntimeError) -> Literal["not gathered", "written i
         return "two types"
     if "mixed torch.Tensor and DTensor" in str(error):
         return "not gathered"
-    return "written in place" if "RegisterPostBackwardFunction" in str(error) else None
+    # What dynamo says, which traces FSDP2's views as views of its own.
+    compiled = "AsStrided is a view and is being modified inplace" in str(error)
+    return "written in place" if compiled or "RegisterPostBackwardFunction" in str(error) else None
 
 
 def forget_backward(root: FSDPModule) -> None:

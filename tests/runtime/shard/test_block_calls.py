@@ -14,6 +14,7 @@ from torch import nn
 from ahp.errors import BadInput
 from tests.marks import cases
 from tests.runtime.compute import test_bf16
+from tests.runtime.graphs import no_kernels
 from tests.runtime.models import BATCH, JOB, OPTIMIZER, VOCABULARY, Block, Custom, batch
 from tests.runtime.test_equality import FEWER_STEPS, assert_same_curve, assert_same_weights, world_size
 from tests.runtime.workers import Pool
@@ -238,6 +239,24 @@ def test_what_fsdp2_cannot_do_is_refused_by_the_models_line(
     for message in pool.run(why_refused, 2, name):
         assert f"{where.__code__.co_filename}:" in message
         assert told in message
+
+
+def why_refused_compiled(rank: int, world: int) -> str:
+    from ahp.runtime.parallel import parallelize
+
+    plan = {"job": JOB, "parallelism": {**LAYOUTS["zero3"], "micro_batch_size": MICRO}, "engine": {"compile": True}}
+    parallel = parallelize(build("in place"), plan)
+    with no_kernels(), pytest.raises(BadInput) as refused:
+        parallel.step(parallel.shard(batch(0)))
+    return str(refused.value)
+
+
+def test_a_compiled_block_that_changes_its_input_is_refused_by_the_models_line(pool: Pool) -> None:
+    for message in pool.run(why_refused_compiled, 2):
+        assert (
+            f"{InPlace.forward.__code__.co_filename}:{InPlace.forward.__code__.co_firstlineno + 1} changes the"
+            in message
+        )
 
 
 def test_a_buffer_that_meets_16_bits_is_told_by_the_models_line(pool: Pool) -> None:

@@ -133,7 +133,7 @@ def _backend(kept: Literal["products", "inputs"] | None, later: WeightGradients 
             return compile_graph(graph, inputs, BACKEND)
         if kept is not None and writes_inputs(graph, inputs):
             # The second run would read the written values, not the earlier ones.
-            raise GraphBroke("it writes into its buffers")
+            raise GraphBroke("it writes into its buffers or its input")
         split = None if later is None else SplitGraph(graph, inputs, later)
         if split is not None:
             graph, inputs = split.graph, [*inputs, *split.probes]

@@ -90,7 +90,8 @@ def _is_hidden(value: object) -> bool:
 def _own_line(error: BaseException) -> str:
     """Where the model's own code raised, beneath which is torch's; a model may have no code of its own."""
     others = Path(torch.__file__).parent, Path(ahp.__file__).parent
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+    of_dynamo = getattr(error, "real_stack", ())  # lines that it read, and did not run
+    for frame in reversed([*traceback.extract_tb(error.__traceback__), *of_dynamo]):
         if not any(map(Path(frame.filename).is_relative_to, others)):
             return f"{frame.filename}:{frame.lineno}"
     return "its forward"
