@@ -214,4 +214,6 @@ def refusal(rank: int, world: int) -> str:
 
 @pytest.mark.skipif(not any(map(shutil.which, CPU_COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_selective_recompute_of_blocks_that_write_is_refused(pool: Pool) -> None:
-    assert "writes into its buffers or its input (valid: none, full; or engine.compile false)" in pool.run(refusal, 1)[0]
+    assert (
+        "writes into its buffers or its input (valid: none, full; or engine.compile false)" in pool.run(refusal, 1)[0]
+    )
