@@ -275,6 +275,21 @@ def test_blocks_are_bounded_together_as_alone() -> None:
         assert closest(block) == pytest.approx(alone(block), rel=1e-12)
 
 
+def test_rows_that_are_bounded_later_are_bounded_as_alone() -> None:
+    """A block keeps the bounds of rows that fit, and adds those of others when it is asked for more memory."""
+    asked = small("llama", "2x4xH100-SXM-80GB", batch=16)
+    space = build(asked)
+    bounds, more = Bounds(asked, space), 0
+    for block in range(0, len(space.blocks), max(1, len(space.blocks) // 8)):
+        needs = bounds.needs_bytes(block)
+        few = bounds.rows(block, float(np.median(needs))).times_s
+        every, alone = (one.rows(block, np.inf).times_s for one in (bounds, Bounds(asked, space)))
+        assert every.tolist() == alone.tolist()
+        assert few.tolist() == np.where(needs <= np.median(needs), alone, np.inf).tolist()
+        more += int(np.isinf(few).sum())
+    assert more
+
+
 def test_the_order_of_blocks_does_not_depend_on_where_objects_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of floats depend on their neighbours in a product of matrices, so another order can count another row as too large."""
     asked, orders = small("llama", "2x4xA100-SXM-80GB"), []

@@ -80,18 +80,21 @@ class BlockRows:
         self.pricer, self.stages = asked.pricer, stages
         self.bytes_per_s = self.pricer.unit_pricer.rates.bytes_per_s
         self.units, self.recompute = stages.units, stages.recompute
+        self._schedules_s = np.full(rows.shape, np.nan)
+        """Lower bounds of the schedules of rows, without what follows them; nan until they are computed."""
 
     def bounds(self, most_bytes: float) -> RowBounds:
         """Bounds of every row; rows that need more than ``most_bytes`` take infinitely long."""
-        times = np.full(self.rows.shape, np.inf)
-        needs = self.needs_bytes()
+        needs = self.needs_bytes
         fits = needs <= most_bytes
-        if fits.any():
-            passes = self._pass_times(np.flatnonzero(fits.any(axis=(1, 2))))
+        new = fits & np.isnan(self._schedules_s)
+        if new.any():
+            passes = self._pass_times(np.flatnonzero(new.any(axis=(1, 2))))
             for virtual in dict.fromkeys(pipe.virtual for pipe in self.rows.pipes):
-                pipes = [i for i, pipe in enumerate(self.rows.pipes) if pipe.virtual == virtual and fits[:, i].any()]
+                pipes = [i for i, pipe in enumerate(self.rows.pipes) if pipe.virtual == virtual and new[:, i].any()]
                 if pipes:
-                    self._time_rows(times, passes, np.asarray(fits[:, pipes].any(axis=1)), pipes, virtual)
+                    self._time_rows(passes, np.asarray(new[:, pipes].any(axis=1)), pipes, virtual)
+        times = self._schedules_s.copy()
         for index, pipe in enumerate(self.rows.pipes):
             times[:, index] += self._update_s(pipe.virtual, self._schedule(pipe).placement)
         after_s = self.pricer.after_s(self.any, self.units)
@@ -118,8 +121,8 @@ class BlockRows:
         cut = self._cut
         return self.stages.seconds(self.splits, at, self.m, cut.stages, cut.passes_behind, self.bytes_per_s)
 
-    def _time_rows(self, times: Floats, passes: dict[str, Floats], rows: Mask, pipes: list[int], virtual: int) -> None:
-        """Write lower bounds of the schedules of some rows [J, R] into ``times``."""
+    def _time_rows(self, passes: dict[str, Floats], rows: Mask, pipes: list[int], virtual: int) -> None:
+        """Write lower bounds of the schedules of some rows [J, R] into ``_schedules_s``."""
         split, kind = np.nonzero(rows)
         stages = self._cut.of[virtual]
         beside = share_beside(virtual, self.splits.columns.traits, self.stages.data.overlap)[split]
@@ -149,7 +152,8 @@ class BlockRows:
                 reduce_s=beside * last_s,
             )
             turns = self.pricer.turns
-            times[split, index, kind] = lower_bounds_s(schedule.name, self.p, virtual, self.m, columns, turns=turns)
+            found_s = lower_bounds_s(schedule.name, self.p, virtual, self.m, columns, turns=turns)
+            self._schedules_s[split, index, kind] = found_s
 
     def _schedule(self, pipe: ScheduleChoice) -> PipelineSchedule:
         return of_ranks(pipe.schedule, self.p)
@@ -189,6 +193,7 @@ class BlockRows:
         """[p, v] The stages of each rank."""
         return placement.rank_stages(self.p, virtual)
 
+    @cached_property
     def needs_bytes(self) -> Floats:
         """Bytes of every row, in the rows' shape: of the rank that needs the most among the first two and the last."""
         kept = self.stages.kept_bytes(self._cut.stages)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ahp.arrays import Floats
+from ahp.cached_method import cached_method
 from ahp.forecast import memory
 from ahp.search.bounds.block_bounds import (
     block_bounds_s,
@@ -196,12 +197,13 @@ class Bounds:
 
     def needs_bytes(self, block: int) -> Floats:
         """Least bytes that every row of a block needs on its fullest rank."""
-        return self._rows(block).needs_bytes().reshape(-1)
+        return self._rows(block).needs_bytes.reshape(-1)
 
     def rows(self, block: int, most_bytes: float) -> RowBounds:
         """Bounds of every row of a block; rows that need more than ``most_bytes`` take infinitely long."""
         return self._rows(block).bounds(most_bytes)
 
+    @cached_method
     def _rows(self, block: int) -> BlockRows:
         of, splits = self.space.blocks, self._shardings.of(block)
         m, size = int(of.micro_batches[block]), int(of.micro_batch[block])
