@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ahp.plan import Plan, validated
-from ahp.search.slicing.explain import told_of
+from ahp.search.slicing.explain import lines_of
 
 TINY_LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -16,7 +16,7 @@ TINY_LLAMA: dict[str, Any] = {
 def told(degree: int, **more: Any) -> list[str]:
     job = {"sequence_length": 32, "global_batch_size": 4, "precision": "bf16"}
     layout = {"tensor_parallel_degree": degree, "micro_batch_size": 2, **more}
-    return told_of(validated(Plan, {"model": TINY_LLAMA, "job": job, "parallelism": layout}, "plan"))
+    return lines_of(validated(Plan, {"model": TINY_LLAMA, "job": job, "parallelism": layout}, "plan"))
 
 
 def test_tells_modules_by_split_and_what_a_rank_does_holds_and_sends() -> None:

@@ -53,12 +53,12 @@ class Alternative:
 
 def run(argv: list[str]) -> int:
     """``ahp explain PLAN``. Returns the exit code; raises AhpError."""
-    from ahp.forecast.documents import told as told_of_documents
+    from ahp.forecast.documents import attention_words
     from ahp.report.binding import what_binds
     from ahp.report.schedules import compared_schedules
     from ahp.report.tables import capacity_bytes
     from ahp.search.sensitivity import sensitivity
-    from ahp.search.slicing.explain import told_of as told_of_slicing
+    from ahp.search.slicing.explain import lines_of as slicing_lines
 
     arguments = options_of(Arguments, argv, "ahp explain", __doc__)
     plan = Plan.load(arguments.plan)
@@ -72,9 +72,9 @@ def run(argv: list[str]) -> int:
     part, _, sentence = what_binds(forecast, capacity_bytes(plan))
     binds, schedules = (part, sentence), compared_schedules(subject.any_pricer, plan.parallelism)
     layout = subject.decided(plan.parallelism)
-    documents = told_of_documents(subject.graph, subject.cluster.groups, plan.job, layout, subject.engine)
+    documents = attention_words(subject.graph, subject.cluster.groups, plan.job, layout, subject.engine)
     with waiting("slicing the model's blocks"):
-        sliced = told_of_slicing(plan)
+        sliced = slicing_lines(plan)
     if arguments.json:
         answer = _as_json(plan, arguments.plan, binds, moves, other)
         plain = None if schedules is None else schedules.plain()

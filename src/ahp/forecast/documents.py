@@ -27,7 +27,7 @@ def needs_masks(
     return None if graph.by_lengths is not None else graph.needs_masks or "the graph was not traced by lengths"
 
 
-def told(
+def attention_words(
     graph: ModelGraph, groups: Sequence[NodeGroup], job: Job, parallelism: Parallelism, choice: EngineChoice
 ) -> list[str]:
     """A line for each way in which attention keeps documents apart on some of the ``groups``; none if they see each other."""

@@ -118,8 +118,8 @@ def graph_of_engine(graph: ModelGraph, job: Job, choice: EngineChoice) -> ModelG
     run = with_engine_attention(graph, job) if get(choice.name).own_attention else graph
     if has_eager_attention(run):
         own = ", ".join(engine.name for engine in ENGINES if engine.own_attention)
-        told = f"transformers has no sdpa attention for it; in {choice.name} it is eager (engines with kernels of their own: {own})"
-        warnings.warn(f"{graph.name}: {told}", stacklevel=1)  # one place for all callers: Python tells it once
+        rule = f"transformers has no sdpa attention for it; in {choice.name} it is eager (engines with kernels of their own: {own})"
+        warnings.warn(f"{graph.name}: {rule}", stacklevel=1)  # one place for all callers: Python tells it once
     return run
 
 

@@ -116,8 +116,8 @@ def kept(model: Any, key: Key, make: Callable[[], Any], *, made_by: Path | None 
     if found is None:
         with warnings.catch_warnings(record=True) as caught:
             value = make()
-        told = [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
-        found = {"key": asked, "warnings": told, "value": value}
+        messages = [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
+        found = {"key": asked, "warnings": messages, "value": value}
         _write(file, found)
     for words in found["warnings"]:
         warnings.warn(words, stacklevel=3)

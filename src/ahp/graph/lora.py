@@ -65,12 +65,12 @@ def with_adapters(module: nn.Module, lora: Lora | None, *, seed: int = 0) -> nn.
         try:
             inject_adapter_in_model(config, module)
         except ValueError as error:
-            told = re.sub(r"\(\n.*?\n\)", "", str(error), count=1, flags=re.DOTALL).splitlines()[
+            problem = re.sub(r"\(\n.*?\n\)", "", str(error), count=1, flags=re.DOTALL).splitlines()[
                 0
             ]  # without a module's repr
             wrong = next((name for name in targets if name not in linear), "") if isinstance(targets, list) else ""
             valid = nearest(wrong, linear) if wrong else linear
-            raise bad_input("job.lora.target_modules", targets, told, valid) from None
+            raise bad_input("job.lora.target_modules", targets, problem, valid) from None
     _refuse_what_is_not_split(module, targets, linear, usable)
     return module
 

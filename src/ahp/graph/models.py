@@ -118,8 +118,8 @@ def build_model(
             return family.from_config(config, dtype=dtype, attn_implementation=implementation)
         except Exception as error:
             if implementation != "sdpa" or "scaled_dot_product_attention" not in str(error):
-                told = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-                raise BadInput(f"model = {describe(model)!r}: transformers cannot build it: {told}") from error
+                problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                raise BadInput(f"model = {describe(model)!r}: transformers cannot build it: {problem}") from error
             return family.from_config(config, dtype=dtype, attn_implementation="eager")
 
 
@@ -216,8 +216,8 @@ def _from_keys(keys: dict[str, Any], *, known_only: bool) -> PretrainedConfig:
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         named = [key for key in rest if f"'{key}'" in str(error)]
         shown = ", ".join(f"{key} = {rest[key]!r}" for key in named) or f"model_type = {model_type!r}"
-        told = re.sub(r"^\w+Error: (Field '\w+' )?", "", str(error).strip().splitlines()[-1].strip())
-        raise BadInput(f"{shown}: {told}") from None
+        problem = re.sub(r"^\w+Error: (Field '\w+' )?", "", str(error).strip().splitlines()[-1].strip())
+        raise BadInput(f"{shown}: {problem}") from None
     _check_experts(config)
     return config
 
@@ -226,8 +226,8 @@ def _warn_of_misspelt(keys: dict[str, Any], known: set[str], model_type: str) ->
     """Warn of keys that nearly are keys of the model type which the file lacks: these have their defaults, and the model is another one."""
     for key in keys.keys() - known:
         if near := get_close_matches(key, sorted(known - keys.keys()), n=1, cutoff=MISSPELT):
-            told = f"unknown key for model_type {model_type} (did you mean: {near[0]}?)"
-            warnings.warn(f"{key}: {told}; {near[0]} has its default", stacklevel=2)
+            problem = f"unknown key for model_type {model_type} (did you mean: {near[0]}?)"
+            warnings.warn(f"{key}: {problem}; {near[0]} has its default", stacklevel=2)
 
 
 def _known_keys(kind: type[PretrainedConfig]) -> set[str]:

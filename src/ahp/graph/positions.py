@@ -72,8 +72,10 @@ def warn_of_longer(module: nn.Module, sequence_length: int) -> None:
         raise BadInput(
             f"sequence_length = {sequence_length}: the model has {positions.longest} positions (valid: 2 to {positions.longest})"
         )
-    told = f"sequence_length = {sequence_length}: {_words(positions)}; it is forecast anyway, but training refuses it"
-    warnings.warn(told, stacklevel=3)
+    message = (
+        f"sequence_length = {sequence_length}: {_words(positions)}; it is forecast anyway, but training refuses it"
+    )
+    warnings.warn(message, stacklevel=3)
 
 
 def _words(positions: Positions) -> str:

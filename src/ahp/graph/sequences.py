@@ -48,8 +48,8 @@ def warn_of_mixed(subjects: Iterable[Subject], sequence: int) -> None:
             found = mixing_operator(subject, sequence)
             break
     if found is not None:
-        told = f"{found} mixes the sequences of a micro-batch, so the loss depends on micro_batch_size, as in plain PyTorch"
-        warnings.warn(f"{told}; to keep the curve under other plans, fix parallelism.micro_batch_size", stacklevel=4)
+        message = f"{found} mixes the sequences of a micro-batch, so the loss depends on micro_batch_size, as in plain PyTorch"
+        warnings.warn(f"{message}; to keep the curve under other plans, fix parallelism.micro_batch_size", stacklevel=4)
 
 
 def mixing_operator(subject: Subject, sequence: int) -> str | None:

@@ -104,8 +104,10 @@ def _warn_of_hidden_states(graph: ModelGraph) -> None:
     looked_up = (op.inputs[0].shape for op in graph.embedding.operators if op.name == "aten.embedding")
     rows, width = next(looked_up, (0, 0))
     if graph.config["vocab_size"] == width < rows:
-        told = f"its forward returns [batch, sequence, {width}], as wide as its embedding of {rows} tokens: hidden states, by their shape"
-        warnings.warn(f"model = {graph.name!r}: {told}; training needs logits [batch, sequence, {rows}]", stacklevel=4)
+        returned = f"its forward returns [batch, sequence, {width}], as wide as its embedding of {rows} tokens: hidden states, by their shape"
+        warnings.warn(
+            f"model = {graph.name!r}: {returned}; training needs logits [batch, sequence, {rows}]", stacklevel=4
+        )
 
 
 NOT_TEXT = ("vision", "image", "audio", "vq_")
@@ -119,8 +121,8 @@ def _warn_of_images_and_sound(name: str, described: Any) -> None:
         key for key in getattr(config, "sub_configs", ()) if key.startswith(NOT_TEXT) and getattr(config, key, None)
     ]
     if parts:
-        told = f"only its text part is planned and trained, on text; {' and '.join(parts)} of its config are not used"
-        warnings.warn(f"model = {name!r}: {told}", stacklevel=4)
+        rule = f"only its text part is planned and trained, on text; {' and '.join(parts)} of its config are not used"
+        warnings.warn(f"model = {name!r}: {rule}", stacklevel=4)
 
 
 class _Tracer:

@@ -37,7 +37,7 @@ def ranking_with_any_kernels(
     """``ranking_by_speed``, with compiled blocks or with eager ones where that is left open."""
     either, reason = compiling(asked)
     if not either.either_blocks:
-        return ranking_by_speed(either, keep, current, by, tied).told(reason)
+        return ranking_by_speed(either, keep, current, by, tied).with_reasons(reason)
     compiled, eager = either.compiled, either.eager
     looked = None
     try:
@@ -53,15 +53,15 @@ def ranking_with_any_kernels(
             ranking = ranking_by_speed(eager, keep, current, by, tied, remedies=False)
         except (BadInput, NotExpressible, NothingFits):
             raise refusal from None
-        return ranking.told(f"eager blocks: compiled, {str(refusal).splitlines()[0]}")
+        return ranking.with_reasons(f"eager blocks: compiled, {str(refusal).splitlines()[0]}")
     reason = why_compiled(ranking.best, compiled)
     if looked is None:
-        return ranking.told(f"{reason}; other layouts with eager blocks are not searched here")
+        return ranking.with_reasons(f"{reason}; other layouts with eager blocks are not searched here")
     if looked.eager.fastest_s >= ranking.fastest.priced.step_time_s:
-        return ranking.told(reason)
+        return ranking.with_reasons(reason)
     slower, ranking = ranking.fastest, ranking_by_speed(eager, keep, current, by, tied)
     ranking = replace(ranking, certificate=replace(ranking.certificate, either_blocks=True))
-    return ranking.told(why_eager(ranking.fastest, slower))
+    return ranking.with_reasons(why_eager(ranking.fastest, slower))
 
 
 def _has_a_plan(asked: Problem) -> bool:
@@ -175,20 +175,20 @@ def _ranked(
     first, *reasons = explain.why(used, ranked, misfits, nearby.floors(), what=ordered.title())
     why = (first, *ordered.words(), *reasons, *filter(None, [better.words.get(layout)]), *notes)
 
-    def told_of(pair: Pair) -> Plan:
+    def with_reason(pair: Pair) -> Plan:
         return explain.plan(used, pair, (explain.runner_up(pair, best).reason,))
 
     always = [ordered.fastest[0], *([] if today is None else [today.parallelism])]
     of_each = families.best_of_each(ranked, always)
     return Ranking(
-        (explain.plan(used, ranked[0], why, (*lost[: keep - 1], *large)), *map(told_of, ranked[1:keep])),
+        (explain.plan(used, ranked[0], why, (*lost[: keep - 1], *large)), *map(with_reason, ranked[1:keep])),
         certificate,
         large,
         (*large, *lost[keep - 1 :]),
         notes,
         None if today is None else compared(today, ranked[0], used),
-        faster=None if ordered.first_is_fastest else told_of(ordered.fastest),
-        families=tuple(map(told_of, of_each[1:])),
+        faster=None if ordered.first_is_fastest else with_reason(ordered.fastest),
+        families=tuple(map(with_reason, of_each[1:])),
         twins=len(ranked) - len(of_each),
     )
 

@@ -73,13 +73,15 @@ class Choice:
             * (len(self.others) > 0),
             f"{bounded} lost by a lower bound" * (bounded > 0),
         ]
-        told = ", ".join(filter(None, parts))
+        figures = ", ".join(filter(None, parts))
         where = "one number"
         if len(settled) > 1:
             what = "parts of the cluster" if self.scale.asked.cluster.is_mixed else "numbers of devices"
             where = f"{len(settled)} {what}, {settled[0]}{f' to {settled[-1]}' * (settled[-1] > settled[0])},"
         end = "proven" if self.proven else "not proven: a better plan may be among those that were not priced"
-        return f"{self.first.devices} chosen of {where} in {self.search_s:.1f} s{': ' if told else ''}{told} ({end})"
+        return (
+            f"{self.first.devices} chosen of {where} in {self.search_s:.1f} s{': ' if figures else ''}{figures} ({end})"
+        )
 
     def plain(self) -> dict[str, Any]:
         """As data for JSON."""

@@ -66,7 +66,11 @@ def _where_it_pays(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
     if not waiting:
         return ranking
     if reason := replace(asked, engine=best.engine).refused(any_order()):
-        return ranking.told(f"no schedule made for its stages: {reason}", last=True) if best in waiting else ranking
+        return (
+            ranking.with_reasons(f"no schedule made for its stages: {reason}", last=True)
+            if best in waiting
+            else ranking
+        )
     able, reasons = _able(asked, waiting)
     found, left = [], MOST_ACTIONS
     for plan, to_order in _promising(able, limit_s):
@@ -76,12 +80,14 @@ def _where_it_pays(asked: Problem, ranking: Ranking, keep: int) -> Ranking:
             order = to_order.found(effort=_effort(to_order), limit_s=inf if _stages(plan) == _stages(best) else best_s)
             found += [] if order is None else [(plan, order)]
     if not found:
-        return ranking.told(reasons[0], last=True) if reasons and best in waiting else ranking
+        return ranking.with_reasons(reasons[0], last=True) if reasons and best in waiting else ranking
     plan, order = min(found, key=lambda one: one[1].priced.forecast.step_time_s)
     own = _own_order(order, _step_s(ranking.fastest))
     if own.gain <= TIED:
         return (
-            replace(ranking, own_order=own).told(_less_than_tied(plan, own), last=True) if best in waiting else ranking
+            replace(ranking, own_order=own).with_reasons(_less_than_tied(plan, own), last=True)
+            if best in waiting
+            else ranking
         )
     first = _entry(plan, order)
     others = [_Entry(other, other.parallelism, other.priced) for other in _different(ranking)]
@@ -187,8 +193,8 @@ def _ranked(asked: Problem, ranking: Ranking, entries: list[_Entry], keep: int) 
     fixed = {**old.fixed, **({"pipeline_parallel_schedule": SYNTHESIZED} if asked.own_order else {})}
 
     def plan_of(entry: _Entry, why: tuple[str, ...], rejected: tuple[Rejected, ...] = ()) -> Plan:
-        told = {"parallelism": entry.layout, "forecast": entry.forecast, "fixed": fixed}
-        return entry.plan.model_copy(update={**told, "why": why, "rejected": rejected})
+        updated = {"parallelism": entry.layout, "forecast": entry.forecast, "fixed": fixed}
+        return entry.plan.model_copy(update={**updated, "why": why, "rejected": rejected})
 
     others = [plan_of(entry, (one.reason,)) for entry, one in zip(entries[1:], lost, strict=True)]
     best = plan_of(first, why, (*lost[: keep - 1], *large))

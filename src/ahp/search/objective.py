@@ -63,8 +63,8 @@ class Objective(Record):
     def words(self) -> str:
         """``cost: price_per_device_hour 2.5``: the name with what was given."""
         given = self.model_dump(mode="json", exclude_none=True, exclude={"name"})
-        told = ", ".join(f"{key} {value}" for key, value in given.items())
-        return f"{self.name}{': ' if told else ''}{told}"
+        keys = ", ".join(f"{key} {value}" for key, value in given.items())
+        return f"{self.name}{': ' if keys else ''}{keys}"
 
     @property
     def may_use_fewer(self) -> bool:
@@ -186,11 +186,11 @@ class Scale:
 
     def assumed(self) -> tuple[str, ...]:
         """The figures that the user did not give, with where they come from."""
-        told = []
+        notes = []
         for key in USES[self.objective.name]:
             if key in defaults.all and getattr(self.objective, key) is None:
-                told.append(f"objective.{key} not given: {self._taken(key)}")
-        return tuple(told)
+                notes.append(f"objective.{key} not given: {self._taken(key)}")
+        return tuple(notes)
 
     def _taken(self, key: str) -> str:
         written = write_bytes_per_s(self.asked.cluster)

@@ -85,7 +85,7 @@ def search(
         raise bad_input("method", by.name, "a cluster of several groups is searched by its own method", ["exact"])
     if not aim.may_use_fewer:
         ranking = with_own_orders(asked, ranking_with_any_kernels(asked, keep, current, by, TIED), keep)
-        ranking = ranking.told(*ranking.proof)
+        ranking = ranking.with_reasons(*ranking.proof)
         scale = Scale(aim, asked)
         ranking = replace(ranking, objective=aim, worth=tuple(_worth(scale, plan) for plan in ranking.plans))
         return _beside_today(_with_refused_export(_with_remarks(asked, ranking)))
@@ -109,7 +109,7 @@ def _with_remarks(asked: Problem, ranking: Ranking) -> Ranking:
         for group in asked.left_out
     )
     notes = (*left_out, *([LOST_UPDATES] if asked.job.dtype == "bf16" else []))
-    return replace(ranking.told(*notes, last=True), notes=(*notes, *ranking.notes))
+    return replace(ranking.with_reasons(*notes, last=True), notes=(*notes, *ranking.notes))
 
 
 def _with_refused_export(ranking: Ranking) -> Ranking:
@@ -136,7 +136,7 @@ def _by_objective(
     choice = choose(asked, aim, keep)
     scale, used = choice.scale, choice.first.found.problem
     ranking = ranking_by_speed(used, keep, None, Method())
-    ranking = ranking.told(*ranking.proof)
+    ranking = ranking.with_reasons(*ranking.proof)
     first = _worth(scale, ranking.best)
     rivals = [(one, one.found.best, one.worth) for one in choice.others if one.found.best and one.worth]
     others = tuple(

@@ -101,7 +101,7 @@ class Ranking:
         )
         return "\n".join([*aligned, *self.proof])
 
-    def told(self, *lines: str, last: bool = False) -> Ranking:
+    def with_reasons(self, *lines: str, last: bool = False) -> Ranking:
         """The ranking with more reasons for its first plan, after the line on its time or, if ``last``, at the end; empty ones are left out."""
         why = self.best.why
         at = len(why) if last else 1

@@ -56,8 +56,8 @@ class Ordered:
             return ()
         faster = 1.0 - self.fastest[1].step_time_s / self.ranked[0][1].step_time_s
         by = f"is {percent(faster)} faster by the forecast" if faster >= WORTH_TELLING else "takes as long"
-        told = f"tied with {self.fastest[0].short()}, which {by}: of layouts less than {100 * TIED:.0f} % apart"
-        return (f"{told} the forecast cannot say which is faster, and the simplest comes first",)
+        tied = f"tied with {self.fastest[0].short()}, which {by}: of layouts less than {100 * TIED:.0f} % apart"
+        return (f"{tied} the forecast cannot say which is faster, and the simplest comes first",)
 
 
 def simplest_first(ranked: Sequence[Pair], within: float) -> Ordered:

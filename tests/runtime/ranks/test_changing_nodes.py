@@ -227,7 +227,7 @@ def test_a_node_that_falls_silent_is_gone_and_the_workers_that_wait_for_it_are_e
     monkeypatch.setattr(changing_nodes, "workers_of", lambda module: [psutil.Process(worker.pid)])
     said: list[str] = []
     port = free_port()
-    host, other = meeting(port, told=said.append), meeting(port, told=said.append, workers=2)
+    host, other = meeting(port, report=said.append), meeting(port, report=said.append, workers=2)
     with subprocess.Popen(["sleep", "60"]) as worker, ThreadPoolExecutor(2) as threads:
         try:
             list(threads.map(ChangingNodes.next_rendezvous, (host, other)))
@@ -262,7 +262,7 @@ def test_the_workers_beside_a_node_that_starts_again_are_not_ended(monkeypatch: 
     said: list[str] = []
     port = free_port()
     # Both are needed: where one is enough, a busy machine may let the other begin alone.
-    host, other = meeting(port, least=2, told=said.append), meeting(port, least=2)
+    host, other = meeting(port, least=2, report=said.append), meeting(port, least=2)
     with subprocess.Popen(["sleep", "60"]) as worker, ThreadPoolExecutor(2) as threads:
         try:
             list(threads.map(ChangingNodes.next_rendezvous, (host, other)))
@@ -413,15 +413,15 @@ def test_a_port_that_cannot_be_is_refused() -> None:
 def test_a_launcher_whose_workers_have_ended_well_is_still_heard_of(monkeypatch: pytest.MonkeyPatch, over: int) -> None:
     """The other's worker is still at work: the first worker reports on the run at its end."""
     limit_s = _short_limits(monkeypatch)
-    told: list[str] = []
-    both = _both(least=2, told=told.append)
+    said: list[str] = []
+    both = _both(least=2, report=said.append)
     still, info = both[1 - over]
     with ThreadPoolExecutor(1) as threads:
         waits = threads.submit(barrier, both[over][1].store, 2, "end")
         try:
             began_s = time.monotonic()
             while time.monotonic() - began_s < 2 * limit_s:
-                assert (still.num_nodes_waiting(), told) == (0, [])
+                assert (still.num_nodes_waiting(), said) == (0, [])
                 time.sleep(0.1)
             assert len(nodes_heard_of(still.torchs) or ()) == 2
             assert not waits.done()
@@ -434,15 +434,15 @@ def test_a_launcher_whose_workers_have_ended_well_is_still_heard_of(monkeypatch:
 def test_a_node_that_is_lost_after_the_last_step_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither while the first worker reports on the run, nor after."""
     limit_s = _short_limits(monkeypatch)
-    told: list[str] = []
-    (first, info), (lost, _) = _both(least=2, told=told.append)
+    said: list[str] = []
+    (first, info), (lost, _) = _both(least=2, report=said.append)
     monkeypatch.setenv("MASTER_ADDR", first.address.host)
     monkeypatch.setenv("MASTER_PORT", str(first.address.port))
     changing_nodes.end_for_all(0)
     stop_heartbeats(lost.torchs)
     began_s = time.monotonic()
     while time.monotonic() - began_s < 2 * limit_s:
-        assert (first.num_nodes_waiting(), told) == (0, [])
+        assert (first.num_nodes_waiting(), said) == (0, [])
         time.sleep(0.1)
     barrier(info.store, 2, "end", barrier_timeout=5 * limit_s)
     assert time.monotonic() - began_s < 4 * limit_s

@@ -96,8 +96,8 @@ def group_ratios(
     measured = np.log([run.step_s for run in runs])
 
     def misses(logs: np.ndarray) -> np.ndarray:
-        told = forecasts_s(with_ratios(cluster, dict(zip(names, np.exp(logs), strict=True)), ""))
-        return np.concatenate([(np.log(told) - measured) / STEP_SPREAD, logs / GROUP_SPREAD])
+        forecasts = forecasts_s(with_ratios(cluster, dict(zip(names, np.exp(logs), strict=True)), ""))
+        return np.concatenate([(np.log(forecasts) - measured) / STEP_SPREAD, logs / GROUP_SPREAD])
 
     # A difference of a hundredth: a schedule's length is piecewise linear in the times of its parts.
     found = least_squares(misses, np.zeros(len(names)), diff_step=0.01, bounds=(-4.0, 4.0))

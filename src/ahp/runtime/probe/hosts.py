@@ -74,7 +74,7 @@ def probe_hosts(
     of_host = [next(at for at, group in enumerate(members) if host in group) for host in range(len(hosts))]
     plan = rounds(of_host)
     progress("links", 1.0)
-    pairs = [pair for told in meeting.all_of("links", lambda: _links(meeting, hosts, plan, quick)) for pair in told]
+    pairs = [pair for each in meeting.all_of("links", lambda: _links(meeting, hosts, plan, quick)) for pair in each]
     directions = _directions(pairs, shown, _streams(hosts))
     missing = {frozenset(pair) for pairs in plan for pair in pairs} - {
         frozenset((d.sender, d.receiver)) for d in directions
@@ -108,8 +108,8 @@ def _alike(meeting: Meeting) -> list[str]:
     said = meeting.all_of("who", lambda: ours)
     for program in ("ahp", "torch"):
         if len({one[program] for one in said}) > 1:
-            told = ", ".join(f"{one[program]} on {one['name']}" for one in said)
-            raise BadInput(f"the hosts have different versions of {program} ({told}); install one on all")
+            versions = ", ".join(f"{one[program]} on {one['name']}" for one in said)
+            raise BadInput(f"the hosts have different versions of {program} ({versions}); install one on all")
     return [one["name"] for one in said]
 
 

@@ -151,7 +151,7 @@ class ChangingNodes(RendezvousHandler):
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         gone, left = parameters.config.get("gone", ()), parameters.config.get("left")
-        self.told: Callable[[str], None] = parameters.config.get("told", _nobody)
+        self.report: Callable[[str], None] = parameters.config.get("report", _nobody)
         parameters.config.get("made", []).append(self)
         addresses = store_place.parse(parameters.endpoint)
         found = store_place.find(addresses, gone)
@@ -199,8 +199,8 @@ class ChangingNodes(RendezvousHandler):
             self.members, self.waits.all_known = nodes_of_round(self.torchs), True
         except (RendezvousClosedError, RendezvousGracefulExitError) as error:  # the latter on a spare node
             self._refuse_what_has_ended()
-            told = "the launcher of another node has ended the job, and says why there"
-            raise JobEnded(1, told, elsewhere=True) from error
+            reason = "the launcher of another node has ended the job, and says why there"
+            raise JobEnded(1, reason, elsewhere=True) from error
         except (RendezvousConnectionError, dist.DistError) as error:
             raise self._store_lost() from error
         workers = RendezvousStoreInfo(self.address.host, self.address.port)
@@ -273,11 +273,11 @@ class ChangingNodes(RendezvousHandler):
             return waiting
         silent = f"been heard of for {KEEP_ALIVE_S * MOST_MISSED:g} s"
         if self._went_on_without_us():  # their status and log are not ours to write any more
-            told = f"this node has not {silent} (stopped, or cut off), and the others went on; its workers are ended, and it joins again"
-            print(told, file=sys.stderr, flush=True)
+            message = f"this node has not {silent} (stopped, or cut off), and the others went on; its workers are ended, and it joins again"
+            print(message, file=sys.stderr, flush=True)
         else:
             who = "; ".join(f"{address}, {self._ranks(number)}" for number, address in gone)
-            self.told(
+            self.report(
                 f"{'nodes' if len(gone) > 1 else 'a node'} of the run ({who}) {'have' if len(gone) > 1 else 'has'} not {silent}"
             )
         _end_workers()
@@ -397,7 +397,7 @@ class Node:
     """Folder for torch's own notes of errors, which would otherwise go to the system's temporary folder."""
     watch: Watch
     """Decides when this node's workers hang."""
-    told: Callable[[str], None] = _nobody
+    report: Callable[[str], None] = _nobody
     """Called with the reason why workers of this node were ended, which they cannot report themselves."""
 
 
@@ -454,7 +454,13 @@ def _launch(words: Sequence[str], node: Node, gone: Sequence[Address], left: int
         run_id="ahp",
         rdzv_backend=BACKEND,
         rdzv_endpoint=node.endpoint,
-        rdzv_configs={"gone": tuple(gone[-1:]), "left": left, "told": node.told, "workers": node.workers, "made": made},
+        rdzv_configs={
+            "gone": tuple(gone[-1:]),
+            "left": left,
+            "report": node.report,
+            "workers": node.workers,
+            "made": made,
+        },
         max_restarts=node.max_restarts,
         monitor_interval=MONITOR_S,
         logs_specs=DefaultLogsSpecs(log_dir=str(node.log_folder)),
@@ -469,8 +475,8 @@ def _launch(words: Sequence[str], node: Node, gone: Sequence[Address], left: int
         with (
             quiet_launcher(),
             workers_saving_first(),
-            ending_stopped(ours, node.watch.stopped_s, node.told),
-            watching(node.watch, ours, node.workers, node.told),
+            ending_stopped(ours, node.watch.stopped_s, node.report),
+            watching(node.watch, ours, node.workers, node.report),
         ):
             elastic_launch(config, sys.executable)("-m", "ahp", *words)
     except JobEnded as ended:

@@ -28,7 +28,7 @@ class Stopped:
 
     limit_s: float | None
     """How long a worker may be stopped; None for any time."""
-    told: Callable[[str], None] = lambda cause: None
+    report: Callable[[str], None] = lambda cause: None
     """Called with the cause before a worker is ended because of the limit."""
     cause: str | None = None
     looks: dict[int, int] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Stopped:
         over = [pid for pid in found if self.limit_s is not None and self.looks[pid] * POLL_S > self.limit_s]
         if over and self.cause is None:
             self.cause = _cause([found[pid] for pid in over], self.limit_s)
-            self.told(self.cause)
+            self.report(self.cause)
         for pid in {*over, *(pid for pid, times in self.deaf.items() if times >= ASKED_LOOKS)}:
             with suppress(psutil.Error):
                 found[pid].kill()
@@ -54,10 +54,10 @@ class Stopped:
 def ending_stopped(
     workers: Callable[[], list[psutil.Process]],
     limit_s: float | None = None,
-    told: Callable[[str], None] = lambda cause: None,
+    report: Callable[[str], None] = lambda cause: None,
 ) -> Iterator[Stopped]:
     """Inside the block, kill every worker that is stopped for longer than the limit, or with a SIGTERM that it has not seen."""
-    stopped = Stopped(limit_s, told)
+    stopped = Stopped(limit_s, report)
 
     def look() -> bool:
         stopped.look(workers())

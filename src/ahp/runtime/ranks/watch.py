@@ -76,9 +76,9 @@ def watching(
     watch: Watch | None,
     workers: Callable[[], list[psutil.Process]],
     num_workers: int,
-    told: Callable[[str], None] = lambda cause: None,
+    report: Callable[[str], None] = lambda cause: None,
 ) -> Iterator[Hang]:
-    """Inside the block, end workers that hang. The cause is set, and passed to ``told``, before the first worker has ended."""
+    """Inside the block, end workers that hang. The cause is set, and passed to ``report``, before the first worker has ended."""
     hang = Hang()
     if watch is None:
         yield hang
@@ -96,7 +96,7 @@ def watching(
             computed_s, moved_bytes = sum(s for s, _ in used), sum(b for _, b in used)
             if quiet.after(poll_s, _changed_s(watch.progress), computed_s, moved_bytes):
                 hang.cause = _cause(found, watch.limit_s)
-                told(hang.cause)
+                report(hang.cause)
                 _end(found)
                 quiet.quiet_s = 0.0
         return False

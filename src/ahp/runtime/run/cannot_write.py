@@ -40,22 +40,24 @@ def cannot_write(folder: RunFolder, what: str, error: BaseException, saved: int 
     else:
         reason, may_pass = reason_of(error), not _has_number(error, COMES_AGAIN)
     kept = f"; the checkpoint of step {saved} is kept" if saved is not None else ""
-    told = f"run.folder = {str(folder.path)!r}: {what} cannot be written, {reason}{kept}"
-    return CannotWrite(told if may_pass else f"{told}; {way_on}", may_pass=may_pass)
+    message = f"run.folder = {str(folder.path)!r}: {what} cannot be written, {reason}{kept}"
+    return CannotWrite(message if may_pass else f"{message}; {way_on}", may_pass=may_pass)
 
 
 def without_a_cause(folder: RunFolder, step: int) -> TrainingFailed | None:
     """Why workers ended after ``step`` that could leave no cause in the folder; None if the folder can be written."""
-    told = f"run.folder = {str(folder.path)!r}: after step {step} "
+    message = f"run.folder = {str(folder.path)!r}: after step {step} "
     if not folder.path.is_dir():
-        told = _gone(folder)
+        message = _gone(folder)
     elif is_full(folder.path):
-        told += f"the disk is full; {ROOM}; the workers' output: {folder.log_folder}"
+        message += f"the disk is full; {ROOM}; the workers' output: {folder.log_folder}"
     elif (fault := folder.fault_of_writing()) is not None:
-        told += f"it cannot be written any more ({fault.strerror}); start the same command again once it can be written"
+        message += (
+            f"it cannot be written any more ({fault.strerror}); start the same command again once it can be written"
+        )
     else:
         return None
-    return TrainingFailed(told, step=step, kind=CannotWrite.__name__)
+    return TrainingFailed(message, step=step, kind=CannotWrite.__name__)
 
 
 def _gone(folder: RunFolder) -> str:

@@ -157,7 +157,7 @@ class Checkpoints:
             yield
         except (Exception, CheckpointException) as error:  # torch's own derives from BaseException
             # Check the free space before removing the unfinished files.
-            told = cannot_write(self.folder, f"checkpoint of step {step}", error, self.saved)
+            fault = cannot_write(self.folder, f"checkpoint of step {step}", error, self.saved)
             if self.ranks.is_first:
                 self.folder.discard_unfinished()
-            raise told from error
+            raise fault from error

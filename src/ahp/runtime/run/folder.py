@@ -180,8 +180,8 @@ class RunFolder:
                 except BlockingIOError:
                     if wait_s <= LET_GO_S:
                         raise
-                    told = f"waiting up to {seconds(wait_s)} for it to let go: until it is done, or its node is gone"
-                    print(f"{self.path}: {why_not}; {told}", file=sys.stderr, flush=True)
+                    limit = f"waiting up to {seconds(wait_s)} for it to let go: until it is done, or its node is gone"
+                    print(f"{self.path}: {why_not}; {limit}", file=sys.stderr, flush=True)
                     _lock(lock, time.monotonic() + wait_s - LET_GO_S)
             except BlockingIOError:
                 raise BadInput(
@@ -347,17 +347,17 @@ class RunFolder:
         if self.checkpoints():
             return
         damaged = sorted(path.name for path in self.checkpoints_folder.glob("step-*.damaged"))
-        told = [*damaged, *(f"{name}: {fault}" for name, fault in self.incomplete().items())]
+        faults = [*damaged, *(f"{name}: {fault}" for name, fault in self.incomplete().items())]
         saved = self._saved_step()
         if saved is None:
-            told.append(
+            faults.append(
                 f"metrics.jsonl has {len(self.metrics())} steps, and status.json does not say that there was none"
             )
         elif saved:
-            told.append(f"status.json says that there was one of step {saved}")
-        if told:
+            faults.append(f"status.json says that there was one of step {saved}")
+        if faults:
             raise BadInput(
-                f"run.folder = {str(self.path)!r}: no checkpoint of the run is whole ({'; '.join(told)}), and training does not begin again "
+                f"run.folder = {str(self.path)!r}: no checkpoint of the run is whole ({'; '.join(faults)}), and training does not begin again "
                 f"over what it has left. Put a whole copy of one into {self.checkpoints_folder}, start anew with another --run.folder, or "
                 "delete this folder"
             )

@@ -92,8 +92,10 @@ def _next_logits(module: nn.Module, context: Tensor) -> Tensor:
     except AhpError:
         raise
     except Exception as error:  # whatever the user's own module raises
-        told = f"{type(error).__name__}: {error}"
-        raise BadInput(f"model: its forward failed on {context.shape[1]} tokens in evaluation mode ({told})") from error
+        problem = f"{type(error).__name__}: {error}"
+        raise BadInput(
+            f"model: its forward failed on {context.shape[1]} tokens in evaluation mode ({problem})"
+        ) from error
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> int:

@@ -268,8 +268,8 @@ class Loop:
         peak = take_peak(self.ranks.device)
         waits_us = (round(1e6 * waited_s) for waited_s in (data_wait_s, self.checkpoints.take_wait_s()))
         shared = Shared(self.stop.pending(), due and self.ranks.is_first, *peak, *waits_us)
-        told = self.ranks.highest_later(*shared), self.notices.told()
-        self.under_way.append(StepUnderWay(self.done, part, result, *told))
+        numbers = self.ranks.highest_later(*shared), self.notices.exchanged()
+        self.under_way.append(StepUnderWay(self.done, part, result, *numbers))
 
     def _read(self, *, left: int) -> None:
         """Wait for all steps under way except the last ``left``, and record their results."""

@@ -72,8 +72,8 @@ class LossSpikes:
         if goes_on:
             return None
         what = {"loss": "loss", "grad_norm": "gradient norm"}
-        told = (f"{what[one['of']]} {one['value']:.4g}, the median before was {one['median']:.4g}" for one in here)
-        return f"step {step}: a spike: {'; '.join(told)} (docs/train/run-folder.md; marked in metrics.jsonl and status.json)"
+        spikes = (f"{what[one['of']]} {one['value']:.4g}, the median before was {one['median']:.4g}" for one in here)
+        return f"step {step}: a spike: {'; '.join(spikes)} (docs/train/run-folder.md; marked in metrics.jsonl and status.json)"
 
 
 def limit(values: Iterable[float], least_share: float) -> float:

@@ -46,14 +46,14 @@ class Notices:
         """The context that a step runs in."""
         return self.slow_ranks.step(data_wait_s)
 
-    def told(self) -> HostCopy | None:
+    def exchanged(self) -> HostCopy | None:
         """The numbers that ranks exchange after the step just taken; None if they exchange none. Collective."""
-        return self.slow_ranks.told()
+        return self.slow_ranks.exchanged()
 
-    def after(self, record: dict[str, Any], told: HostCopy | None) -> dict[str, bool]:
+    def after(self, record: dict[str, Any], exchanged: HostCopy | None) -> dict[str, bool]:
         """Fields to add to the record of a finished step. Collective."""
         step = record["step"]
-        changed = self.slow_ranks.after(step, told, self._note)
+        changed = self.slow_ranks.after(step, exchanged, self._note)
         if not self.ranks.is_first:
             return {}
         marks = self.spikes.after(record)

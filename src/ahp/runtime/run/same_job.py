@@ -40,15 +40,15 @@ def check_same_job(folder: RunFolder, plan: Plan, *, extend: bool = False) -> st
     before["job"] = _with_defaults(before["job"])
     found = key_differences(before["job"], plan.job.model_dump(mode="json"), "job")
     changed = {words.partition(" = ")[0]: words for words in found}
-    differ, told = [], None
+    differ, later_steps = [], None
     if not all(_may_change(key, plan.job, before["step"]) for key in changed):
         differ = list(changed.values())
     elif changed.keys() <= {"job.steps"}:
-        told = _rates_that_differ(before["job"], plan.job, before["step"])
+        later_steps = _rates_that_differ(before["job"], plan.job, before["step"])
     else:
-        told = f"the steps from {before['step'] + 1} on have {', '.join(changed.values())}"
-    if told is not None and not extend:
-        differ = [f"{told}; --run.extend true allows it"]
+        later_steps = f"the steps from {before['step'] + 1} on have {', '.join(changed.values())}"
+    if later_steps is not None and not extend:
+        differ = [f"{later_steps}; --run.extend true allows it"]
         if "job.precision" in changed:  # the devices chose it if nobody gave it
             differ[0] += f", --job.precision {before['job']['precision']} goes on in that of the run"
     model_before = named_model(before.get("model"), before.get("init_from"), folder)
@@ -65,7 +65,7 @@ def check_same_job(folder: RunFolder, plan: Plan, *, extend: bool = False) -> st
             f"run.folder = {str(folder.path)!r} holds a run of another job: {'; '.join(differ)}. "
             "Start a new run with another --run.folder, or give the old values to continue this one"
         )
-    return told
+    return later_steps
 
 
 def _may_change(key: str, now: Job, step: int) -> bool:

@@ -155,18 +155,18 @@ class SlowRanks:
         """The context that a step runs in."""
         return nullcontext() if self.watch is None else self.watch.step(data_wait_s)
 
-    def told(self) -> HostCopy | None:
+    def exchanged(self) -> HostCopy | None:
         """The times of all ranks, on their way to the host, every ``STEPS`` steps; None otherwise. Collective."""
         own = self.watch.read() if self.watch is not None else None
         return None if own is None else self._gathered(own)
 
-    def after(self, step: int, told: HostCopy | None, say: Callable[[str], None]) -> bool:
+    def after(self, step: int, exchanged: HostCopy | None, say: Callable[[str], None]) -> bool:
         """Compare the ranks' times. Returns whether ranks are slow now or were before. Collective: the first call, and when links are timed."""
-        if told is None:
+        if exchanged is None:
             return False
         if self.judge is None:
             self.judge, self.hosts = Judge(roles(self.plan)), self._hosts()
-        times = [OwnTime(*row) for row in told.read().tolist()]
+        times = [OwnTime(*row) for row in exchanged.read().tolist()]
         if self.ranks.device.type == "cuda":
             times = as_shares(times, self.judge.alike)
         found = self.judge.after(times, list(self.standing)) or self._on_links(times[0].step_s)

@@ -127,9 +127,9 @@ class StoredCheckpoints:
 
     def _write_down(self) -> None:
         step = None if self.copied is None else self.copied[0]
-        told = {"url": self.store.url, "step": step, "failures": self.failures, "last_failure": self.last_failure}
+        state = {"url": self.store.url, "step": step, "failures": self.failures, "last_failure": self.last_failure}
         with suppress(OSError):
-            write_aside(self.folder.path / "checkpoint_store.json", json.dumps(told, indent=1) + "\n")
+            write_aside(self.folder.path / "checkpoint_store.json", json.dumps(state, indent=1) + "\n")
 
     def _adopt(self, step: int, manifest: Manifest) -> None:
         aside = self.folder.open_checkpoint(step)

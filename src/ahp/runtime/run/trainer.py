@@ -242,8 +242,8 @@ class Trainer:
         began = run_history.starts(self.folder.history_file)
         first_step = began[-1].first_step if began else 0
         useful = run_history.useful(self.folder.metrics(), first_step, steps["saved_step"])
-        told = {"why": why.partition("\n")[0], "failed": kind is not None, "kind": kind}
-        run_history.ended(self.folder.history_file, ended=ended, **steps, **told, **useful)
+        outcome = {"why": why.partition("\n")[0], "failed": kind is not None, "kind": kind}
+        run_history.ended(self.folder.history_file, ended=ended, **steps, **outcome, **useful)
 
     def _end_open_start(self, done: str | None) -> bool:
         """Record how the last start ended, if it was killed before it could. Returns whether it was. ``done``: why, if all steps were made."""

@@ -73,8 +73,8 @@ class Pretrained:
             names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
             paths = [self.folder / name for name in names]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            told = f"{index.name} cannot be read ({type(error).__name__}: {error})"
-            raise bad_input(self.key, str(self.folder), told) from None
+            problem = f"{index.name} cannot be read ({type(error).__name__}: {error})"
+            raise bad_input(self.key, str(self.folder), problem) from None
         if missing := [path.name for path in paths if not path.is_file()]:
             raise bad_input(self.key, str(self.folder), f"{index.name} names {missing[0]}, which is not there")
         return paths
@@ -147,9 +147,9 @@ class Pretrained:
         passed_over = _passed_over(module)
         unknown = [s for s in self.files if s not in known and not any(re.search(p, s) for p in passed_over)]
         if missing or unknown:
-            told = [f"{what}: {', '.join(sorted(names)[:3])} ({len(names)} in all)"
+            differences = [f"{what}: {', '.join(sorted(names)[:3])} ({len(names)} in all)"
                     for what, names in (("missing", missing), ("unknown", unknown)) if names]  # fmt: skip
-            raise bad_input(self.key, str(self.folder), f"not the weights of this model; {'; '.join(told)}")
+            raise bad_input(self.key, str(self.folder), f"not the weights of this model; {'; '.join(differences)}")
 
     def _check_shapes(self, found: dict[str, InFiles]) -> None:
         for piece in (piece for one in found.values() for piece in one.pieces):

@@ -32,7 +32,9 @@ def refuse_other_tensors(
     fault = next(_faults(saved, wanted, state), None)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (fault, [name for name in wanted if name.startswith(BUFFER)]))
-    fault = next((told for told, _ in found if told is not None), None) or _unused_buffer(saved, found)
+    fault = next((difference for difference, _ in found if difference is not None), None) or _unused_buffer(
+        saved, found
+    )
     if fault is not None:
         raise OtherTensors(
             f"folder = {str(folder)!r}: holds a checkpoint of another model or job: {fault} (valid: one of this model, under this "

@@ -182,16 +182,16 @@ class _Found:
             plan.model_copy(update={"why": (one.reason,), "rejected": ()})
             for plan, one in zip(others, lost, strict=True)
         ]
-        told = None
+        now = None
         if today is not None:
             pair = None if today.forecast is None else (today.parallelism, today.forecast)
             of_best = self.asked if pair is None else mixed_explain.on_fullest(self.asked, pair)
-            told = compared(today, (best.parallelism, best.priced), of_best)
+            now = compared(today, (best.parallelism, best.priced), of_best)
         first = best.model_copy(update={"why": why, "rejected": lost[: keep - 1]})
         faster = None if ordered.first_is_fastest else reasoned[0]
         more = tuple(others[keep - 1 :])
         plans = (first, *reasoned[: keep - 1])
-        return Ranking(plans, certificate, (), lost[keep - 1 :], notes, told, faster=faster, more=more)
+        return Ranking(plans, certificate, (), lost[keep - 1 :], notes, now, faster=faster, more=more)
 
     def _why(self, best: Plan, used: Problem) -> Iterator[str]:
         """The reasons for the best plan, decision by decision, without the headline."""

@@ -50,7 +50,7 @@ def plan_slicing(plan: Plan) -> ModelSlicing:
     return slice_outline(found, p.tensor_parallel_degree, enable_sequence_parallel=p.enable_sequence_parallel)
 
 
-def told(sliced: ModelSlicing) -> list[str]:
+def lines(sliced: ModelSlicing) -> list[str]:
     """A line for each kind of split with the modules that have it, and a line for each kind of block with its costs."""
     modules: dict[str, list[str]] = {}
     for module, word in sliced.by_module().items():
@@ -82,7 +82,7 @@ def _size(count_bytes: int) -> str:
     return gib(count_bytes) if count_bytes >= 2**20 else f"{count_bytes / 2**10:.0f} KiB"
 
 
-def told_of(plan: Plan) -> list[str]:
+def lines_of(plan: Plan) -> list[str]:
     """The lines for a plan; none without tensor parallelism, the reason where its model cannot be sliced."""
     p, job = plan.parallelism, plan.job
     if p.tensor_parallel_degree == 1:
@@ -98,6 +98,6 @@ def told_of(plan: Plan) -> list[str]:
     }
     try:
         key |= key_of(job.lora)
-        return kept(plan.model, key, lambda: told(plan_slicing(plan)), made_by=Path(__file__).parent)
+        return kept(plan.model, key, lambda: lines(plan_slicing(plan)), made_by=Path(__file__).parent)
     except BadInput as reason:
         return [f"not possible: {reason}"]
