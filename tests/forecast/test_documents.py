@@ -11,7 +11,7 @@ import pytest
 from ahp.cluster.model import Cluster
 from ahp.engines.registry import get
 from ahp.forecast.compute import Work
-from ahp.forecast.documents import needs_masks, told
+from ahp.forecast.documents import needs_masks, attention_words
 from ahp.forecast.gpu import kernel_of_lengths
 from ahp.forecast.pricer import Pricer
 from ahp.forecast.split import is_mask
@@ -179,7 +179,7 @@ def test_prices_follow_the_reason_that_people_are_told(
 
 def test_what_people_are_told(packed: ModelGraph) -> None:
     def lines(devices: str, layout: Parallelism, job: Job = PACKED) -> list[str]:
-        return told(packed, Cluster.parse(devices).groups, job, layout, EngineChoice())
+        return attention_words(packed, Cluster.parse(devices).groups, job, layout, EngineChoice())
 
     one = Parallelism()
     assert lines(ON_NVIDIA, one, PLAIN) == []
@@ -191,6 +191,6 @@ def test_what_people_are_told(packed: ModelGraph) -> None:
     [line] = lines(ON_NVIDIA, RING)
     assert "because context_parallel_method is ring" in line
     mixed = [*Cluster.parse(ON_NVIDIA).groups, *Cluster.parse("2xV100-SXM-32GB").groups]
-    first, second = told(packed, mixed, PACKED, one, EngineChoice())
+    first, second = attention_words(packed, mixed, PACKED, one, EngineChoice())
     assert first.startswith("on A100-SXM-80GB by the lengths")
     assert second.startswith("on V100-SXM-32GB with a mask")
