@@ -11,7 +11,7 @@ import pytest
 from ahp.cluster.model import Cluster
 from ahp.engines.registry import get
 from ahp.forecast.compute import Work
-from ahp.forecast.documents import needs_masks, attention_words
+from ahp.forecast.documents import attention_words, needs_masks
 from ahp.forecast.gpu import kernel_of_lengths
 from ahp.forecast.pricer import Pricer
 from ahp.forecast.split import is_mask
