@@ -1,5 +1,6 @@
 """Fused kernels keep and move what published formulas say; eager ones on a GPU what PyTorch's own kernels do."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -213,6 +214,13 @@ def test_megatron_turns_gpt_oss_and_adds_its_experts_biases_by_torchs_kernels():
     gates = {op.index: fused.moved_bytes[op.index] for op in segment.operators if op.module == added.module and op.flops == 0
              and op.outputs[0].numel in (copies * FFN, 2 * copies * FFN) and fused.moved_bytes.get(op.index)}  # fmt: skip
     assert sorted(gates.values()) == [6 * copies * FFN, 10 * copies * FFN]
+    # An activation in a module of its own is no part of the experts' kernels; the last bias is added as before.
+    named = {op.index for op in segment.operators if op.module == added.module and op.flops == 0 and not op.parameters}
+    other = replace(segment, operators=tuple(
+        replace(op, module="act") if op.index in named - {added.index} else op for op in segment.operators
+    ))  # fmt: skip
+    run = kernels(other, "fused", joined_products=True)
+    assert run.moved_bytes[added.index] == 34 * copies * HIDDEN
 
 
 def test_what_is_no_joined_product_moves_what_it_did():

@@ -93,7 +93,7 @@ def _of_experts(segment: Segment, owner: Mapping[int, int]) -> tuple[dict[int, f
         ]
         read = {owner[i] for op in products[1:] for i in op.depends_on}
         result = next((op for op in reversed(between) if op.index in read and op.bytes_written > 0), None)
-        if result is None:  # one product: nothing lies between two
+        if result is None:  # one product, or an activation in a module of its own
             continue
         moved |= {op.index: 0.0 for op in between if 2 * op.outputs[0].numel >= result.outputs[0].numel}
         moved[result.index] = tensors * result.outputs[0].bytes

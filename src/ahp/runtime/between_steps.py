@@ -48,8 +48,8 @@ def refuse_gradients(local: LocalParameters, sharding: Sharding) -> None:
         )
     if (name := local.hooked_since()) is not None:
         raise BadInput(
-            f"step: {name} has a hook on its gradient now, but not when ahp.parallelize was called, and ZeRO and 16 bits would not run it, or on parts "
-            "alone (valid: a hook before ahp.parallelize, which says what runs it)"
+            f"step: {name} has a gradient hook that was registered after ahp.parallelize. Under ZeRO or in 16 bits the hook would not run, or would "
+            "get only a shard of the gradient (valid: register it before ahp.parallelize, which refuses layouts that cannot run it)"
         )
     if (name := local.with_gradient()) is not None:
         local.forget_gradients()

@@ -378,7 +378,7 @@ def test_a_run_of_before_a_key_came_goes_on(folder: RunFolder) -> None:
 def test_a_precision_that_the_devices_chose_is_told_with_the_one_to_pass(folder: RunFolder) -> None:
     """Cores without instructions for bf16 choose fp32 where nobody gives a precision."""
     write_checkpoint(folder, 10, Plan(job=Job(precision="bf16")))
-    told = r"job\.precision = 'fp32' \(the run has 'bf16'\); --run\.extend true allows it, --job\.precision bf16 goes on in that"
+    told = r"job\.precision = 'fp32' \(the run has 'bf16'\); --run\.extend true allows it, --job\.precision bf16 keeps the precision of the run"
     with pytest.raises(BadInput, match=told):
         check_same_job(folder, Plan(job=Job(precision="fp32")))
     with pytest.raises(BadInput) as refused:

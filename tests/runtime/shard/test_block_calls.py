@@ -262,8 +262,8 @@ def test_a_compiled_block_that_changes_its_input_is_refused_by_the_models_line(p
 def test_a_buffer_that_meets_16_bits_is_told_by_the_models_line(pool: Pool) -> None:
     (message,) = {*pool.run(why_refused, 2, "two types", "bf16")}
     assert f"{Decays.forward.__code__.co_filename}:" in message
-    assert "computes with a tensor in fp32, such as a buffer" in message
-    assert message.endswith("(valid: .to(x.dtype) there; or job.precision fp32)")
+    assert "mixes an fp32 tensor, such as a buffer" in message
+    assert message.endswith("(valid: cast the tensor with .to(x.dtype); or job.precision fp32)")
 
 
 def test_the_data_leave_out_each_block_and_none() -> None:

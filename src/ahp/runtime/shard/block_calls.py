@@ -79,7 +79,7 @@ _FAULTS = {
     "not gathered": "reads a weight of a block outside of the block's call, the only time when ZeRO, and any layout in 16 bits, have it whole "
     "(valid: call the block itself, not its methods, and read its weights in its forward; or zero_stage 0 with",
     "written in place": "changes the input of a block in place, which ZeRO, and any layout in 16 bits, have made a view of (valid: x = x + y, not x += y; or zero_stage 0 with",
-    "two types": "computes with a tensor in fp32, such as a buffer, which stays so, beside weights in 16 bits (valid: .to(x.dtype) there; or",
+    "two types": "mixes an fp32 tensor, such as a buffer, with weights in 16 bits (valid: cast the tensor with .to(x.dtype); or",
 }
 
 
