@@ -45,8 +45,8 @@ def _empty_caches(module: nn.Module) -> None:
 @contextmanager
 def as_on_data(module: nn.Module, *, document_mask: bool = False) -> Iterator[None]:
     """Makes two decisions of transformers, which depend on data or on kernels, come out as in real training; turns off
-    the log of every operator that fails on fake tensors, because the error itself is enough; compiles nothing; and lets no call of the module
-    leave a tensor without data in a cache, or find one with data there.
+    the log of every operator that fails on fake tensors, because the error itself is enough; and lets no call of the module leave a tensor
+    without data in a cache, or find one with data there.
 
     transformers finds out from the positions whether a row packs several documents; without data it cannot, and builds a
     mask: right for a job with a ``document_mask``, but training on plain batches has none. And the shape rule of torch's
@@ -73,8 +73,7 @@ def as_on_data(module: nn.Module, *, document_mask: bool = False) -> Iterator[No
     moe._can_use_grouped_mm = can_use_grouped_mm
     _empty_caches(module)
     try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        yield
     finally:
         _empty_caches(module)
         logger.setLevel(level)

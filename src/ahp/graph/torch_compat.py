@@ -26,12 +26,7 @@ __all__ = [
 
 
 class Watching(TorchDispatchMode):
-    """Sees every operator with its result. Nothing may compile within (``torch.compiler.set_stance``): torch would guard each call of a mode
-    from that, which takes a tenth of a trace."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
+    """Sees every operator with its result."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # three of five calls in a trace: autograd asks for it
