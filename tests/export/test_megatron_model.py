@@ -56,6 +56,12 @@ def test_a_model_has_the_arguments_of_megatrons_own_example(name: str) -> None:
     assert of(name).items() >= EXAMPLES[name].items()
 
 
+def test_experts_are_grouped_whether_ranks_share_them_or_not() -> None:
+    grouped = {"--moe-grouped-gemm": True, "--moe-permute-fusion": True}
+    assert of("qwen3-30b-a3b").items() >= grouped.items()
+    assert not grouped.keys() & of("llama3-8b").keys()
+
+
 def test_gpt2_has_biases_and_ties_its_embedding() -> None:
     assert not {"--disable-bias-linear", "--untie-embeddings-and-output-weights", "--swiglu"} & of("gpt2").keys()
     assert of("gpt2", activation_function="gelu")["--no-bias-gelu-fusion"] is True

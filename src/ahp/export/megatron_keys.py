@@ -243,8 +243,6 @@ def _write_experts(s: Subject) -> Settings:
     found: Settings = {
         EXPERT: p.expert_parallel_degree,
         DISPATCHER: s.plan.engine.moe_token_dispatcher_type or "alltoall",
-        "--moe-permute-fusion": True,
-        "--moe-grouped-gemm": True,
     }
     if s.plan.engine.overlap_moe_expert_parallel_comm:
         found[BESIDE] = True
@@ -290,8 +288,6 @@ EXPERTS = Rule(
         "--expert-tensor-parallel-size",
         DISPATCHER,
         BESIDE,
-        "--moe-permute-fusion",
-        "--moe-grouped-gemm",
     ),
     (P + "expert_parallel_degree", P + "expert_tensor_parallel_degree", *SENDS),
     _write_experts,

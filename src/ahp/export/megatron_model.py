@@ -127,7 +127,10 @@ EXPERT_SIZE, SOFTMAX_FIRST = "--moe-ffn-hidden-size", "--moe-router-pre-softmax"
 
 
 def _experts(keys: Keys, count: int) -> Settings:
-    return {"--num-experts": count, "--moe-router-topk": keys["num_experts_per_tok"]}
+    """The last two have Transformer Engine's grouped products and one kernel that orders tokens, as the forecast prices them; Megatron-LM's default
+    is one expert after the other."""
+    found = {"--num-experts": count, "--moe-router-topk": keys["num_experts_per_tok"]}
+    return {**found, "--moe-grouped-gemm": True, "--moe-permute-fusion": True}
 
 
 def _balance(keys: Keys) -> Settings:
@@ -230,7 +233,8 @@ FAMILIES: dict[str, Callable[[Keys], Settings]] = {
 MODEL_KEYS = (LAYERS, "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--kv-channels", "--group-query-attention", "--num-query-groups",
               "--max-position-embeddings", "--position-embedding-type", "--rotary-base", "--rotary-percent", "--use-rope-scaling", "--rope-scaling-factor",
               "--normalization", "--norm-epsilon", "--swiglu", "--disable-bias-linear", "--attention-dropout", "--hidden-dropout", "--add-qkv-bias",
-              "--qk-layernorm", UNTIED, "--num-experts", "--moe-router-topk", "--moe-router-load-balancing-type", "--window-size", "--no-bias-gelu-fusion",
+              "--qk-layernorm", UNTIED, "--num-experts", "--moe-router-topk", "--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-load-balancing-type",
+              "--window-size", "--no-bias-gelu-fusion",
               "--moe-aux-loss-coeff", "--vocab-size", "--make-vocab-size-divisible-by", "--use-rotary-position-embeddings", "--attention-backend",
               "--multi-latent-attention", "--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim", "--rope-type",
               "--no-rope-fusion", "--rotary-scaling-factor", "--mscale", "--mscale-all-dim", EXPERT_SIZE, SHARED, "--moe-layer-freq", SOFTMAX_FIRST,
