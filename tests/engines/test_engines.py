@@ -125,6 +125,10 @@ def test_every_engine_runs_sharded_data_parallelism(engine, precision, zero):
 def test_megatrons_loss_is_fused_where_its_recipes_fuse_it(precision, fused):
     traits = get("megatron").traits(Job(precision=precision), Parallelism(), EngineChoice(name="megatron"))
     assert traits.kernels.fused_loss is fused
+    exact = get("megatron").traits(
+        Job(precision=precision, deterministic=True), Parallelism(), EngineChoice(name="megatron")
+    )
+    assert not exact.kernels.fused_loss  # Megatron-LM refuses the two together
 
 
 def test_megatron_keeps_fp32_gradients_beside_bf16_weights_alone():

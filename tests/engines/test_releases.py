@@ -73,11 +73,19 @@ def test_torchtitan_by_day() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "fused"), [("2021-03", False), ("2024-06", False), ("2024-07", True), ("26.04", True), (None, True)]
+    ("version", "fused", "in_fp32"),
+    [
+        ("2021-03", False, False),
+        ("2024-06", False, False),
+        ("2024-07", True, True),
+        ("24.12", True, True),
+        ("26.04", True, False),
+        (None, True, True),
+    ],
 )
-def test_megatrons_loss_by_day(version: str | None, fused: bool) -> None:
+def test_megatrons_loss_by_day(version: str | None, fused: bool, in_fp32: bool) -> None:
     traits = get("megatron").traits(JOB, Parallelism(), EngineChoice(name="megatron", version=version))
-    assert traits.kernels.fused_loss is fused
+    assert (traits.kernels.fused_loss, traits.kernels.loss_keeps_fp32) == (fused, in_fp32)
 
 
 @pytest.mark.parametrize(

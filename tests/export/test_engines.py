@@ -16,7 +16,7 @@ from ahp.engines import registry as engines
 from ahp.errors import BadInput, NotExpressible
 from ahp.export import accelerate, deepspeed, megatron, torchtitan
 from ahp.export.engine_target import Format
-from ahp.export.megatron_keys import EXPERTS, GRAPH_RULE
+from ahp.export.megatron_keys import EXPERTS, GRAPH_RULE, LOSS_RULE
 from ahp.export.table import Subject, Unreadable, plan_of
 from ahp.export.target import Shape
 from ahp.job import Job, Optimizer
@@ -339,6 +339,20 @@ def test_megatrons_script_is_one_that_bash_reads(tmp_path: Path) -> None:
     assert words[:4] == ["--nnodes", "2", "--nproc-per-node", "8"]
     assert words[words.index("--pipeline-model-parallel-layout") + 1] == f"E{'t' * 17}|{'t' * 15}L"
     assert {"--use-distributed-optimizer", "pretrain_gpt.py", "--mock-data"} <= set(words)
+
+
+@pytest.mark.parametrize(
+    ("job", "fused"),
+    [({"precision": "bf16"}, True), ({"precision": "fp8"}, True), ({"precision": "fp16"}, False),
+     ({"precision": "bf16", "deterministic": True}, False)],
+)  # fmt: skip
+def test_the_loss_is_fused_in_the_script_where_the_forecast_counts_on_it(job: dict[str, Any], fused: bool) -> None:
+    plan = Plan(model=MODEL, job=Job(**job), parallelism=Parallelism(), engine=EngineChoice(name="megatron"))
+    traits = engines.get("megatron").traits(plan.job, plan.parallelism, plan.engine)
+    written = LOSS_RULE.write(Subject(plan, LAYERS, ""))
+    assert (traits.kernels.fused_loss, bool(written.get("--cross-entropy-loss-fusion"))) == (fused, fused)
+    if fused:  # without --cross-entropy-fusion-impl it is Megatron-LM's own
+        assert traits.kernels.loss_keeps_fp32
 
 
 def test_graphs_of_attention_and_router_are_written_and_read() -> None:

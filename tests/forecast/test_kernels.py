@@ -270,6 +270,15 @@ def test_a_loss_that_is_not_fused_keeps_its_logits_in_fp32(tiny):
     assert kept[False] - kept[True] >= 4 * logits - 2 * logits
 
 
+def test_megatrons_own_fusion_of_the_loss_keeps_the_softmax_in_fp32(tiny):
+    logits = next(op.outputs[0].numel for op in tiny.head.phase("forward") if op.flops > 0)
+    one, own = (kernels(tiny.head, "fused", fused_loss=True, loss_keeps_fp32=fp32) for fp32 in (False, True))
+    assert sum(own.saved_bytes.values()) - sum(one.saved_bytes.values()) == (4 - 2) * logits
+    # Logits are read in 2 bytes, written in 4, and changed in place twice; then the softmax is changed in place, and the gradient is written in 2.
+    assert sum(own.moved_bytes.values()) - sum(one.moved_bytes.values()) == (4 + 8 + 8 + 8) * logits
+    assert own.launched > one.launched
+
+
 def test_eager_kernels_that_compute_addresses_are_casts_to_wider_types_and_products_with_something_repeated():
     segment = block("llama", "flash")
     run = kernels(segment, "eager")

@@ -105,6 +105,7 @@ class MegatronEngine(Engine):
         def has(feature: str) -> bool:
             return releases.has(self.name, feature, choice.version)
 
+        fused_loss = has("fused_loss") and fuses_loss(job)
         return Traits(
             states=StateTraits(master_weight_bytes=4, optimizer_bytes=8, compute_weight_bytes=2 if half else 0),
             gradients=_gradients(job, zero, averages=several and not overlaps),
@@ -141,11 +142,12 @@ class MegatronEngine(Engine):
             ),
             # training/arguments.py sets deallocate_pipeline_outputs: what a stage has sent is freed (core/pipeline_parallel/schedules.py)
             pipeline=PipelineTraits(ends="may_be_empty", sends_split_by_tensor=True, keeps_outputs=False),
-            # --cross-entropy-loss-fusion is off by default and on in NVIDIA's recipes, none of which is in fp16: there logits are copied to fp32
-            # and go through core/tensor_parallel/cross_entropy.py operator by operator, as in all published runs.
+            # --cross-entropy-loss-fusion is off by default, and on in NVIDIA's recipes and in what `ahp export` writes, none of which is in fp16:
+            # there logits are copied to fp32 and go through core/tensor_parallel/cross_entropy.py operator by operator, as in all published runs.
             kernels=KernelTraits(
                 fusion="fused",
-                fused_loss=has("fused_loss") and job.precision in ("bf16", "fp8"),
+                fused_loss=fused_loss,
+                loss_keeps_fp32=fused_loss and not has("loss_of_transformer_engine"),
                 recent_cudnn=has("recent_cudnn"),
                 dropout_apart=True,  # core/transformer/dot_product_attention.py: FusedScaleMaskSoftmax, then torch.nn.Dropout
                 # Transformer Engine, common/normalization/*/*_bwd_kernels.cuh, as apex's FastLayerNorm: one kernel sums the weight's gradient too.
@@ -164,6 +166,12 @@ class MegatronEngine(Engine):
                 "pytorch/module/base.py initialize_ub, pytorch/attention (AttnFuncWithCPAndKVP2P)"
             ),
         )
+
+
+def fuses_loss(job: Job) -> bool:
+    """Whether the kernels of the loss can be fused: its backward pass returns bf16, whatever the logits are (core/fusions/fused_cross_entropy.py), and
+    deterministic runs refuse it (training/determinism.py)."""
+    return job.precision in ("bf16", "fp8") and not job.deterministic
 
 
 def _gradient_bytes(job: Job) -> int:

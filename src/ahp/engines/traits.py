@@ -269,6 +269,8 @@ class KernelTraits(NamedTuple):
     """Whether cuDNN is 9.19 or later, if attention is cuDNN's."""
     fused_loss: bool = False
     """Whether cross-entropy is one kernel that keeps nothing besides the logits."""
+    loss_keeps_fp32: bool = False
+    """Whether the fused loss is Megatron-LM's own, which keeps the softmax in fp32 in place of the logits (``forecast/fp32_loss.py``)."""
     dropout_apart: bool = False
     """Whether dropout after the softmax of unfused attention is a kernel of its own in the backward pass too; else one kernel does the backward of both."""
     norms_apart: bool = False

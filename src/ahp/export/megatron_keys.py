@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from ahp.engines.megatron import SUPPORT
+from ahp.engines.megatron import SUPPORT, fuses_loss
 from ahp.errors import NotExpressible
 from ahp.export.launch_line import EACH, NODES
 from ahp.export.megatron_job import RULES as OPTIMIZER_RULES
@@ -231,6 +231,11 @@ def _read_precision(settings: Settings) -> Fields:
 TYPES = Rule(("--fp16", "--fp8-param-gather", *EIGHT), (J + "precision",), _write_precision, _read_precision)
 
 
+LOSS = "--cross-entropy-loss-fusion"
+LOSS_RULE = Rule((LOSS,), (), lambda s: {LOSS: True} if fuses_loss(s.job) else {}, lambda settings: {})
+"""Off by default; the forecast counts on it."""
+
+
 DISPATCHER, BESIDE = "--moe-token-dispatcher-type", "--overlap-moe-expert-parallel-comm"
 SENDS = ("engine.moe_token_dispatcher_type", "engine.overlap_moe_expert_parallel_comm")
 
@@ -360,6 +365,7 @@ DIALECT = Dialect(
         Rule((MAPPING,), (P + "mesh_order",), _write_order, _read_order),
         Rule(("--tp-comm-overlap",), ("engine.enable_async_tensor_parallel",), _write_overlap, _read_overlap),
         TYPES,
+        LOSS_RULE,
         _count("--micro-batch-size", P + "micro_batch_size"),
         _count("--global-batch-size", J + "global_batch_size"),
         _count("--seq-length", J + "sequence_length"),
@@ -372,5 +378,5 @@ DIALECT = Dialect(
     other=("--node-rank", "--master-", "--rdzv", "--save", "--load", "--log-", "--eval-", "--tensorboard", "--wandb", "--distributed-", "--data-path", "--split",
            "--tokenizer", "--vocab-file", "--merge-file", "--data-cache", "--mock-data", "--profile", "--num-workers", "--exit-", "--timing", "--manual-gc",
            "--use-mcore-models", "--transformer-impl", "--no-load", "--no-save", "--ckpt-", "--async-save", "--init-method-std", "--no-mmap", "--dist-ckpt",
-           "--no-create-attention", "--cross-entropy-loss-fusion", "--local-ranks", "--role", "--tee"),
+           "--no-create-attention", "--cross-entropy-fusion-impl", "--local-ranks", "--role", "--tee"),
 )  # fmt: skip

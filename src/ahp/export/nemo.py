@@ -123,7 +123,7 @@ def _nemo(settings: Settings) -> Settings:
 
 
 IMPLIED = ("--overlap-grad-reduce", "--overlap-param-gather", "--lr-decay-iters", "--lr-decay-style", "--optimizer", "--adam-beta1", "--adam-beta2",
-           "--adam-eps", "--moe-token-dispatcher-type", "--grad-reduce-in-bf16", "--ckpt-format", "--init-model-with-meta-device", "--fp8-param-gather")  # fmt: skip
+           "--adam-eps", m.LOSS, "--moe-token-dispatcher-type", "--grad-reduce-in-bf16", "--ckpt-format", "--init-model-with-meta-device", "--fp8-param-gather")  # fmt: skip
 """Arguments that a program sets by itself, or that do not concern a layout."""
 
 

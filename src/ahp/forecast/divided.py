@@ -158,6 +158,7 @@ class SegmentPricer:
                 segment,
                 fusion,
                 fused_loss=how.fused_loss,
+                loss_keeps_fp32=how.loss_keeps_fp32,
                 dropout_apart=how.dropout_apart,
                 norms_apart=how.norms_apart,
                 norm_weights_apart=how.norm_weights_apart,

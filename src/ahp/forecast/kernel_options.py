@@ -18,6 +18,7 @@ class KernelOptions(NamedTuple):
     """The fusion of blocks."""
     fusion_at_the_ends: Fusion
     fused_loss: bool
+    loss_keeps_fp32: bool
     dropout_apart: bool
     norms_apart: bool
     norm_weights_apart: bool
@@ -89,6 +90,7 @@ class KernelOptions(NamedTuple):
             fusion=on_device(traits.kernels.fusion),
             fusion_at_the_ends=on_device(traits.kernels.fusion_at_the_ends or traits.kernels.fusion),
             fused_loss=traits.kernels.fused_loss,
+            loss_keeps_fp32=traits.kernels.loss_keeps_fp32,
             dropout_apart=traits.kernels.dropout_apart,
             norms_apart=traits.kernels.norms_apart,
             norm_weights_apart=traits.kernels.norm_weights_apart,

@@ -14,6 +14,7 @@ from typing import Literal
 
 from ahp.forecast.division import GROUPED
 from ahp.forecast.efficiency import kind_of
+from ahp.forecast.fp32_loss import LOSS, loss_in_fp32
 from ahp.forecast.gpu import GroupedKernel
 from ahp.forecast.joined import moved_where_joined
 from ahp.forecast.norms import in_norms, read_for_weights, reads_besides
@@ -34,9 +35,6 @@ functorch/partitioners.py, ban_recompute_reductions)."""
 
 INPUT = -1
 """Stands for the segment's input, where operators are named by their index."""
-
-LOSS = "loss"
-"""Cross-entropy is no module with a kernel of its own: without fusion across modules it runs as torch's operators."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,7 @@ def kernels(
     fusion: Fusion,
     *,
     fused_loss: bool = False,
+    loss_keeps_fp32: bool = False,
     dropout_apart: bool = False,
     norms_apart: bool = False,
     norm_weights_apart: bool = False,
@@ -76,7 +75,7 @@ def kernels(
 
     ``traced``: one for each operator, as on a CPU. ``eager``: as PyTorch on a GPU. ``modules``: the element-wise operators of
     one module are one kernel (norms, activation functions). ``fused``: those of a chain are one kernel, whatever their modules.
-    ``fused_loss``: cross-entropy is one kernel under ``modules`` too. ``dropout_apart``, ``norms_apart``, ``norm_weights_apart``,
+    ``fused_loss``: cross-entropy is one kernel under ``modules`` too. ``loss_keeps_fp32``, ``dropout_apart``, ``norms_apart``, ``norm_weights_apart``,
     ``joined_products``, ``scaled_apart``: see ``KernelTraits``; under ``modules`` norms are torch's own kernels, for which both hold (ATen/native/cuda/layer_norm_kernel.cu).
     """
     saved = {op.index: float(op.saved_bytes) for op in segment.operators if op.saved_bytes}
@@ -110,6 +109,8 @@ def kernels(
     of_joined = moved_where_joined(segment, chains.owner) if joined_products else {}
     apart = one_by_one(segment, chains.owner, scaled=scaled_apart, biased=joined_products and biases_apart)
     moved.update(apart.moved_bytes)
+    if loss_keeps_fp32:
+        kept, moved = loss_in_fp32(segment, chains.owner, kept, moved)
     for index, more in (*of_weights.items(), *of_joined.items(), *apart.more_bytes.items()):
         moved[index] = moved.get(index, 0.0) + more
     return Kernels(
