@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ahp.errors import BadInput
+from ahp.runtime.parameters import mark_taken, refuse_parameters
 from ahp.runtime.torch_compat import local_tensor
 from tests.marks import cases
 from tests.runtime.models import BUILDERS, JOB, VOCABULARY, batch
@@ -372,6 +374,16 @@ def within_modes(rank: int, world: int, layout: dict[str, Any]) -> list[float]:
     with pytest.raises(BadInput, match=r"module = .Custom.: ahp\.parallelize has changed it in place already"):
         parallelize(module, {"job": JOB, "parallelism": layout})
     return losses
+
+
+def test_models_may_share_a_module_without_weights() -> None:
+    """transformers' FlauBERT has one activation for all models of a process."""
+    act = nn.GELU()
+    first, second = (nn.Sequential(nn.Linear(2, 2), act) for _ in range(2))
+    mark_taken(first)
+    refuse_parameters(second)
+    with pytest.raises(BadInput, match="has changed it in place already"):
+        refuse_parameters(nn.Sequential(first[0], nn.GELU()))
 
 
 @pytest.mark.parametrize("name", ["replicas", "zero3"])

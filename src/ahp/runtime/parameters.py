@@ -27,9 +27,11 @@ TAKEN = "_ahp_parallelized"
 
 
 def mark_taken(module: nn.Module) -> None:
-    """Mark a module and its submodules, so that ``refuse_parameters`` knows them."""
+    """Mark a module and its submodules, so that ``refuse_parameters`` knows them. Those without weights are left out: models may share them (the
+    activation of transformers' FlauBERT)."""
     for part in module.modules():
-        setattr(part, TAKEN, True)
+        if part is module or next(part.parameters(), None) is not None:
+            setattr(part, TAKEN, True)
 
 
 _OURS: ContextVar[bool] = ContextVar("the runtime calls the module", default=False)
