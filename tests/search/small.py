@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from typing import Any
@@ -123,13 +124,13 @@ def with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
     return Cluster(groups=(group.model_copy(update={"device": device}),))
 
 
-def cpu_workers(workers: int, cores: int) -> Cluster:
-    """One node of so many workers, measured while all compute on so many cores."""
+def cpu_workers(workers: int, cores: int, *, precisions: Sequence[str] = ("fp32", "bf16")) -> Cluster:
+    """One node of so many workers, measured while all compute on so many cores, all precisions as fast."""
     shapes = ((64, 64, 64), (256, 256, 256), (1024, 1024, 1024))
     products = tuple(
         MatmulSample(m=m, n=n, k=k, dtype=dtype, workers=workers, seconds=1e-6 + m * n * k / 2e10)
         for m, n, k in shapes
-        for dtype in ("fp32", "bf16")
+        for dtype in precisions
     )
     collectives = tuple(
         CollectiveSample(kind=kind, workers=workers, bytes=size, seconds=2e-4 + size / 2e9)
@@ -143,7 +144,7 @@ def cpu_workers(workers: int, cores: int) -> Cluster:
         name="cpu",
         memory_bytes=4 * 2**30,
         memory_bandwidth_bytes_per_s=5e9,
-        peak_flops_per_s={"fp32": 4e10, "bf16": 4e10},
+        peak_flops_per_s=dict.fromkeys(precisions, 4e10),
     )
     link = Link(bandwidth_bytes_per_s=2e9, latency_s=2e-4)
     host = Host(cores=cores)
