@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+from functools import cache
 from itertools import permutations, product
 
 import numpy as np
@@ -10,24 +13,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment, linprog
 
+from ahp.errors import BadInput, NotExpressible
 from ahp.forecast.cell_columns import BETWEEN
 from ahp.forecast.stage_memory import received_bytes
 from ahp.forecast.stage_room import ANYWHERE, Positions, StageRoom
 from ahp.graph.kept import analyze
 from ahp.job import Job
+from ahp.plan import StagePlace
 from ahp.schedule.bounds import in_flight
-from ahp.schedule.patterns import make
+from ahp.schedule.patterns import make, stage_ranks
 from ahp.schedule.registry import get
 from ahp.schedule.simulate import StageTimes, simulate
 from ahp.search.mixed.capacity import Kind, of_several
 from ahp.search.mixed.find import Budget, Finder
 from ahp.search.mixed.floors import whole_micro_batches_s
 from ahp.search.mixed.replicas import FINE, NEVER, ROUGH, longest_s, mixes, most
-from ahp.search.mixed.space import MixedSpace
+from ahp.search.mixed.space import Alike, MixedSpace, layout_of, shape_of
 from ahp.search.problem import problem
 
 from .small import SHORT, TRAINED
-from .test_mixed import A100, H100, ROUNDING, cluster_of, sums
+from .test_mixed import A100, H100, ROUNDING, cluster_of, pipes, sums
 
 LEVELS = [
     (TRAINED, 4096, {"work": 0.745, "replicas": 0.77, "closely": 0.78, "placement": 0.815}),
@@ -66,6 +71,59 @@ def test_each_level_of_floors_is_worth_something(
                 assert shares[-1][0] <= shares[-1][1] <= shares[-1][2] <= ROUNDING
     medians = dict(zip(least, np.median(shares, axis=0).tolist(), strict=True))
     assert all(medians[level] >= floor for level, floor in least.items()), medians
+
+
+@cache
+def _of_twelve_layers() -> Finder:
+    """Pipelines of a small model on two unlike groups, with the same ranks in every cell."""
+    job = Job(sequence_length=4096, global_batch_size=12, precision="bf16")
+    model = analyze({"model_type": "llama", "num_hidden_layers": 12, "vocab_size": 32000, **TRAINED}, job)
+    fixed = {
+        "micro_batch_size": 1,
+        "tensor_parallel_degree": 1,
+        "context_parallel_degree": 1,
+        "data_parallel_shard_degree": 1,
+    }
+    asked = problem(model, cluster_of((H100, 1, 6), (A100, 1, 6), gbps=400), job, fixed, {"compile": False})
+    return Finder(asked, MixedSpace(asked), Budget(), float("inf"))
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_close_floors_are_under_every_cut_and_schedule(data: st.DataObject) -> None:
+    """Of random placements, and of those with the layers and micro-batches divided evenly, whose floors are the closest."""
+    finder = _of_twelve_layers()
+    asked, floors = finder.asked, finder.floors
+    p, r = data.draw(st.sampled_from([(2, 1), (2, 2), (3, 1), (3, 2), (3, 3), (4, 1), (4, 2), (4, 3)]))
+    pipe = data.draw(st.sampled_from(list(pipes(p, 12))))
+    stages, names = p * pipe.virtual, st.sampled_from("ab")
+    columns = [tuple(data.draw(names) for _ in range(r)) for _ in range(p)]
+    more = Counter(data.draw(st.integers(0, stages - 1)) for _ in range(12 - stages))
+    cut = [1 + more[stage] for stage in range(stages)]
+    if data.draw(st.booleans()):
+        columns = [columns[0]] * p
+        cut = [12 // stages + (stage < 12 % stages) for stage in range(stages)]
+    shares = [12 // r] * r if data.draw(st.booleans()) else data.draw(st.sampled_from(list(sums(12, r))))
+    layout = layout_of(Alike(1, False, 1, 1, 1, 1, 0, data.draw(st.sampled_from(["none", "full"]))), p, r).model_copy(update={
+        "pipeline_parallel_schedule": pipe.schedule, "virtual_stages_per_rank": pipe.virtual,
+        "stages": tuple(StagePlace(group=columns[at], layers=n) for at, n in zip(stage_ranks(pipe.schedule, p, pipe.virtual), cut, strict=True)),
+        "micro_batches_per_replica": tuple(shares),
+    })  # fmt: skip
+    try:
+        forecast = asked.price(layout)
+    except (BadInput, NotExpressible):
+        return
+    shape, kind = shape_of(layout), "several" if pipe.virtual > 1 else "piped"
+    rough = floors.by_work(kind, 1e3)
+    there = np.flatnonzero((rough.pipeline == p) & (rough.replicas == r)).tolist()
+    mine = {shape, replace(shape, alike=shape.alike._replace(recompute="full"))}  # which may recompute no layer too
+    at = [at for at in there if mine & set(floors.shapes(kind, rough, at))]
+    assert at
+    for limit_s in (1.001 * forecast.step_time_s, 2 * forecast.step_time_s):
+        found = floors.by_replicas(rough.where(np.array(at)), limit_s, closely=True)
+        if forecast.fits:
+            assert found.floor_s.min() <= forecast.step_time_s * ROUNDING, layout.short()
 
 
 @st.composite
@@ -196,24 +254,33 @@ def test_no_replicas_do_more_together(cells: list[int], p: int, replicas: int, d
 
 
 @settings(max_examples=40, deadline=None)
-@given(rooms(), rooms(), st.integers(3, 9), st.integers(1, 2))
+@given(rooms(), rooms(), st.integers(3, 9), st.integers(1, 2), st.sampled_from([None, 2, 3, 4, 6]), st.booleans())
 def test_replicas_of_a_mix_have_all_layers_in_no_less(
-    one: StageRoom, other: StageRoom, num_layers: int, fewest: int
+    one: StageRoom, other: StageRoom, num_layers: int, fewest: int, most_layers: int | None, head: bool
 ) -> None:
+    """Whichever cell has the head, and with so many layers in the largest stage."""
     both = [
         np.concatenate(pair, axis=1)
         for pair in zip(*(vars(of.mapped(lambda of: of)).values() for of in (one, other)), strict=True)
     ]
     room, mix = StageRoom(*both), mixes(3, (3, 3))
     assert mix is not None
-    at = Positions(np.array([1, 2, 3]), np.full(3, BETWEEN), np.ones(3, dtype=np.int64))
-    none = np.zeros((1, 1, 1))
-    rough, fine = (longest_s(room, at, mix, num_layers, fewest, none, times, alike=True)[0] for times in (ROUGH, FINE))
+    at = Positions(
+        np.array([1, 2, 3]), np.full(3, BETWEEN), np.ones(3, dtype=np.int64), head=head & (np.arange(3) == 0)
+    )
+    largest, head_s = None if most_layers is None else np.array([most_layers]), np.array([[[1.0]], [[3.0]]]) * at.head
+    rough, fine = (
+        longest_s(room, at, mix, num_layers, fewest, head_s.reshape(1, 2, 3), times, largest, alike=True)[0]
+        for times in (ROUGH, FINE)
+    )
 
     def have(seconds: float, count: list[int]) -> bool:
-        layers = np.floor(room.layers(np.array([seconds]))[0] + 1e-9)
+        left_s = np.maximum(seconds - head_s.reshape(1, 2, 3), 0.0)
+        layers = np.floor(room.layers(left_s)[0] + 1e-9)
         ways = set(permutations([group for group, number in enumerate(count) for _ in range(number)]))
         each = [layers[list(way), range(3)] for way in ways]
+        if most_layers is not None:
+            each = [np.minimum(of, most_layers) for of in each if of.max() >= most_layers]
         return any(of.min() >= fewest and of.sum() >= num_layers for of in each)
 
     for longest, count in zip([*rough.tolist(), *fine.tolist()], 2 * mix.tolist(), strict=True):

@@ -64,8 +64,14 @@ class Layouts:
         if closely:
             for schedule in np.unique(of.schedule).tolist():
                 some = np.flatnonzero(of.schedule == schedule)
-                each = self.depth(schedule, p).crewed_closely(self.pipelines(of.where(some)), mix)
-                found[some] = np.min([one.floors_s(known_s[some], limits_s[some], FINE.close) for one in each], axis=0)
+                depth, pipelines, known = self.depth(schedule, p), self.pipelines(of.where(some)), known_s[some]
+                at, largest = depth.largest(pipelines, mix, limits_s[some])
+                least_s = limits_s[some]  # with more layers in a stage, all take longer
+                if len(at):
+                    each = depth.crewed_closely(pipelines.where(at), mix, largest)
+                    floors_s = [one.floors_s(known[at], least_s[at], FINE.close) for one in each]
+                    np.minimum.at(least_s, at, np.min(floors_s, axis=0))
+                found[some] = least_s
         else:
             left = np.arange(len(found))
             for times in (FIRST_LOOK, ROUGH):  # a first look shows that most take longer than the limit

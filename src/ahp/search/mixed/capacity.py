@@ -95,23 +95,44 @@ class Depth:
         found = [self._crewed(of.where(some), (1, heavy), mix, times) for heavy, some in each]
         return Crewed.all(found).where(np.argsort(np.concatenate([some for _, some in each])))
 
-    def crewed_closely(self, of: Pipelines, mix: Ints) -> list[Crewed]:
+    def crewed_closely(self, of: Pipelines, mix: Ints, largest: Ints | None) -> list[Crewed]:
         """The same, closer and slower: for each kind of schedules, with replicas by their micro-batches up to the number from which on they
-        keep no more."""
+        keep no more. ``largest``: [n] the layers of the stage with the most."""
         numbers = tuple(1 << at for at in range((2 * self.p).bit_length()))
         kinds = get_args(Kind) if self.schedule == SEVERAL else (None,)
-        return [replace(self, kind=kind)._crewed(of, numbers, mix, FINE) for kind in kinds]
+        return [replace(self, kind=kind)._crewed(of, numbers, mix, FINE, largest) for kind in kinds]
 
-    def _crewed(self, of: Pipelines, numbers: Sequence[int], mix: Ints, times: Times) -> Crewed:
+    def largest(self, of: Pipelines, mix: Ints, limit_s: Floats) -> tuple[Ints, Ints | None]:
+        """Shapes, each as often as there are numbers of layers that its largest stage may have within ``limit_s`` [n]: their indices, and these
+        numbers; None where layers differ."""
+        columns, every = self.columns, np.arange(len(of.rows))
+        if not columns.alike:
+            return every, None
+        layer_s = columns.work.layer_s[of.rows].min(axis=1)
+        most = np.minimum(limit_s * of.replicas / (of.total * layer_s), columns.num_layers).astype(np.int64)
+        least = -(-columns.num_layers // self.p)
+        number = np.maximum(most - least + 1, 0)
+        at, first = np.repeat(every, number), np.repeat(np.cumsum(number) - number, number)
+        largest = least + np.arange(len(at)) - first
+        if not len(at):
+            return at, largest
+        left = ~self._crewed(of.where(at), (1,), mix, FIRST_LOOK, largest).lack(limit_s[at])
+        return at[left], largest[left]
+
+    def _crewed(
+        self, of: Pipelines, numbers: Sequence[int], mix: Ints, times: Times, largest: Ints | None = None
+    ) -> Crewed:
         """The same, with replicas by these ``numbers`` of micro-batches; the shapes' replicas have at least the largest on average if there are two."""
-        rows, which = np.unique(of.rows, return_inverse=True)
+        keys = np.stack([of.rows, 0 * of.rows if largest is None else largest])
+        (rows, some), which = np.unique(keys, axis=1, return_inverse=True)
         alone = len(numbers) == 2 and int(of.replicas.max()) == 1  # the one replica has all micro-batches
+        most = None if largest is None else some
         crews = tuple(
-            self._crews(rows, number, mix, times, there=number == numbers[-1] or not alone) for number in numbers
+            self._crews(rows, number, mix, times, most, there=number == numbers[-1] or not alone) for number in numbers
         )
-        return Crewed(mix, crews, which, self.cells[of.rows], of.replicas, of.total)
+        return Crewed(mix, crews, which.ravel(), self.cells[of.rows], of.replicas, of.total)
 
-    def _crews(self, rows: Ints, fewest: int, mix: Ints, times: Times, *, there: bool) -> Crews:
+    def _crews(self, rows: Ints, fewest: int, mix: Ints, times: Times, largest: Ints | None, *, there: bool) -> Crews:
         """Replicas of some rows with ``fewest`` micro-batches or more; ``there``: whether there are any."""
         columns = self.columns
         stages = positions(self.schedule, self.p, fewest, self.kind, exact=times is FINE)
@@ -120,7 +141,9 @@ class Depth:
         if there:
             layers = (2 if self.schedule == SEVERAL else 1) * columns.alike  # one in each stage of a rank
             head_s = columns.work.head_s[rows][..., None] * stages.head
-            longest = longest_s(room, stages, mix, columns.num_layers, layers, head_s, times, alike=columns.alike)
+            longest = longest_s(
+                room, stages, mix, columns.num_layers, layers, head_s, times, largest, alike=columns.alike
+            )
         return Crews.of(longest, fewest, self._ahead(rows, room, fewest), mix, columns.num_layers)
 
     def _ahead(self, rows: Ints, room: StageRoom, heavy: int) -> Ahead:

@@ -74,7 +74,7 @@ CLOSELY = 64
 """How many shapes get the closest floors at once."""
 
 
-UNTIL = 0.84
+UNTIL = 0.86
 """[Empirical] Floors are first made closer up to this share of the best time: most proofs end a little below it."""
 
 
@@ -167,7 +167,7 @@ class Queue:
         of, self._close = (
             self._close.where(at) for at in np.split(np.arange(len(self._close.rows)), [min(number, CLOSELY)])
         )
-        known, left = self._closer(of, min(below_s, FURTHER**REACHED * lowest_s), below_s, closely=True)
+        known, left = self._closer(of, min(below_s, FURTHER * lowest_s), below_s, closely=True)
         self._push(known)
         self._close = Shapes.all([self._close, left]).sorted()
 

@@ -6,7 +6,8 @@ If x_k replicas of a shape have mix k, together they do at most
 
     most = max sum of x_k m(k, T),   sum of x_k k_g <= cells of group g,   sum of x_k = replicas
 
-If the shape has more micro-batches than that, it takes more than T. Replicas share one cut, which this bound leaves out. In the way W of
+If the shape has more micro-batches than that, it takes more than T. Replicas share one cut. Closely, there is a floor for each number of layers
+of its largest stage: no cell has more, and each replica has a cell with so many. The least of these floors holds for every cut. In the way W of
 the first micro-batch, stages on g have at most k_g X / a_g layers, at a_g seconds each and w_g of the way. All other layers take w, the
 most of any group in the replica:
 
@@ -91,12 +92,14 @@ def longest_s(
     fewest: int,
     head_s: Floats,
     times: Times,
+    largest: Ints | None = None,
     *,
     alike: bool,
 ) -> Floats:
     """[n, K] Seconds of the longest stage in replicas of each mix, at least; infinite where they do not hold the layers.
 
-    ``fewest``: layers of each stage, at least; ``head_s``: [n, G, P] seconds of a stage besides its layers.
+    ``fewest``: layers of each stage, at least; ``head_s``: [n, G, P] seconds of a stage besides its layers; ``largest``: [n] the layers of the
+    stage with the most, where they are known.
     """
     least_s = room.least_s(num_layers, stages.number)
     found, there = np.full((len(least_s), len(mix)), np.inf), np.flatnonzero(np.isfinite(least_s))
@@ -105,13 +108,17 @@ def longest_s(
     size = max(1, AT_ONCE // (groups * tried * (int(stages.number.sum()) + 1)))
     for first in range(0, len(there), size):
         some = there[first : first + size]
-        own = _Stages(each.mapped(lambda of, some=some: of[some]), stages, fewest, head_s[some], alike)
+        most = np.full(len(some), num_layers) if largest is None else largest[some]
+        own = _Stages(each.mapped(lambda of, some=some: of[some]), stages, fewest, head_s[some], most, alike)
         ever = own.layers(np.full((len(some), 1), FOREVER), mix, np.zeros((len(some), 1), dtype=np.int64))
         holds = ever >= num_layers * (1 - ROUNDING)
         rows, ways = np.flatnonzero(holds.any(axis=1)), np.flatnonzero(holds.any(axis=0))
         if len(rows):
             longest = own.where(rows).longest_s(mix[ways], num_layers, least_s[some[rows]], times)
             found[np.ix_(some[rows], ways)] = np.where(holds[np.ix_(rows, ways)], longest, np.inf)
+    if largest is not None:  # some cell has the stage with the most layers
+        each_s = room.seconds(largest[:, None, None].astype(float)).min(axis=2)[:, None]
+        found = np.maximum(found, np.where(mix > 0, each_s, np.inf).min(axis=2))
     return found
 
 
@@ -123,11 +130,13 @@ class _Stages:
     at: Positions
     fewest: int
     head_s: Floats
+    largest: Ints
     alike: bool
 
     def where(self, some: Ints) -> _Stages:
         """The same for the selected layouts."""
-        return replace(self, room=self.room.mapped(lambda of: of[some]), head_s=self.head_s[some])
+        room = self.room.mapped(lambda of: of[some])
+        return replace(self, room=room, head_s=self.head_s[some], largest=self.largest[some])
 
     def longest_s(self, mix: Ints, num_layers: int, least_s: Floats, times: Times) -> Floats:
         """[n, K] Seconds of the longest stage for each mix, at least."""
@@ -148,27 +157,37 @@ class _Stages:
         """[n, K] Layers that replicas of each mix have room for just before the time with index ``at`` [n, K or 1] in the grid [n, Q]."""
         return _of_mixes(self._held(grid), mix, at)
 
-    def _held(self, grid: Floats) -> Floats:
-        """[n, Q, G, p + 1] Layers that the 0 to p roomiest stages have room for on cells of a group, just before each time."""
+    def _held(self, grid: Floats) -> list[Floats]:
+        """[n, Q, G, p + 1] Layers that the 0 to p roomiest stages have room for on cells of a group, just before each time; where the stage of the
+        head is known, the roomiest others, and then these and that stage together."""
         times = grid * (1 - ROUNDING)
         seconds = np.maximum(times[..., None, None] - self.head_s[:, None], 0.0)
         layers = StageRoom(*(of[:, None] for of in vars(self.room).values())).layers(seconds)
-        if self.alike:
-            layers = np.floor(layers + ROUNDING)
-        falling = np.maximum.accumulate(layers[..., ::-1], axis=-1)[..., ::-1]
-        each = np.where(falling < self.fewest, NEVER, falling)
-        found = np.zeros((*each.shape[:-1], int(self.at.number.sum()) + 1))
-        np.cumsum(np.repeat(each, self.at.number, axis=-1), axis=-1, out=found[..., 1:])
-        return found
+        layers = np.minimum(np.floor(layers + ROUNDING) if self.alike else layers, self.largest[:, None, None, None])
+        each, head = np.where(layers < self.fewest, NEVER, layers), np.broadcast_to(self.at.head, layers.shape[-1:])
+        falling = np.maximum.accumulate(each[..., ~head][..., ::-1], axis=-1)[..., ::-1]
+        number = self.at.number[~head]
+        number[-1] += head.any()  # one more than there is, which no replica with a head takes
+        found = np.zeros((*layers.shape[:-1], int(number.sum()) + 1))
+        np.cumsum(np.repeat(falling, number, axis=-1), axis=-1, out=found[..., 1:])
+        if not head.any():
+            return [found]
+        none = np.full((*layers.shape[:-1], 1), NEVER)
+        return [found, np.concatenate([none, found[..., :-1] + each[..., head]], axis=-1)]
 
 
-def _of_mixes(held: Floats, mix: Ints, at: Ints) -> Floats:
+def _of_mixes(held: list[Floats], mix: Ints, at: Ints) -> Floats:
     """[n, K] Layers that the cells of each mix have room for, at the time with index ``at`` [n, K or 1]."""
-    n, _, groups, most = held.shape
-    flat = held.reshape(n, -1)
+    n, _, groups, most = held[0].shape
     first = at * (groups * most)
-    each = [np.take_along_axis(flat, first + (group * most + mix[:, group]), axis=1) for group in range(groups)]
-    return np.sum(each, axis=0)
+
+    def of_groups(held: Floats) -> list[Floats]:
+        flat = held.reshape(n, -1)
+        return [np.take_along_axis(flat, first + (group * most + mix[:, group]), axis=1) for group in range(groups)]
+
+    found, *with_head = map(of_groups, held)
+    more = [np.max([one - other for one, other in zip(of, found, strict=True)], axis=0) for of in with_head]
+    return np.sum([*found, *more], axis=0)
 
 
 def most(gain: Floats, mix: Ints, cells: Ints, replicas: Ints, enough: Floats) -> Floats:
@@ -343,8 +362,8 @@ class Crewed(NamedTuple):
             there = own.fewest < below  # else the crews above stand for these too
             gain = np.maximum(gain, np.where(there, np.minimum(own.micro_batches(seconds), below - 1.0), NEVER))
             below = own.fewest
-        total = self.total.astype(np.float64)
-        return most(gain, self.mix, self.cells, self.replicas, total) < total * (1 - ROUNDING)
+        enough = self.total.astype(np.float64) * (1 - ROUNDING)
+        return most(gain, self.mix, self.cells, self.replicas, enough) < enough
 
     def floors_s(self, floor_s: Floats, limit_s: Floats, close: float) -> Floats:
         """[n] Seconds that the shapes take at least, from the known ``floor_s`` up to ``limit_s``; infinite where their cells do not suffice."""
