@@ -1,18 +1,22 @@
-"""Between two steps: keeps gradients of a step that raised, or of a backward pass of the user's own, out of the next step, and follows the
-modes of the user's module."""
+"""Between two steps: keeps gradients of a step that raised, or of a backward pass of the user's own, out of the next step, and follows or
+refuses what the program does to its module."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from ahp.errors import BadInput, bad_input
+from ahp.graph.blocks import BlockList
+from ahp.graph.effects import PLAIN
+from ahp.graph.likeness import own_attributes
 from ahp.runtime.pipeline.schedules import Accumulation, Pipeline
 from ahp.runtime.shard.fsdp import Sharding
-from ahp.runtime.shard.ownership import LocalParameters
+from ahp.runtime.shard.ownership import LocalParameters, ParameterNames
 
 
 def forget_step(runner: Accumulation | Pipeline, local: LocalParameters, sharding: Sharding) -> None:
@@ -60,19 +64,80 @@ def refuse_gradients(local: LocalParameters, sharding: Sharding) -> None:
         )
 
 
-class Modes:
-    """Pipeline stages run copies of a module's parts: where the program puts a part into evaluation or training mode, its copies follow."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Where an ``nn.Module`` keeps the hooks around its forward and its backward."""
 
-    def __init__(self, module: nn.Module, stages: Iterable[nn.Module]) -> None:
-        given = dict(module.named_modules())
+
+def _first_other(names: list[str], before: list[Any], now: list[Any]) -> str:
+    """The name of the first fact that is another; of more or fewer facts, that of the first to come or go."""
+    return next((name for name, one, other in zip(names, before, now, strict=False) if one != other), names[-1])
+
+
+class ProgramsModule:
+    """The module that the program has given. Pipeline stages run copies of its parts, and under tensor parallelism blocks run graphs that were made
+    of them: where the program puts a part into evaluation or training mode, its copies follow. Other changes would be ignored, and are refused."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stages: Iterable[nn.Module],
+        names: ParameterNames,
+        local: LocalParameters,
+        sliced: BlockList | None,
+    ) -> None:
+        """``names``, ``local``: parameters of the module as it came, and of the stages; ``sliced``: blocks that run as graphs."""
+        self._local, given = local, dict(module.named_modules())
         pairs = [(given[n], copied) for stage in stages for n, copied in stage.named_modules() if n in given]
         # Weak: a program that drops its module frees the weights of other ranks' stages.
         self._pairs = [(weakref.ref(own), copied) for own, copied in pairs if own is not copied]
         self._seen = [own.training for own, copied in pairs if own is not copied]
+        self._copied = bool(self._pairs)
+        ours = {id(p) for p in local}
+        mine = ((name, ref, ref()) for name, ref in names.given if name in local.parameters)
+        self._replaced = {id(p): (name, ref) for name, ref, p in mine if p is not None and id(p) not in ours}
+        """By ``id``, the module's parameters that this rank's stages have in another form."""
+        graphs = () if sliced is None else sliced.blocks
+        inside = {part for block in graphs for part in block.modules()}
+        self._with_own_hooks = weakref.WeakSet(() if self._copied else graphs)
+        """Sliced blocks whose hooks run around their graphs."""
+        watched = ((path, part) for path, part in given.items() if self._copied or part in inside)
+        self._parts = [
+            (path, weakref.ref(part), plain, self._facts(part, plain))
+            for path, part in watched
+            for plain in ([name for name, value in own_attributes(part) if isinstance(value, PLAIN)],)
+        ]
 
     def follow(self) -> None:
-        """Take over the modes that have changed since the last call."""
+        """Take over the modes and values that have changed since the last call. Raises BadInput for another change."""
+        self._local.follow()
         for place, (reference, copied) in enumerate(self._pairs):
             own = reference()
             if own is not None and own.training != self._seen[place]:
                 self._seen[place] = copied.training = own.training
+        for path, reference, plain, before in self._parts:
+            part = reference()
+            if part is not None and (now := self._facts(part, plain)) != before:
+                what = _first_other([*plain, *part._modules, *part._parameters, *_HOOKS], before, now)
+                rule = "has changed since ahp.parallelize, and stages of a pipeline and blocks under tensor parallelism would not follow"
+                valid = ["a change before ahp.parallelize", "parallel.parameters for weights"]
+                raise bad_input("module", f"{path}.{what}".removeprefix("."), rule, valid)
+
+    def _facts(self, part: nn.Module, names: list[str]) -> list[Any]:
+        """What the program may change in a part: the attributes of these names, submodules, weights and hooks."""
+        held, hooks = vars(part), () if part in self._with_own_hooks else _HOOKS
+        return [
+            *(held.get(name) for name in names),
+            *map(id, part._modules.values()),
+            *(
+                (p._version, p.requires_grad) if p is not None and id(p) in self._replaced else None
+                for p in part._parameters.values()
+            ),
+            *([*held[name]] for name in hooks),
+        ]
+
+    def refuse_used(self) -> None:
+        """After backward: raises BadInput if a parameter that the stages have in another form was computed with as it came. It would not be trained."""
+        used = (name for name, ref in self._replaced.values() if (p := ref()) is not None and p.grad is not None)
+        if (name := next(used, None)) is not None:
+            rule = "is read through a closure, a default argument or a weak reference, which keep it as it was before ahp.parallelize"
+            raise bad_input("module", name, rule, ["self of a method", "data_parallel_replicate_degree, in fp32"])

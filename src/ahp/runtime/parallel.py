@@ -20,7 +20,7 @@ from ahp.graph.lora import base_alone, with_adapters
 from ahp.graph.models import is_masked
 from ahp.graph.outline import Outline
 from ahp.plan import Plan, validated
-from ahp.runtime.between_steps import Modes, forget_step, refuse_gradients, refuse_modes
+from ahp.runtime.between_steps import ProgramsModule, forget_step, refuse_gradients, refuse_modes
 from ahp.runtime.compute.chunked_loss import Tail
 from ahp.runtime.compute.deterministic import deterministic, set_environment
 from ahp.runtime.compute.fp8 import check_parts, refuse_device
@@ -54,7 +54,7 @@ from ahp.runtime.sequence.own_tokens import SequenceSharding
 from ahp.runtime.shard.buffers import Buffers
 from ahp.runtime.shard.ends import ends_of
 from ahp.runtime.shard.fsdp import COMPUTE_DTYPE, Sharding
-from ahp.runtime.shard.given_gradients import GivenGradients
+from ahp.runtime.shard.given_gradients import GivenGradients, nothing_trained
 from ahp.runtime.shard.ownership import LocalParameters, ParameterNames, TiedParameters
 from ahp.runtime.shard.parameter_layout import ParameterLayout
 from ahp.runtime.stage_setup import StageSetup, cut_stages
@@ -195,10 +195,11 @@ class Parallel:
         self.runner = self._runner(found, vocabulary)
         self._generators = Generators(*self.runner.stages.values())
         self.copies = {name: self._num_copies(name) for name in self.parameters}
-        self.modes = Modes(module, [stage.model for stage in self.stages.values()])
         mark_taken(module)
         if self.sharding.uses_fsdp or any(getattr(p, key) > 1 for key in DIVIDING):
             refuse_calls(module)
+        models, slices = [stage.model for stage in self.stages.values()], blocks if sliced else None
+        self.given_module = ProgramsModule(module, models, self.names, self.state.local, slices)
 
     def _training_state(
         self, stages: list[Stage], prepare: StageSetup, start: StartingValues, matrices: frozenset[str]
@@ -216,7 +217,6 @@ class Parallel:
         buffers = (named for stage in self.stages.values() for named in stage.model.named_buffers())
         self.bytes_read = start.fill(layout, buffers)
         """How many bytes of ``plan.init_from`` this rank read."""
-        local.refresh_twins()
         return TrainingState(
             layout,
             local,
@@ -316,13 +316,9 @@ class Parallel:
         counts = p.micro_batches_per_replica or (1,) * p.data_parallel_replicate_degree
         share = sum(counts) * p.data_parallel_shard_degree
         if num_rows % (share * p.micro_batch_size):
-            named = (
-                f"data_parallel degree {share}"
-                if p.micro_batches_per_replica is None
-                else (
-                    f"micro_batches_per_replica {list(counts)} x data_parallel_shard_degree {p.data_parallel_shard_degree}"
-                )
-            )
+            named = f"data_parallel degree {share}"
+            if p.micro_batches_per_replica is not None:
+                named = f"micro_batches_per_replica {list(counts)} x data_parallel_shard_degree {p.data_parallel_shard_degree}"
             rule = f"its rows must be a multiple of {named} x micro_batch_size {p.micro_batch_size}"
             raise bad_input("global_batch", num_rows, rule)
         each = num_rows // share
@@ -340,7 +336,7 @@ class Parallel:
         refuse_modes(self.mesh.device, self.plan.job.precision)
         # Of a pipeline other ranks may train what this one does not.
         if not (self.state.local.trains() if self.layout.num_stages == 1 else self._trains):
-            raise BadInput("module: none of its parameters has requires_grad, so a step would train nothing")
+            raise nothing_trained()
         if self._unlike is not None:
             raise BadInput(
                 f"module: {self._unlike} has other values on other ranks; build it alike on every rank (torch.manual_seed), or on the "
@@ -360,10 +356,10 @@ class Parallel:
             forget_step(self.runner, state.local, self.sharding)
         refuse_gradients(state.local, self.sharding)
         self._in_step = True
-        self.modes.follow()
         numbers = numbers_of_step(self.mesh, job.seed, state.num_steps_done, self._generators)
         with numbers, deterministic(job.deterministic):
             loss = self.runner.run(inputs, labels, num_micro_batches)
+        self.given_module.refuse_used()
         absent = self.given.absent(self.sharding.finish())
         gradients = state.local.gradients()
         self._in_step = False
@@ -378,7 +374,6 @@ class Parallel:
         unscale_and_clip_(gradients, figures[1], self.plan.job.optimizer.grad_clip, scale)
         leave_out = self._leaves_out(figures, can_shrink, any_scored)
         state.optimizer.step(rate, gradients, without=nobodys, leave_out=leave_out)
-        state.local.refresh_twins()
         state.buffers.synchronize()
         state.num_steps_done += 1
         # Last in the queue: whoever has read the numbers knows that the step is over.
@@ -399,6 +394,7 @@ class Parallel:
 
         ``parts``: this rank's rows of each batch, as ``shard`` gives them. Collective; the result is the same on every rank, under every plan.
         """
+        self.given_module.follow()  # before modes are changed and put back
         checked, seed = (self._checked(part) for part in parts), self.plan.job.seed
         with deterministic(self.plan.job.deterministic):
             return evaluate(self.runner, self.mesh, self.rows_of_ranks, checked, seed)
@@ -416,6 +412,7 @@ class Parallel:
         """The inputs of the model, and the labels."""
         if self._awaits_load:
             raise _without_values()
+        self.given_module.follow()
         check_part(part, self.plan.job, self.layout.micro_batch_size)
         found = {key: part[key].to(self.mesh.device, non_blocking=True) for key in keys_of_part(self.plan.job)}
         refuse_length(self.plan.job, self.layout, part["labels"].shape[1])
@@ -434,6 +431,7 @@ class Parallel:
         """Write weights, optimizer states and the step count to a folder. Collective; loads under any other plan."""
         from ahp.runtime.weights.checkpoint import save
 
+        self.given_module.follow()
         save(self.state, Path(folder))
 
     @property
@@ -456,6 +454,7 @@ class Parallel:
         (load_weights if weights_alone else load)(self.state, Path(folder))
         self._unlike = None
         self._awaits_load = False
+        self._halted.zero_()
 
     def skip_to(self, step: int) -> None:
         """Count the steps before ``step`` (from 0) as done: it comes next, with its learning rate and random numbers."""
@@ -477,6 +476,7 @@ class Parallel:
 
         if self._awaits_load:
             raise _without_values()
+        self.given_module.follow()
         export_hf(
             self.state,
             Path(folder),

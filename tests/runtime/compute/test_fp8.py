@@ -171,7 +171,6 @@ def steps_from(
         for step, whole in enumerate(weights):
             for name, parameter in parallel.parameters.items():
                 local_tensor(parameter.detach()).copy_(parallel.state.layout.own_part(name, whole[name]))
-            parallel.state.local.refresh_twins()
             result = parallel.step(parallel.shard(batch(step)))
             found.append((result.loss, result.grad_norm))
         return found

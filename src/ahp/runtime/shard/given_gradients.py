@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import nn
 
+from ahp.errors import BadInput
 from ahp.runtime.shard.ownership import LocalParameters
 
 
@@ -45,10 +46,13 @@ class GivenGradients:
         shards: dict[str, nn.Parameter],
     ) -> frozenset[str]:
         """Give each ``absent`` parameter zeros if some rank has a gradient of it, else no gradient; returns the latter. ``counts``: summed over
-        all ranks. The host waits for the device if any are absent."""
-        if not absent:
+        all ranks. The host waits for the device if any are absent, or if this rank trains none. Raises BadInput, on every rank, if no rank has a
+        gradient: of a pipeline, whose stages are given hidden states that require one, autograd does not."""
+        if not absent and self.local.trained:
             return frozenset()
         of_all = counts.tolist()
+        if not any(of_all):
+            raise nothing_trained()
         nobodys = frozenset(name for name in absent if not of_all[self.places[name]])
         for name in absent:
             if name in nobodys:
@@ -56,3 +60,7 @@ class GivenGradients:
             elif name not in gradients:
                 gradients[name] = torch.zeros_like(shards[name])
         return nobodys
+
+
+def nothing_trained() -> BadInput:
+    return BadInput("module: none of its parameters has requires_grad, so a step would train nothing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from itertools import chain
 
@@ -10,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ahp.errors import bad_input
 from ahp.plan import Parallelism
 from ahp.runtime.pipeline.schedules import stages_of_rank
 from ahp.runtime.ranks.mesh import Mesh
 from ahp.runtime.ranks.torch_compat import time_limit
 from ahp.runtime.shard.parameter_layout import ParameterLayout, Ranges, cut_to, part_of, put_part
-from ahp.runtime.torch_compat import has_gradient_hook, local_tensor
+from ahp.runtime.torch_compat import has_gradient_hook, local_tensor, memory_of
 
 SUMMED_ELEMENTS = 2**24
 """How many elements of tied weights are summed at once if parts do not line up: 64 MiB, enough to fill any link, little next to the weights."""
@@ -30,6 +32,7 @@ class ParameterNames:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             self.of[name] = self.first.setdefault(id(parameter), name)
         self.shapes = {name: tuple(module.get_parameter(name).shape) for name in self.first.values()}
+        self.given = [(name, weakref.ref(parameter)) for name, parameter in module.named_parameters()]
 
     def on(self, model: nn.Module) -> set[str]:
         """Names of the parameters that are on a stage's cut model."""
@@ -53,14 +56,16 @@ class LocalParameters:
         for stage in stages:
             for local_name, parameter in stage.named_parameters():
                 name = names.of[local_name]
-                if name in self.parameters:
+                if self.parameters.setdefault(name, parameter) is not parameter:
                     self.twins.append((name, parameter))
-                else:
-                    self.parameters[name] = parameter
                 if parameter.requires_grad:
                     self.trained.add(name)
                 if has_gradient_hook(parameter):
                     self.hooked.add(name)
+        self._memory = [memory_of(parameter) for parameter in self]
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self._all())
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """This rank's part of every gradient that exists, twins added up; afterwards no parameter holds a gradient."""
@@ -97,11 +102,18 @@ class LocalParameters:
         """(name, parameter), twins last."""
         return chain(self.parameters.items(), self.twins)
 
-    def refresh_twins(self) -> None:
-        """Copy parameters to their twins, after they changed."""
+    def follow(self) -> None:
+        """Let twins be what the parameters are, which a step, a checkpoint or the program may have changed. Raises BadInput if the program has
+        put another tensor under a parameter: the optimizer and FSDP2 would go on with the first."""
+        for (name, parameter), memory in zip(self._all(), self._memory, strict=True):
+            if memory_of(parameter) != memory:
+                rule = "its data is another tensor now (p.data = ..), while the optimizer and ZeRO have the first"
+                raise bad_input("parallel.parameters", name, rule, ["with torch.no_grad(): p.copy_(..)"])
         with torch.no_grad():
             for name, twin in self.twins:
-                local_tensor(twin).copy_(local_tensor(self.parameters[name]))
+                parameter = self.parameters[name]
+                twin.requires_grad_(parameter.requires_grad)
+                local_tensor(twin).copy_(local_tensor(parameter))
 
 
 class TiedParameters:

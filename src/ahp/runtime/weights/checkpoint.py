@@ -36,7 +36,6 @@ def load_weights(state: TrainingState, folder: Path) -> None:
     dcp.load(tensors, storage_reader=reader)
     for name, parameter in state.parameters.items():
         _take_over(state.layout, name, parameter, tensors[f"model.{name}"])
-    state.local.refresh_twins()
     state.buffers.after_load()
 
 
@@ -56,7 +55,6 @@ def load(state: TrainingState, folder: Path) -> None:
                 else:
                     layout = _layout_of(state.layout, name, moment)
                     _take_over(layout, name, _as_parameter(moment, parameter), tensors[f"{key}.{name}"])
-    state.local.refresh_twins()
     state.buffers.after_load()
     state.num_steps_done = int(tensors["num_steps_done"])
     state.loss_scale.take_over(tensors)
