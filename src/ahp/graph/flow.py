@@ -6,16 +6,22 @@ made them would compute with other values.
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Iterable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import torch
 
-from ahp.graph.torch_compat import Watching, memory_of, pytree
+from ahp.graph.torch_compat import Watching, memory_of, noting_checkpoints, pytree
 from ahp.graph.weight_reads import Place, WeightReads
 
 BEFORE = -1
 """The part of the model before the blocks. Block ``i`` is part ``i``."""
+
+Recompute = Literal["reentrant", "reentrant around blocks", "not reentrant"]
+"""How a model calls ``torch.utils.checkpoint`` itself."""
 
 _SHAPES_ALONE = {
     "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty",
@@ -45,8 +51,25 @@ class Flow(Watching):
         self.reads_watched = False
         """Whether the model computes with a watched tensor."""
         self._watched: set[int] = set()
+        self.recomputes: set[Recompute] = set()
+        self._checkpoints: AbstractContextManager[None] = noting_checkpoints(self._note_checkpoint)
         self._parts: dict[int, frozenset[int]] = {}
         self._kept: list[Any] = []  # an address stands for the same memory only while that is alive
+
+    def __enter__(self) -> Flow:
+        self._checkpoints.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._checkpoints.__exit__(*raised)
+
+    def _note_checkpoint(self, function: Any, reentrant: bool) -> None:
+        while isinstance(function, functools.partial):
+            function = function.func
+        # A method is a block's own, as transformers' ``__call__``: a stand-in for the block has not got it.
+        around = self.block is None and not isinstance(function, types.MethodType)
+        self.recomputes.add(("reentrant around blocks" if around else "reentrant") if reentrant else "not reentrant")
 
     def enter(self, block: int, hidden: torch.Tensor, arguments: Iterable[torch.Tensor]) -> None:
         self.block = self._place = block

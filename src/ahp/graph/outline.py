@@ -22,7 +22,7 @@ from ahp.graph.effects import Draws, NotInGraph, in_graph_alone
 from ahp.graph.experts import Watch
 from ahp.graph.fake_mode import DEPENDS_ON_VALUES, NeedsValues, as_on_data
 from ahp.graph.fake_run import others_pass_on, train_whole
-from ahp.graph.flow import BEFORE, Flow
+from ahp.graph.flow import BEFORE, Flow, Recompute
 from ahp.graph.host_numbers import Generators
 from ahp.graph.likeness import ModulesUsed, Values, watched
 from ahp.graph.torch_compat import FakeTensorMode, pytree
@@ -83,6 +83,7 @@ class Outline:
     """Whether the model computes with what its blocks return besides their hidden states."""
     experts: tuple[str, ...] = ()
     """Modules of the blocks that hold a mixture's experts (``ahp.graph.experts``)."""
+    recomputes: frozenset[Recompute] = frozenset()
 
     @property
     def num_layers(self) -> int:
@@ -258,22 +259,18 @@ class _Record:
 
     def _look_between(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A cut is possible when a block's output is the next one's input unchanged, and nothing else trainable passes."""
-        hidden = block_input(args, kwargs)
+        hidden, path = block_input(args, kwargs), self.blocks_path
         given = tensor_leaves(args, kwargs)
         del given[next(i for i, x in enumerate(given) if x is hidden)]  # once: block 0 may be given them a second time
         others = [x for x in given if x.requires_grad]
         if self.shared is None:
             self.shared = others
         elif hidden is not self.last_output or hidden._version != self.last_version:
-            self.uncuttable = (
-                f"the model changes the hidden states between blocks {index - 1} and {index} of {self.blocks_path}"
-            )
+            self.uncuttable = f"the model changes the hidden states between blocks {index - 1} and {index} of {path}"
         elif len(others) != len(self.shared) or any(a is not b for a, b in zip(others, self.shared, strict=True)):
             self.uncuttable = f"block {index} of {self.blocks_path} is given trainable tensors that block 0 is not (a skip connection?)"
         elif self.flow.of(given) - {BEFORE} or any(x is earlier for x in given for earlier in self.beside):
-            self.uncuttable = (
-                f"block {index} of {self.blocks_path} is given more of an earlier block than its hidden states"
-            )
+            self.uncuttable = f"block {index} of {path} is given more of an earlier block than its hidden states"
         if index and BEFORE in self.flow.of(given):
             self.flow.reads_before = True
 
@@ -348,6 +345,7 @@ class _Record:
             reads_unseen=self._reads_unseen(),
             reads_blocks=self.weights.of_blocks(),
             experts=self.experts.found(),
+            recomputes=frozenset(self.flow.recomputes),
             captures=tuple(self._capture(kind, mode) for kind in range(max(self.kinds) + 1)),
         )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
+import torch.utils.checkpoint as recompute
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +21,7 @@ __all__ = [
     "backward_number",
     "forward_number",
     "memory_of",
+    "noting_checkpoints",
     "pytree",
     "scripts_as_python",
     "sets_gradient_mode",
@@ -77,3 +80,23 @@ def scripts_as_python() -> Iterator[None]:
         yield
     finally:
         kind.__call__ = compiled
+
+
+@contextmanager
+def noting_checkpoints(note: Callable[[Any, bool], object]) -> Iterator[None]:
+    """Within, each call of ``torch.utils.checkpoint.checkpoint`` calls ``note`` first: with the function, and whether it is reentrant."""
+    forward, generator = recompute.CheckpointFunction.forward, recompute._checkpoint_without_reentrant_generator
+
+    def reentrant(ctx: Any, function: Any, *args: Any) -> Any:
+        note(function, True)
+        return forward(ctx, function, *args)
+
+    def other(function: Any, *args: Any, **kwargs: Any) -> Any:
+        note(function, False)
+        return generator(function, *args, **kwargs)
+
+    with (
+        mock.patch.object(recompute.CheckpointFunction, "forward", staticmethod(reentrant)),
+        mock.patch.object(recompute, "_checkpoint_without_reentrant_generator", other),
+    ):
+        yield
