@@ -187,7 +187,10 @@ def in_8_bits(device: str, version: str | None = None, engine: str = "megatron",
 
 def test_in_mxfp8_recipes_of_megatron_run_one_graph_and_hide_tokens_on_a_node():
     new, old = in_8_bits("GB200-NVL72", "26.06"), in_8_bits("GB200-NVL72", "26.04")
-    assert in_8_bits("GB200-NVL72") == old  # nobody asks for a recipe
+    plain = in_8_bits("GB200-NVL72")  # nobody asks for a recipe: it has the loss of Megatron-LM itself too
+    assert plain["expert_parallel"] == old["expert_parallel"]
+    assert plain["host"] > 0
+    assert plain["forward"] > old["forward"]
     assert new.get("host", 0.0) == 0.0 < old["host"]
     assert new["expert_parallel"] < 0.5 * old["expert_parallel"]
     assert new["forward"] < old["forward"]
