@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -325,6 +326,24 @@ class Counting(Numbered):
         return super().forward(x / notes.count)
 
 
+class Leaving(Numbered):
+    """Leaves a result in a mapping of the model's (Gemma 4: keys and values)."""
+
+    def prepare(self, number: int) -> None:
+        self.layer_idx = number
+
+    def forward(self, x: torch.Tensor, left: UserDict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        if self.layer_idx == 1:
+            left["middle"] = self.up(x)
+        return super().forward(x)
+
+
+class Taking(Leaving):
+    def forward(self, x: torch.Tensor, left: UserDict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        x = super().forward(x, left)
+        return x + left["middle"].mean() if self.layer_idx == 2 else x
+
+
 class Noting(Numbered):
     def forward(self, x: torch.Tensor, notes: Notes) -> torch.Tensor:  # type: ignore[override]
         assert notes.first is not None
@@ -383,6 +402,21 @@ class GivesNotes(Own):
         for block in self.blocks:
             x = block(x, notes)
         return self.head(self.norm(x))
+
+
+class GivesMapping(Own):
+    read_after = False
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        left: UserDict[str, torch.Tensor] = UserDict()
+        for block in self.blocks:
+            x = block(x, left)
+        return self.head(self.norm(x + left["middle"].mean() if self.read_after else x))
+
+
+class ReadsMapping(GivesMapping):
+    read_after = True
 
 
 class ByLength(Numbered):
@@ -455,6 +489,7 @@ EQUAL: list[tuple[type[Own], type[Numbered], str]] = [
     (ReadsBefore, Numbered, "1f1b"),
     (Lends, Borrowing, "1f1b"),
     (Own, Scripted, "tp"),
+    *((GivesMapping, Leaving, layout) for layout in ("tp", "1f1b")),
     *((WritesLogits, Numbered, layout) for layout in ("tp", "context")),
 ]
 REFUSED: list[tuple[type[Own], type[Numbered], str, str]] = [
@@ -470,6 +505,9 @@ REFUSED: list[tuple[type[Own], type[Numbered], str, str]] = [
     (ReadsBeside, Beside, "context", "computes with what blocks return beside their hidden states"),
     (GivesNotes, Counting, "tp", "changes the Notes that it is given"),
     (GivesNotes, Counting, "1f1b", "changes the Notes that it is given"),
+    *((GivesMapping, Taking, layout, "changes the UserDict that it is given") for layout in ("tp", "1f1b")),
+    (ReadsMapping, Leaving, "tp", "changes the UserDict that it is given"),
+    (ReadsMapping, Leaving, "1f1b", "reads more than the output of the last block"),
     (GivesNotes, Noting, "tp", "reads a tensor that was computed before it and is not among its arguments"),
     (Own, ByLength, "context", "gets a number computed from the sequence's length"),
     (Own, OverRows, "context", "aten.mean.dim reads other tokens than its own"),

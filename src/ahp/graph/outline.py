@@ -17,6 +17,7 @@ from ahp.errors import BadInput
 from ahp.graph.blocks import Stack, counting_keys, find_blocks
 from ahp.graph.call import Documents, call_model, logits_of
 from ahp.graph.capture import Capture, TensorLike, capture, tensor_leaves
+from ahp.graph.changed_arguments import ChangedArguments
 from ahp.graph.copies import fake_copy
 from ahp.graph.effects import Draws, NotInGraph, in_graph_alone
 from ahp.graph.experts import Watch
@@ -24,7 +25,7 @@ from ahp.graph.fake_mode import DEPENDS_ON_VALUES, NeedsValues, as_on_data
 from ahp.graph.fake_run import others_pass_on, train_whole
 from ahp.graph.flow import BEFORE, Flow, Recompute
 from ahp.graph.host_numbers import Generators
-from ahp.graph.likeness import ModulesUsed, Values, watched
+from ahp.graph.likeness import ModulesUsed, watched
 from ahp.graph.torch_compat import FakeTensorMode, pytree
 from ahp.graph.weight_reads import WeightReads
 
@@ -217,9 +218,7 @@ class _Record:
         """The version of the last block's output when the block returned it: writing in place raises it."""
         self.weights = WeightReads(fake, self.blocks)
         self.flow = Flow(self.weights)
-        self.objects: list[tuple[Any, Any]] = []
-        """Arguments of the block that runs which are no plain values, each with its content before."""
-        self.changes: str | None = None
+        self.changed = ChangedArguments(self.flow)
         self.shared: list[torch.Tensor] | None = None
         self.uncuttable: str | None = None
         self.draws = Draws(fake)
@@ -253,7 +252,7 @@ class _Record:
             self.used.block = index
             self._look_between(index, args, kwargs)
             self.flow.enter(index, block_input(args, kwargs), tensor_leaves(args, kwargs))
-            self.objects = _objects(args, kwargs)
+            self.changed.enter(args, kwargs)
 
         return hook
 
@@ -278,17 +277,13 @@ class _Record:
         times, places = self.order.count(self.order[-1]), self.blocks.count(module)
         self.flow.leave(last=module is self.blocks[-1] and times >= places)
         self.draws.enter()
-        changed = next((what for what, facts in self.objects if _content(what) != facts), None)
-        if changed is not None:
-            what = "a tensor" if isinstance(changed, torch.Tensor) else f"the {type(changed).__name__}"
-            block = f"block {self.order[-1]} of {self.blocks_path}"
-            self.changes = f"{block} changes {what} that it is given, which only its own forward does"
         self.block_output = "tuple" if isinstance(output, tuple) else "tensor"
         hidden: Any = output[0] if isinstance(output, tuple) and output else output
         if not isinstance(hidden, torch.Tensor):
             raise _NoHidden(
                 f"model: its blocks return {type(hidden).__name__}; hidden states were expected, alone or first in a tuple"
             )
+        self.changed.leave(self.order[-1], self.blocks_path, hidden)
         if isinstance(output, tuple):
             self.num_outputs = len(output)
             self.beside += tensor_leaves(output[1:], {})
@@ -341,7 +336,7 @@ class _Record:
             read_after=frozenset(name for name, module, *_ in self.ran if "after" in self.weights.of(module)) | again,
             own_backward=_own_backward(self.outputs[-1]),
             reads_beside=self.flow.reads_watched,
-            changes=self.changes,
+            changes=self.changed.reason,
             reads_unseen=self._reads_unseen(),
             reads_blocks=self.weights.of_blocks(),
             experts=self.experts.found(),
@@ -434,18 +429,7 @@ class _Record:
             return BadInput(f"block {type(block).__name__} {error}")
         except Exception as error:
             words = f"block {type(block).__name__} cannot be traced: {type(error).__name__}: {error}"
-            return BadInput(self.changes or words)
-
-
-def _objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """A call's arguments that are no plain values, each with its content."""
-    plain = (bool, int, float, str, type(None), torch.dtype, torch.device)
-    return [(leaf, _content(leaf)) for leaf in pytree.tree_leaves((args, kwargs)) if not isinstance(leaf, plain)]
-
-
-def _content(leaf: Any) -> Any:
-    """Other after a change; of a tensor, how often it has been written in place."""
-    return leaf._version if isinstance(leaf, torch.Tensor) else Values().of(leaf)
+            return BadInput(self.changed.reason or words)
 
 
 def _own_backward(hidden: torch.Tensor) -> str | None:

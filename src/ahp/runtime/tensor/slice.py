@@ -7,8 +7,9 @@ forward and see a part of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from copy import copy
 from types import NoneType
 from typing import Any
 
@@ -265,6 +266,7 @@ class SlicedForward:
             permission = LAST_RESORT if permission.gathers_weights else SPARING
         if self.context_degree > 1:
             args, kwargs = self._masks_of_own_tokens(args, kwargs)
+        args, kwargs = pytree.tree_map(_own_copy, (args, kwargs))
         with left_as_it_was(self.template):  # a table that it makes once is of this trace alone
             captured = capture(self.template, args, kwargs, shapes)
         pinned = {name: placement for name, placement in self.solution.weights.items() if name in captured.names}
@@ -297,6 +299,11 @@ class SlicedForward:
             return leaf.detach().new_zeros(()).expand(shape).requires_grad_(leaf.requires_grad)
 
         return pytree.tree_map(part, (args, kwargs))
+
+
+def _own_copy(leaf: Any) -> Any:
+    """A mapping's copy, so that results of a trace do not stay in that of the model."""
+    return copy(leaf) if isinstance(leaf, MutableMapping) else leaf
 
 
 def _fact(leaf: Any) -> Any:
