@@ -10,11 +10,10 @@ from ahp.arrays import Floats
 from ahp.engines.fp8 import Kept
 from ahp.forecast.compute import core_attention
 from ahp.forecast.division import Division, is_weight_gradient
-from ahp.forecast.fp32_loss import LOSS
 from ahp.forecast.kernels import Kernels, owners
 from ahp.forecast.selective import asked_for, kept_results, second_products
 from ahp.forecast.split import TensorSplit, is_mask
-from ahp.graph.operators import Operator, Segment
+from ahp.graph.operators import LOSS, Operator, Segment
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from ahp.graph.operators import Segment
-
-LOSS = "loss"
-"""The module of its operators. It has no kernel of its own: without fusion across modules it runs as torch's operators."""
+from ahp.graph.operators import LOSS, Segment
 
 FP32_BYTES = 4
 FORWARD_BYTES = 5 * FP32_BYTES
@@ -17,19 +12,13 @@ BACKWARD_BYTES = 2 * FP32_BYTES
 """For each logit, beside the write of its gradient: calculate_gradients changes the softmax in place."""
 
 
-class InFp32(NamedTuple):
-    """What this adds to the kernels of a segment, keyed by operator."""
+def loss_in_fp32(
+    segment: Segment, owner: dict[int, int], kept: dict[int, float], moved: dict[int, float]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """``kept`` and ``moved`` with the loss in fp32: the softmax is kept until backward in place of the logits. They are unchanged for a segment without a
+    loss, and for logits that are in fp32 already.
 
-    kept: dict[int, float]
-    """Bytes kept until backward: the softmax in place of the logits."""
-    moved: dict[int, float]
-    """Bytes read and written."""
-
-
-def loss_in_fp32(segment: Segment, owner: dict[int, int], kept: dict[int, float], moved: dict[int, float]) -> InFp32:
-    """The same kernels with the loss in fp32; unchanged for a segment without a loss, and for logits that are in fp32 already.
-
-    ``owner``: see ``owners``; ``kept`` and ``moved``: with the loss in one kernel.
+    ``owner``: see ``owners``; ``kept`` and ``moved``: bytes by operator, with the loss in one kernel.
     """
     casts = [op for op in segment.operators if op.module == LOSS and op.name == "aten._to_copy" and op.index in moved]
     into = next(
@@ -37,14 +26,9 @@ def loss_in_fp32(segment: Segment, owner: dict[int, int], kept: dict[int, float]
     )
     back = next((op for op in reversed(casts) if op.phase == "backward"), None)
     if into is None or back is None:
-        return InFp32(kept, moved)
+        return kept, moved
     logits = into.outputs[0].numel
     kept = {index: held for index, held in kept.items() if index not in {owner[i] for i in into.depends_on}}
-    return InFp32(
-        {**kept, into.index: float(FP32_BYTES * logits)},
-        {
-            **moved,
-            into.index: moved[into.index] + FORWARD_BYTES * logits,
-            back.index: moved[back.index] + BACKWARD_BYTES * logits,
-        },
-    )
+    more = {into.index: FORWARD_BYTES * logits, back.index: BACKWARD_BYTES * logits}
+    moved = {**moved, **{index: moved[index] + changed for index, changed in more.items()}}
+    return {**kept, into.index: float(FP32_BYTES * logits)}, moved

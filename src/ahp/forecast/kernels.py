@@ -14,12 +14,12 @@ from typing import Literal
 
 from ahp.forecast.division import GROUPED
 from ahp.forecast.efficiency import kind_of
-from ahp.forecast.fp32_loss import LOSS, loss_in_fp32
+from ahp.forecast.fp32_loss import loss_in_fp32
 from ahp.forecast.gpu import GroupedKernel
 from ahp.forecast.joined import moved_where_joined
 from ahp.forecast.norms import in_norms, read_for_weights, reads_besides
 from ahp.forecast.one_by_one import one_by_one
-from ahp.graph.operators import Operator, Segment
+from ahp.graph.operators import LOSS, Operator, Segment
 
 Fusion = Literal["traced", "eager", "modules", "fused"]
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
+from ahp.graph.effects import PLAIN
 from ahp.graph.flow import Flow
 from ahp.graph.likeness import Values
 from ahp.graph.torch_compat import pytree
-
-PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 class ChangedArguments:
@@ -26,7 +25,11 @@ class ChangedArguments:
         self._results_left: str | None = None
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if not isinstance(leaf, PLAIN))
+        leaves = (
+            leaf
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if not isinstance(leaf, (*PLAIN, torch.dtype, torch.device))
+        )
         self._given = [
             (leaf, _content(leaf), dict(leaf) if isinstance(leaf, MutableMapping) else {}) for leaf in leaves
         ]

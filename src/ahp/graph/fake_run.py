@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ahp.graph.blocks import BlockList
 from ahp.graph.call import Documents, logits_of, model_arguments
 from ahp.graph.fake_mode import as_on_data
-from ahp.graph.operators import TensorSpec
+from ahp.graph.operators import LOSS, TensorSpec
 from ahp.graph.record import Recorded, Recorder, Where, spec
 from ahp.graph.torch_compat import FakeTensorMode, pytree
 
@@ -59,7 +59,7 @@ def fake_run(subject: Subject, batch: int, sequence: int) -> FakeRun:
             with recorder.saving():
                 logits = forward()
                 run.outputs.setdefault(EMBEDDING, spec(logits))
-                where.place, where.modules = HEAD, ["loss"]
+                where.place, where.modules = HEAD, [LOSS]
                 loss = next_token_loss(logits, labels, shift=not subject.masked)
             recorder.begin_backward()
             loss.backward()

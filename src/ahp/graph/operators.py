@@ -18,6 +18,10 @@ DTYPE_BYTES: dict[str, int] = {
 Phase = Literal["forward", "backward"]
 
 
+LOSS = "loss"
+"""The module of the loss's operators. It has no kernel of its own: without fusion across modules it runs as torch's operators."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Shape and dtype of one tensor (``shape`` in elements, ``dtype`` as torch spells it, without ``torch.``)."""
