@@ -27,9 +27,11 @@ from ahp.search.lost import one_lost
 from ahp.search.method import Method
 from ahp.search.mixed import explain
 from ahp.search.mixed.balance import share
-from ahp.search.mixed.find import Budget, Finder, MixedOutcome, Queue
+from ahp.search.mixed.find import Budget, Finder, MixedOutcome
+from ahp.search.mixed.lowest import lowest_floor_s
 from ahp.search.mixed.matrices import families, matrices
 from ahp.search.mixed.over_groups import BRIEFLY
+from ahp.search.mixed.queue import Queue
 from ahp.search.mixed.shapes import Shapes
 from ahp.search.mixed.solve import Row, distinct_orders
 from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of, shape_of
@@ -289,21 +291,38 @@ def test_the_best_is_the_best_of_every_placement_on_more_cells(asked: Problem) -
     equals_brute_force(asked)
 
 
+LONG_S = 1e3
+"""Longer than any step here."""
+
+
 def floors_of(asked: Problem) -> tuple[Finder, dict[Shape, float]]:
     """The floor of every shape that the memory does not rule out."""
     finder = Finder(asked, MixedSpace(asked), Budget(), float("inf"))
-    return finder, known_floors(finder, float("inf"))
+    return finder, known_floors(finder, LONG_S)
 
 
 def known_floors(finder: Finder, limit_s: float) -> dict[Shape, float]:
     """Those below a limit, as close as they are known."""
-    found, before_s = dict[Shape, float](), 0.0
-    for kind in finder.floors.kinds:
-        queue, before_s = Queue(finder.floors, kind, limit_s, closest=True), 0.0
-        for floor_s, shape in queue.popped(limit_s):
-            assert floor_s >= before_s
-            found[shape] = before_s = floor_s
+    found, floors = dict[Shape, float](), finder.floors
+    for kind in floors.kinds:
+        if kind == "alone":
+            found |= {shape: floor_s for floor_s, shape in Queue(floors, kind, limit_s).popped(limit_s)}
+            continue
+        some = floors.by_memory(kind, floors.by_work(kind, limit_s))
+        some = floors.by_replicas(some.where(some.floor_s < limit_s), limit_s)
+        some = floors.by_replicas(some.where(some.floor_s < limit_s), limit_s, closely=True)
+        for at in np.flatnonzero(some.floor_s < limit_s).tolist():
+            found |= dict.fromkeys(floors.shapes(kind, some, at), float(some.floor_s[at]))
     return found
+
+
+def test_floors_never_fall_from_one_shape_to_the_next() -> None:
+    asked = mixed(cluster_of((H100, 1, 4), (A100, 1, 4)))
+    finder = Finder(asked, MixedSpace(asked), Budget(), float("inf"))
+    for kind in finder.floors.kinds:
+        floors_s = [floor_s for floor_s, _ in Queue(finder.floors, kind, float("inf")).popped(float("inf"))]
+        assert floors_s
+        assert floors_s == sorted(floors_s)
 
 
 class _AtTheLimit:
@@ -325,10 +344,9 @@ class _AtTheLimit:
 
 
 @pytest.mark.parametrize("limit_s", [10.1, 12.0, 20.551424261575367])
-def test_the_queue_ends_where_a_floor_is_a_rounding_error_below_the_limit(limit_s: float) -> None:
+def test_the_proof_ends_where_a_floor_is_a_rounding_error_below_the_limit(limit_s: float) -> None:
     """Three groups of 256 devices were searched for ever: such a floor was computed again and again."""
-    queue = Queue(_AtTheLimit(), "piped", limit_s, closest=True)  # type: ignore[arg-type]
-    assert queue.pop(limit_s) is None
+    assert lowest_floor_s(_AtTheLimit(), "piped", limit_s, limit_s, lambda shape: True) == float("inf")  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -60,21 +60,16 @@ class Layouts:
         """[n] Floors of shapes with ``p`` stages and at most ``most`` cells of each group in a replica."""
         if (mix := mixes(p, most)) is None:
             return of.floor_s
-        known_s, limits_s, found = of.floor_s / of.slowest, limit_s / of.slowest, of.floor_s.copy()
+        known_s, limits_s = of.floor_s / of.slowest, limit_s / of.slowest
         if closely:
+            found = limits_s.copy()
             for schedule in np.unique(of.schedule).tolist():
                 some = np.flatnonzero(of.schedule == schedule)
-                depth, pipelines, known = self.depth(schedule, p), self.pipelines(of.where(some)), known_s[some]
-                at, largest = depth.largest(pipelines, mix, limits_s[some])
-                least_s = limits_s[some]  # with more layers in a stage, all take longer
-                if len(at):
-                    each = depth.crewed_closely(pipelines.where(at), mix, largest)
-                    floors_s = [one.floors_s(known[at], least_s[at], FINE.close) for one in each]
-                    np.minimum.at(least_s, at, np.min(floors_s, axis=0))
-                found[some] = least_s
+                pipelines = self.pipelines(of.where(some))
+                found[some] = _closely_s(self.depth(schedule, p), pipelines, mix, known_s[some], limits_s[some])
         else:
-            left = np.arange(len(found))
-            for times in (FIRST_LOOK, ROUGH):  # a first look shows that most take longer than the limit
+            found, left = known_s.copy(), np.arange(len(known_s))
+            for times in (FIRST_LOOK, ROUGH):  # a first look finds that most take longer than the limit
                 crewed = self._crewed(p, of.where(left), mix, times)
                 found[left] = crewed.floors_s(known_s[left], limits_s[left], times.close)
                 left = left[found[left] < limits_s[left]]
@@ -89,6 +84,23 @@ class Layouts:
             crews.append(self.depth(schedule, p).crewed(self.pipelines(of.where(some)), mix, times))
             order.append(some)
         return Crewed.all(crews).where(np.argsort(np.concatenate(order)))
+
+
+def _closely_s(depth: Depth, of: Pipelines, mix: Ints, known_s: Floats, limit_s: Floats) -> Floats:
+    """[n] Floors from the known ones up to a limit: the least over all numbers of layers that the largest stage may have, and over the kinds of
+    schedules. Each of these is looked at more closely only while it may be below the least so far."""
+    at, largest = depth.largest(of, mix, limit_s)
+    least_s = limit_s.copy()  # with more layers in a stage, all take longer
+    for each in depth.of_each_kind():
+        found, left = known_s[at], np.arange(len(at))
+        for times in (FIRST_LOOK, ROUGH, FINE):
+            if not len(left):
+                break
+            crewed = each.crewed_closely(of.where(at[left]), mix, times, None if largest is None else largest[left])
+            found[left] = crewed.floors_s(found[left], least_s[at[left]], times.close)
+            left = left[found[left] < least_s[at[left]]]
+        np.minimum.at(least_s, at[left], found[left])
+    return least_s
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from ahp.search.mixed.space import SEVERAL, all_forwards_first, splits_backward
 FEWER = np.unique(np.round(1.2 ** np.arange(60)).astype(np.int64))
 """The numbers of micro-batches kept by a stage that floors distinguish; numbers between them are rounded down."""
 
-Kind = Literal["loops", "split", "V"]
-"""How ranks with several stages go through them: in loops, in loops with a split backward pass, or down and up again."""
+Kind = Literal["V", "loops", "split"]
+"""How ranks with several stages go through them: down and up again, in loops, or in loops with a split backward pass."""
 
 
 class Pipelines(NamedTuple):
@@ -95,12 +95,14 @@ class Depth:
         found = [self._crewed(of.where(some), (1, heavy), mix, times) for heavy, some in each]
         return Crewed.all(found).where(np.argsort(np.concatenate([some for _, some in each])))
 
-    def crewed_closely(self, of: Pipelines, mix: Ints, largest: Ints | None) -> list[Crewed]:
-        """The same, closer and slower: for each kind of schedules, with replicas by their micro-batches up to the number from which on they
-        keep no more. ``largest``: [n] the layers of the stage with the most."""
-        numbers = tuple(1 << at for at in range((2 * self.p).bit_length()))
-        kinds = get_args(Kind) if self.schedule == SEVERAL else (None,)
-        return [replace(self, kind=kind)._crewed(of, numbers, mix, FINE, largest) for kind in kinds]
+    def of_each_kind(self) -> list[Depth]:
+        """The same pipelines under each kind of schedules."""
+        return [replace(self, kind=kind) for kind in (get_args(Kind) if self.schedule == SEVERAL else (None,))]
+
+    def crewed_closely(self, of: Pipelines, mix: Ints, times: Times, largest: Ints | None) -> Crewed:
+        """The same, closer and slower: with replicas by their micro-batches up to the number from which on they keep no more. ``largest``: [n]
+        the layers of the stage with the most."""
+        return self._crewed(of, tuple(1 << at for at in range((2 * self.p).bit_length())), mix, times, largest)
 
     def largest(self, of: Pipelines, mix: Ints, limit_s: Floats) -> tuple[Ints, Ints | None]:
         """Shapes, each as often as there are numbers of layers that its largest stage may have within ``limit_s`` [n]: their indices, and these

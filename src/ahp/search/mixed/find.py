@@ -8,22 +8,20 @@ far from the best the search can be.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count, islice
 from typing import Any
 
-import numpy as np
-
 from ahp.schedule.registry import PLAIN
 from ahp.search.certificate import merged
 from ahp.search.choices import ScheduleChoice
-from ahp.search.mixed.by_replicas import AT_LIMIT
 from ahp.search.mixed.floors import ShapeFloors, ShapeKind
+from ahp.search.mixed.lowest import lowest_floor_s
 from ahp.search.mixed.nearby_shapes import NearbyShapes
+from ahp.search.mixed.queue import Queue
 from ahp.search.mixed.several import SeveralTask
-from ahp.search.mixed.shapes import Shapes
 from ahp.search.mixed.solve import Placement, Solved, Task
 from ahp.search.mixed.space import SEVERAL, MixedSpace, Shape, shape_of, splits_backward
 from ahp.search.mixed.tables import LayoutTables, columns_hold
@@ -58,129 +56,8 @@ WINDOW = 512
 """How many pipelines with the lowest floors are compared at once by what they promise, which floors do not include."""
 
 
-FURTHER = 1.06
-"""Shapes whose floor is at most this factor times the lowest get closer floors in the same step."""
-
-
-FURTHEST = 1e6
-"""The largest such factor: it grows while memory holds none of the shapes."""
-
-
-REACHED = 2
-"""Closer floors are computed up to this many such factors above the lowest."""
-
-
-CLOSELY = 64
-"""How many shapes get the closest floors at once."""
-
-
-UNTIL = 0.86
-"""[Empirical] Floors are first made closer up to this share of the best time: most proofs end a little below it."""
-
-
 REACH = (4.0, 32.0, 256.0, float("inf"))
 """Search limits as multiples of the least time that any shape can take, tried in turn until a time is known."""
-
-
-class Queue:
-    """The shapes of one kind in the order of their floors, which get closer as shapes come up: by work and speed, then by memory, then from
-    priced stages for shapes without a pipeline. With ``closest``, pipelines are also floored by all replicas together, and then closely."""
-
-    def __init__(
-        self, floors: ShapeFloors, kind: ShapeKind, limit_s: float, *, closest: bool = False, until_s: float = 0.0
-    ) -> None:
-        """``until_s``: floors that are not as close as can be get closer in one step up to here."""
-        self._floors, self._closest, self._until_s = floors, closest and kind != "alone", until_s * closest
-        self.kind: ShapeKind = kind
-        self._rough, self._open, self._close = floors.by_work(kind, limit_s), Shapes.all([]), Shapes.all([])
-        """Shapes with floors by work and speed (``_rough``), by memory too (``_open``), and by all replicas (``_close``), the lowest first."""
-        self._limit_s, self._step = limit_s, FURTHER
-        self.number = count()  # breaks ties between equal floors
-        self._some: list[tuple[float, int, Shapes, int]] = []
-        """Floors as close as rows share them: (floor, tie-breaker, ``Shapes``, index), each for all rows that it stands for."""
-        self._each: list[tuple[float, int, Shape]] = []
-        self.too_large = 0
-        """Shapes that came up and that memory rules out."""
-
-    def reach(self, limit_s: float) -> None:
-        """Add the shapes up to a higher limit."""
-        more = self._floors.by_work(self.kind, limit_s)
-        self._rough = Shapes.all([self._rough, more.where(more.floor_s >= self._limit_s)]).sorted()
-        self._limit_s = limit_s
-
-    def pop(self, below_s: float) -> tuple[float, Shape] | None:
-        """The next shape and its floor; None where no floor is below ``below_s``. Floors never fall from one pop to the next."""
-        while True:
-            rough_s, open_s, close_s = (of.lowest_s for of in (self._rough, self._open, self._close))
-            each_s = self._each[0][0] if self._each else float("inf")
-            left_s = min(rough_s, open_s, close_s)
-            if min(left_s, self._some_s, each_s) >= below_s:
-                return None
-            if each_s <= min(self._some_s, left_s):
-                floor_s, _, shape = heapq.heappop(self._each)
-                return floor_s, shape
-            if self._some_s <= left_s:
-                floor_s, _, of, at = heapq.heappop(self._some)
-                for shape in self._floors.shapes(self.kind, of, at):
-                    closer_s = self._floors.closer_s(shape) if self.kind == "alone" else floor_s
-                    heapq.heappush(self._each, (max(floor_s, closer_s), next(self.number), shape))
-            elif rough_s < max(left_s, min(self._until_s, below_s)) or rough_s == left_s < open_s:
-                self._by_memory(below_s)
-            elif open_s <= close_s:
-                self._by_replicas(below_s)
-            else:
-                self._by_replicas_closely(below_s)
-
-    @property
-    def _some_s(self) -> float:
-        """The lowest floor of those as close as rows share them."""
-        return self._some[0][0] if self._some else float("inf")
-
-    def popped(self, below_s: float) -> Iterator[tuple[float, Shape]]:
-        """All shapes that come up, with their floors."""
-        while (found := self.pop(below_s)) is not None:
-            yield found
-
-    def _by_memory(self, below_s: float) -> None:
-        of, self._rough = self._rough.split(min(max(self._step * self._rough.lowest_s, self._until_s), below_s))
-        of = self._floors.by_memory(self.kind, of)
-        held = of.where(of.floor_s < np.inf)
-        self.too_large += len(of.floor_s) - len(held.floor_s)
-        # Where nothing fits so far, take a longer step next: many shapes at once take hardly longer than a few.
-        self._step = FURTHER if len(held.floor_s) else min(self._step**2, FURTHEST)
-        if self._closest:
-            self._open = Shapes.all([self._open, held]).sorted()
-        else:
-            self._push(held)
-
-    def _by_replicas(self, below_s: float) -> None:
-        lowest_s = self._open.lowest_s
-        known_s = min(self._some_s, self._close.lowest_s)  # floors beyond this need not be closer yet
-        of, self._open = self._open.split(min(max(FURTHER * lowest_s, self._until_s), max(known_s, lowest_s)))
-        limit_s = min(below_s, max(FURTHER**REACHED * lowest_s, self._until_s))
-        known, left = self._closer(of, limit_s, below_s)
-        self._close, self._open = Shapes.all([self._close, known]).sorted(), Shapes.all([self._open, left]).sorted()
-
-    def _by_replicas_closely(self, below_s: float) -> None:
-        lowest_s = self._close.lowest_s
-        number = int(np.searchsorted(self._close.floor_s, self._some_s, side="right"))
-        of, self._close = (
-            self._close.where(at) for at in np.split(np.arange(len(self._close.rows)), [min(number, CLOSELY)])
-        )
-        known, left = self._closer(of, min(below_s, FURTHER * lowest_s), below_s, closely=True)
-        self._push(known)
-        self._close = Shapes.all([self._close, left]).sorted()
-
-    def _closer(self, of: Shapes, limit_s: float, below_s: float, *, closely: bool = False) -> tuple[Shapes, Shapes]:
-        """Shapes with closer floors: those below the limit, and those at the limit, whose floors are higher."""
-        of = self._floors.by_replicas(of.where(of.floor_s < below_s), limit_s, closely=closely)
-        known = of.floor_s < limit_s * AT_LIMIT
-        # Drop shapes whose floor equals ``below_s`` up to rounding: they would come up again forever.
-        return of.where(known), of.where(~known & (of.floor_s < below_s * AT_LIMIT))
-
-    def _push(self, of: Shapes) -> None:
-        for at, floor_s in enumerate(of.floor_s.tolist()):
-            heapq.heappush(self._some, (floor_s, next(self.number), of, at))
 
 
 @dataclass
@@ -268,8 +145,10 @@ class Finder:
         if min([self.outcome.floor_s, *left.values()]) < self.best_s:
             self._look_nearby(shape_of(layout) for layout, _ in self._fastest(keep))
         for kind in sorted(left, key=left.__getitem__):
-            if left[kind] < min(self.outcome.floor_s, self.best_s):
-                self._lowest_floor(kind)
+            limit_s = min(self.outcome.floor_s, self.best_s)
+            if left[kind] < limit_s:
+                lowest_s = lowest_floor_s(self.floors, kind, self.best_s, limit_s, self._may_win)
+                self.outcome.floor_s = min(self.outcome.floor_s, lowest_s)
         self._price_waiting(keep)
         self.outcome.fitting.sort(key=lambda pair: pair[1].step_time_s)
         return self.outcome
@@ -291,15 +170,10 @@ class Finder:
         lowest = queue.pop(self.best_s)
         return min([left_s, *self._unsettled.values(), *([] if lowest is None else [lowest[0]])])
 
-    def _lowest_floor(self, kind: ShapeKind) -> None:
-        """Lower the outcome's floor to that of the kind's lowest unsettled shape, as close as it can be known, whose memory may suffice."""
-        limit_s = min(self.outcome.floor_s, self.best_s)
-        queue = Queue(self.floors, kind, limit_s, closest=True, until_s=UNTIL * self.best_s)
-        for floor_s, shape in queue.popped(limit_s):
-            settled = shape in self._placed and shape not in self._unsettled
-            if not settled and self.columns_hold(self.task(shape)):
-                self.outcome.floor_s = floor_s
-                return
+    def _may_win(self, shape: Shape) -> bool:
+        """Whether a shape is not settled, and its memory may suffice."""
+        settled = shape in self._placed and shape not in self._unsettled
+        return not settled and self.columns_hold(self.task(shape))
 
     def _place_from(self, queue: Queue, limit_s: float, keep: int, hard: int) -> tuple[int, float]:
         """Place what is in a queue. Returns ``hard`` plus the number of shapes with too many placements, and the lowest floor of those that
