@@ -17,7 +17,7 @@ from ahp.search.mixed.queue import Queue
 from ahp.search.mixed.shapes import Shapes
 from ahp.search.mixed.space import Shape
 
-FIRST = 0.86
+FIRST = 0.88
 """[Empirical] The first limit as a share of the best time: most lowest floors are a little above."""
 
 STEP = 1.03

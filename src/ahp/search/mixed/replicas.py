@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
@@ -178,16 +178,14 @@ class _Stages:
 
 def _of_mixes(held: list[Floats], mix: Ints, at: Ints) -> Floats:
     """[n, K] Layers that the cells of each mix have room for, at the time with index ``at`` [n, K or 1]."""
-    n, _, groups, most = held[0].shape
-    first = at * (groups * most)
-
-    def of_groups(held: Floats) -> list[Floats]:
-        flat = held.reshape(n, -1)
-        return [np.take_along_axis(flat, first + (group * most + mix[:, group]), axis=1) for group in range(groups)]
-
-    found, *with_head = map(of_groups, held)
-    more = [np.max([one - other for one, other in zip(of, found, strict=True)], axis=0) for of in with_head]
-    return np.sum([*found, *more], axis=0)
+    n, times, groups, most = held[0].shape
+    first = (np.arange(n)[:, None] * times + at) * (groups * most)
+    each = [first + (group * most + mix[:, group]) for group in range(groups)]
+    found, *with_head = ([of.ravel().take(one) for one in each] for of in held)
+    total = reduce(np.add, found)
+    for of in with_head:
+        total += reduce(np.maximum, [one - other for one, other in zip(of, found, strict=True)])
+    return total
 
 
 def most(gain: Floats, mix: Ints, cells: Ints, replicas: Ints, enough: Floats) -> Floats:
