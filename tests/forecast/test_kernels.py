@@ -84,6 +84,20 @@ def test_a_mask_on_a_gpu_is_of_bytes():
         assert mask.index not in eager.launched  # one kernel with the product of mask and input
 
 
+@pytest.mark.parametrize(("fusion", "apart"), [("eager", False), ("modules", True), ("fused", True)])
+def test_dropout_writes_its_mask_forward_and_reads_it_backward(fusion, apart):
+    """torch's kernel draws the mask in registers: 2 bytes read, 2 + 1 written; backward 2 + 1 read, 2 written."""
+    segment = block("gpt2", "math")
+    moved = kernels(segment, fusion, dropout_apart=apart).moved_bytes
+    mask = next(op for op in segment.operators if op.name == "aten.div_" and "dropout" not in op.module)
+    uses = [op for op in segment.operators if op.name == "aten.mul" and mask.index in op.depends_on]
+    assert [op.phase for op in uses] == ["forward", "backward"]
+    forward, backward = (moved[op.index] for op in uses)
+    scores = HEADS * SEQUENCE * SEQUENCE
+    assert mask.outputs[0].numel == scores
+    assert forward + moved.get(mask.index, 0.0) == backward == 5 * scores
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_fusion_moves_and_launches_less_and_touches_no_product(family):
     segment = block(family, "flash")

@@ -380,8 +380,8 @@ class _Chains:
             made = self.ops[source]
             besides = made.outputs[0].bytes if reads_besides(op, made) else 0
             known += made.bytes_written - besides
-            if made.bytes_written == 0:
-                continue
+            if made.bytes_written == 0 or (source in self.masks and made.phase == op.phase):
+                continue  # the kernel that makes a mask has it in registers
             for root in self._read_from(made, op, kept):
                 module = "" if self.joined and op.index not in self.norms else op.module
                 key = (module, op.phase, self.level[op.index], root)
