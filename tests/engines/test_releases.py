@@ -94,3 +94,9 @@ def test_megatrons_loss_by_day(version: str | None, fused: bool, in_fp32: bool) 
 def test_megatrons_cudnn_by_container(version: str | None, recent: bool) -> None:
     traits = get("megatron").traits(JOB, Parallelism(), EngineChoice(name="megatron", version=version))
     assert traits.kernels.recent_cudnn is recent
+
+
+@pytest.mark.parametrize(("version", "fused"), [("2025-02-09", False), ("25.02", False), ("25.04", True), (None, True)])
+def test_megatrons_order_of_tokens_by_day(version: str | None, fused: bool) -> None:
+    traits = get("megatron").traits(JOB, Parallelism(), EngineChoice(name="megatron", version=version))
+    assert traits.experts.fused_permutation is fused

@@ -138,7 +138,10 @@ class MegatronEngine(Engine):
             ),
             context=ContextTraits(ways=("ring",)),  # cp_comm_type p2p, the default
             experts=_experts(
-                parallelism, choice, one_graph_in_mxfp8=not choice.cuda_graph_modules and has("experts_in_one_graph")
+                parallelism,
+                choice,
+                fused_permutation=has("fused_permutation"),
+                one_graph_in_mxfp8=not choice.cuda_graph_modules and has("experts_in_one_graph"),
             ),
             # training/arguments.py sets deallocate_pipeline_outputs: what a stage has sent is freed (core/pipeline_parallel/schedules.py)
             pipeline=PipelineTraits(ends="may_be_empty", sends_split_by_tensor=True, keeps_outputs=False),
@@ -194,7 +197,9 @@ def _gradients(job: Job, zero: int, *, averages: bool) -> GradientTraits:
     )
 
 
-def _experts(parallelism: Parallelism, choice: EngineChoice, *, one_graph_in_mxfp8: bool) -> ExpertTraits:
+def _experts(
+    parallelism: Parallelism, choice: EngineChoice, *, fused_permutation: bool, one_graph_in_mxfp8: bool
+) -> ExpertTraits:
     overlap = choice.overlap_moe_expert_parallel_comm
     return ExpertTraits(
         folded=SUPPORT.folded(parallelism),
@@ -203,7 +208,7 @@ def _experts(parallelism: Parallelism, choice: EngineChoice, *, one_graph_in_mxf
         tokens_once_to_a_rank=choice.moe_token_dispatcher_type == "flex",
         overlap_between_nodes=0.0 if overlap is False else 1.0,
         overlap_on_a_node=1.0 if overlap else 0.0,
-        fused_permutation=True,  # --moe-permute-fusion
+        fused_permutation=fused_permutation,  # --moe-permute-fusion
         # core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher: sort_chunks_by_idxs where a rank has several experts
         sorts_arrived=choice.moe_token_dispatcher_type != "flex",
         launched_one_by_one=True,  # --moe-grouped-gemm: Transformer Engine's GroupedLinear, cuBLAS on several streams
