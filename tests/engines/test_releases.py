@@ -100,3 +100,21 @@ def test_megatrons_cudnn_by_container(version: str | None, recent: bool) -> None
 def test_megatrons_order_of_tokens_by_day(version: str | None, fused: bool) -> None:
     traits = get("megatron").traits(JOB, Parallelism(), EngineChoice(name="megatron", version=version))
     assert traits.experts.fused_permutation is fused
+
+
+def test_megatron_of_early_2021() -> None:
+    """8aa4619f: gradients flattened, divided and copied back; an all-reduce that products wait for; apex's own kernel for weights of norms."""
+
+    def traits(version: str | None, ranks: int, *, bf16: bool = False):
+        layout = Parallelism(data_parallel_replicate_degree=ranks, tensor_parallel_degree=2)
+        job = JOB if bf16 else Job(sequence_length=128, global_batch_size=8, precision="fp16")
+        return get("megatron").traits(job, layout, EngineChoice(name="megatron", version=version))
+
+    old, new = traits("2021-03-22", 4), traits(None, 4)
+    assert (old.gradients.passes, old.gradients.adds_first) == (6, False)
+    assert (new.gradients.passes, new.gradients.adds_first) == (3, True)
+    assert traits("2021-03-22", 1).gradients.passes == 0  # zero_grad sets gradients to None
+    in_fp32 = traits("2021-03-22", 4, bf16=True).gradients  # which needs the buffer
+    assert (in_fp32.passes, in_fp32.adds_first) == (3, True)
+    assert (old.tensor.overlap_backward, new.tensor.overlap_backward) == (0.0, 1.0)
+    assert (old.kernels.norm_weights_apart, new.kernels.norm_weights_apart) == (True, False)

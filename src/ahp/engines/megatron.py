@@ -106,9 +106,12 @@ class MegatronEngine(Engine):
             return releases.has(self.name, feature, choice.version)
 
         fused_loss = has("fused_loss") and fuses_loss(job)
+        in_buffer = has("gradients_in_buffer") or _gradient_bytes(job) == 4
+        together = several and not overlaps
+        passes = (3 if together else 1) if in_buffer else 6 if together else 0
         return Traits(
             states=StateTraits(master_weight_bytes=4, optimizer_bytes=8, compute_weight_bytes=2 if half else 0),
-            gradients=_gradients(job, zero, averages=several and not overlaps),
+            gradients=_gradients(job, zero, in_buffer=in_buffer, passes=passes),
             gather=GatherTraits(
                 each_weight=one_by_one,
                 copies=one_by_one,  # core/distributed/param_and_grad_buffer.py: weights are views of param_data
@@ -134,7 +137,9 @@ class MegatronEngine(Engine):
                 in_pieces=fp8 if choice.enable_async_tensor_parallel is None else choice.enable_async_tensor_parallel,
                 few_keys="gathered",  # core/transformer/attention.py: num_query_groups below the tensor-parallel size
                 # With sequence parallelism a third, the gathering of the output's gradient, has no product to overlap with.
-                overlap_backward=2 / 3 if parallelism.enable_sequence_parallel else 1.0,
+                overlap_backward=(2 / 3 if parallelism.enable_sequence_parallel else 1.0)
+                if has("async_all_reduce")
+                else 0.0,
             ),
             context=ContextTraits(ways=("ring",)),  # cp_comm_type p2p, the default
             experts=_experts(
@@ -155,6 +160,7 @@ class MegatronEngine(Engine):
                 dropout_apart=True,  # core/transformer/dot_product_attention.py: FusedScaleMaskSoftmax, then torch.nn.Dropout
                 # Transformer Engine, common/normalization/*/*_bwd_kernels.cuh, as apex's FastLayerNorm: one kernel sums the weight's gradient too.
                 norms_apart=True,
+                norm_weights_apart=not has("norms_in_one_kernel"),
                 joined_products=True,  # core/transformer/attention.py: linear_qkv; mlp.py: linear_fc1, fusions/fused_bias_swiglu.py
                 scaled_apart=has("scaled_apart"),
             ),
@@ -182,16 +188,17 @@ def _gradient_bytes(job: Job) -> int:
     return 2 if job.precision in ("fp8", "fp16") else 4
 
 
-def _gradients(job: Job, zero: int, *, averages: bool) -> GradientTraits:
-    """``averages``: gradients are divided by the data ranks before they are sent."""
+def _gradients(job: Job, zero: int, *, in_buffer: bool, passes: int) -> GradientTraits:
+    """``in_buffer``: gradients lie in one buffer. ``passes``: how often all of them are read or written for their reduction on ZeRO stages 0 and 1."""
     return GradientTraits(
         element_bytes=_gradient_bytes(job),
         whole=zero < 2,
         fused_accumulation=job.precision in ("fp8", "bf16"),
         # core/distributed: a hook adds each gradient to main_grad, which zero_grad_buffer sets to zero. start_grad_sync divides it by
-        # the data ranks, but not in the recipes, which average in the collective (average_in_collective).
-        adds_first=zero < 2,
-        passes=0 if zero >= 2 else 3 if averages else 1,
+        # the data ranks, but not in the recipes, which average in the collective (average_in_collective). Without a buffer (8aa4619f,
+        # model/distributed.py) gradients are flattened, divided and copied back.
+        adds_first=in_buffer and zero < 2,
+        passes=0 if zero >= 2 else passes,
         # core/optimizer: _copy_model_grads_to_main_grads (the update then reads 4 bytes), _unscale_main_grads_and_check_for_nan
         before_update_bytes=(2 + 4 + 2 if _gradient_bytes(job) == 2 else 0) + (8 if job.precision == "fp16" else 0),
     )
