@@ -118,3 +118,21 @@ def test_megatron_of_early_2021() -> None:
     assert (in_fp32.passes, in_fp32.adds_first) == (3, True)
     assert (old.tensor.overlap_backward, new.tensor.overlap_backward) == (0.0, 1.0)
     assert (old.kernels.norm_weights_apart, new.kernels.norm_weights_apart) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("version", "gate_apart", "positions_apart"),
+    [
+        ("2023-10", True, True),
+        ("2024-04-05", False, False),
+        ("24.01", True, True),
+        ("24.03.01", True, False),
+        ("24.05", False, False),
+        (None, False, False),
+    ],
+)
+def test_megatrons_gates_and_positions_by_day_and_recipe(
+    version: str | None, gate_apart: bool, positions_apart: bool
+) -> None:
+    kernels = get("megatron").traits(JOB, Parallelism(), EngineChoice(name="megatron", version=version)).kernels
+    assert (kernels.gate_apart, kernels.positions_apart) == (gate_apart, positions_apart)

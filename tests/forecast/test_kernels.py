@@ -192,6 +192,29 @@ def test_joined_products_move_the_bytes_of_megatrons_kernels():
     assert all(joined.get(i) == apart.get(i) for i in untouched)
 
 
+def test_megatron_before_2024_turns_queries_and_computes_gates_by_torchs_kernels():
+    """core_v0.4.0: rotary_pos_embedding.py, 24 and 34 bytes an element instead of 4; transformer/mlp.py, glu, 10 and 26 instead of 6 and 10."""
+    segment = block("llama", "flash")
+    fused, turned, gated = (
+        kernels(segment, "fused", joined_products=True, positions_apart=positions, gate_apart=gate)
+        for positions, gate in ((False, False), (True, False), (False, True))
+    )
+
+    def more(run, phase):
+        ops = list(segment.phase(phase))
+        return sum(run.moved_bytes.get(op.index, 0.0) - fused.moved_bytes.get(op.index, 0.0) for op in ops)
+
+    turns, gates = SEQUENCE * HIDDEN // HEADS * (HEADS + KV_HEADS), SEQUENCE * FFN
+    assert (more(turned, "forward"), more(turned, "backward")) == (20 * turns, 30 * turns)
+    assert (more(gated, "forward"), more(gated, "backward")) == (4 * gates, 16 * gates)
+    assert sum(gated.saved_bytes.values()) - sum(fused.saved_bytes.values()) == 2 * gates  # the activation's result
+    learned = block("gpt2", "flash")  # neither turned nor gated
+    plain, apart = (
+        kernels(learned, "fused", joined_products=True, positions_apart=on, gate_apart=on) for on in (False, True)
+    )
+    assert apart == plain
+
+
 def test_megatron_turns_gpt_oss_and_adds_its_experts_biases_by_torchs_kernels():
     """Two of four experts for each token. Elements of 16 bits: queries and keys, and the results of the experts' first and last product."""
     sizes = {

@@ -162,6 +162,8 @@ class MegatronEngine(Engine):
                 norms_apart=True,
                 norm_weights_apart=not has("norms_in_one_kernel"),
                 joined_products=True,  # core/transformer/attention.py: linear_qkv; mlp.py: linear_fc1, fusions/fused_bias_swiglu.py
+                gate_apart=not has("fused_gate"),
+                positions_apart=not has("fused_positions"),
                 scaled_apart=has("scaled_apart"),
             ),
             host=HostTraits(

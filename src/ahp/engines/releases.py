@@ -26,6 +26,8 @@ class Feature:
     source: str
     in_recipes: bool = False
     """Whether the feature is off by default, and turned on in the recipes of these releases."""
+    not_in: tuple[str, ...] = ()
+    """Releases whose recipes turn the feature off."""
 
     def at(self, day: datetime.date | None) -> bool:
         """Whether the program of that day has the feature; None = the newest."""
@@ -46,12 +48,19 @@ class Releases:
 
         A number between two known releases means the earlier one (26.04.01: 26.04), a number above the last the newest.
         """
-        if found := _DAY.fullmatch(version):
+        if _DAY.fullmatch(version):
             return _day(version)
+        name = self.name(version)
+        return None if name is None else self.days[name]
+
+    def name(self, version: str) -> str | None:
+        """The release that a number means; None for a day, and for a number above the last. Raises LookupError for an unknown name."""
+        if _DAY.fullmatch(version):
+            return None
         if not (found := _NUMBER.fullmatch(version)):
             raise LookupError(version)
         asked = _numbers(found[1])
-        known = {_numbers(name): day for name, day in self.days.items()}
+        known = {_numbers(name): name for name in self.days}
         before = [numbers for numbers in known if numbers <= asked]
         if not before:
             raise LookupError(version)
@@ -65,7 +74,7 @@ def has(engine: str, feature: str, version: str | None) -> bool:
     asked = found.features[feature]
     if version is None:
         return asked.at(None) and not asked.in_recipes
-    return asked.at(found.day(version))
+    return found.name(version) not in asked.not_in and asked.at(found.day(version))
 
 
 def refuses(engine: str, version: str | None) -> str | None:
@@ -100,7 +109,11 @@ def _releases(entry: Mapping[str, Mapping[str, object]]) -> Releases:
             (_day(str(first)), None if after is None else _day(str(after))) for first, after in given["spans"]
         )
         in_recipes = given.get("in_recipes", False)
-        features[name] = Feature(spans=spans, meaning=given["meaning"], source=given["source"], in_recipes=in_recipes)
+        not_in = tuple(given.get("not_in", ()))
+        assert days.keys() >= set(not_in), "releases of this engine"
+        features[name] = Feature(
+            spans=spans, meaning=given["meaning"], source=given["source"], in_recipes=in_recipes, not_in=not_in
+        )
     return Releases(days, features)
 
 

@@ -279,8 +279,12 @@ class KernelTraits(NamedTuple):
     """Whether the gradient of a norm's weight is made by a kernel of its own there, which reads the norm's input and its output's gradient again."""
     joined_products: bool = False
     """Whether one product makes queries, keys and values, and one gate and up, which one kernel then reads."""
+    gate_apart: bool = False
+    """Whether torch's kernels compute a gate's activation and product one by one, though one product makes what they read."""
+    positions_apart: bool = False
+    """Whether queries and keys are turned by torch's kernels one by one."""
     scaled_apart: bool = False
-    """Whether queries and keys whose positions YaRN scales are turned by torch's kernels one by one."""
+    """The same for those whose positions YaRN scales."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits, loss and gradient exist at a time; None = all of a micro-batch."""
 

@@ -163,6 +163,8 @@ class SegmentPricer:
                 norms_apart=how.norms_apart,
                 norm_weights_apart=how.norm_weights_apart,
                 joined_products=how.joined_products,
+                gate_apart=how.gate_apart,
+                positions_apart=how.positions_apart,
                 scaled_apart=how.scaled_apart,
                 biases_apart=fp8 is None or not fp8.fused_experts,
                 grouped=grouped,

@@ -33,6 +33,13 @@ def products_before_attention(segment: Segment, owner: Mapping[int, int]) -> lis
     return next((group for group in _groups(segment, owner) if len(group) == 3), [])
 
 
+def activations_of_gates(segment: Segment, owner: Mapping[int, int]) -> list[Operator]:
+    """The operator of each gate that reads the result of one of its two products alone."""
+    pairs = [{op.index for op in group} for group in _groups(segment, owner) if len(group) == 2]
+    alone = ((op, {owner[i] for i in op.depends_on}) for op in segment.phase("forward") if op.flops == 0)
+    return [op for op, read in alone if op.bytes_written > 0 and any(len(read) == 1 and read <= pair for pair in pairs)]
+
+
 def _groups(segment: Segment, owner: Mapping[int, int]) -> list[list[Operator]]:
     """Products of one module that read the same tensor: three before attention, or two whose results are multiplied."""
     ops, found = segment.operators, defaultdict[tuple[str, int], list[Operator]](list)

@@ -23,6 +23,8 @@ class KernelOptions(NamedTuple):
     norms_apart: bool
     norm_weights_apart: bool
     joined_products: bool
+    gate_apart: bool
+    positions_apart: bool
     scaled_apart: bool
     attention: AttentionKernel | None
     by_lengths: bool
@@ -95,6 +97,8 @@ class KernelOptions(NamedTuple):
             norms_apart=traits.kernels.norms_apart,
             norm_weights_apart=traits.kernels.norm_weights_apart,
             joined_products=traits.kernels.joined_products,
+            gate_apart=traits.kernels.gate_apart,
+            positions_apart=traits.kernels.positions_apart,
             scaled_apart=traits.kernels.scaled_apart,
             attention="torch_flash2" if flash2 else attention,
             by_lengths=of_lengths is not None,

@@ -67,6 +67,8 @@ def kernels(
     norms_apart: bool = False,
     norm_weights_apart: bool = False,
     joined_products: bool = False,
+    gate_apart: bool = False,
+    positions_apart: bool = False,
     scaled_apart: bool = False,
     biases_apart: bool = True,
     grouped: GroupedKernel = "torch",
@@ -76,7 +78,8 @@ def kernels(
     ``traced``: one for each operator, as on a CPU. ``eager``: as PyTorch on a GPU. ``modules``: the element-wise operators of
     one module are one kernel (norms, activation functions). ``fused``: those of a chain are one kernel, whatever their modules.
     ``fused_loss``: cross-entropy is one kernel under ``modules`` too. ``loss_keeps_fp32``, ``dropout_apart``, ``norms_apart``, ``norm_weights_apart``,
-    ``joined_products``, ``scaled_apart``: see ``KernelTraits``; under ``modules`` norms are torch's own kernels, for which both hold (ATen/native/cuda/layer_norm_kernel.cu).
+    ``joined_products``, ``gate_apart``, ``positions_apart``, ``scaled_apart``: see ``KernelTraits``; under ``modules`` norms are torch's own kernels,
+    for which both hold (ATen/native/cuda/layer_norm_kernel.cu).
     """
     saved = {op.index: float(op.saved_bytes) for op in segment.operators if op.saved_bytes}
     if fusion == "traced":
@@ -107,8 +110,12 @@ def kernels(
     moved = chains.moved_bytes(kept)
     of_weights = read_for_weights(segment) if norm_weights_apart or by_module else {}
     of_joined = moved_where_joined(segment, chains.owner) if joined_products else {}
-    apart = one_by_one(segment, chains.owner, scaled=scaled_apart, biased=joined_products and biases_apart)
+    biased = joined_products and biases_apart
+    apart = one_by_one(
+        segment, chains.owner, positions=positions_apart, scaled=scaled_apart, biased=biased, gates=gate_apart
+    )
     moved.update(apart.moved_bytes)
+    kept = {**kept, **apart.saved_bytes}
     if loss_keeps_fp32:
         kept, moved = loss_in_fp32(segment, chains.owner, kept, moved)
     for index, more in (*of_weights.items(), *of_joined.items(), *apart.more_bytes.items()):

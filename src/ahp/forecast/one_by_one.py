@@ -1,4 +1,5 @@
-"""What Megatron computes by torch's kernels one after another, for want of one that does it all: gpt-oss's positions, and the biases of its experts.
+"""What Megatron computes by torch's kernels one after another, for want of one that does it all: gpt-oss's positions and the biases of its experts, and in
+early releases all positions and gates.
 
 Bytes and addresses are read off Megatron-Core d98e8a6, each operator with its backward pass as torch runs it.
 """
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ahp.forecast.division import GROUPED
-from ahp.forecast.joined import products_before_attention
+from ahp.forecast.joined import activations_of_gates, products_before_attention
 from ahp.graph.operators import Operator, Phase, Segment
 
 SINKS = "sinks"
@@ -28,6 +29,11 @@ GATE_TENSORS = (3.0, 2.5)
 five halves for a result of two (fusions/fused_bias_geglu.py). The first product adds its own bias."""
 
 
+GATE_APART_BYTES = (4.0, 16.0)
+"""For each element of a gate's result, forward and backward: bytes beyond the 6 and 10 of one kernel (core/transformer/mlp.py, glu: activation and
+product move 10; two products, the activation's gradient and ``cat`` of both halves 26)."""
+
+
 class OneByOne(NamedTuple):
     """By operator."""
 
@@ -37,17 +43,30 @@ class OneByOne(NamedTuple):
     """Bytes besides them."""
     addresses: Mapping[int, float]
     """Elements whose addresses a GPU computes one by one."""
+    saved_bytes: Mapping[int, float]
+    """Bytes that are kept until backward besides what is kept otherwise."""
 
 
-def one_by_one(segment: Segment, owner: Mapping[int, int], *, scaled: bool, biased: bool) -> OneByOne:
-    """``scaled``, ``biased``: whether positions that YaRN scales, and biases of experts, are such kernels. ``owner``: who made the memory of each output."""
+def one_by_one(
+    segment: Segment, owner: Mapping[int, int], *, positions: bool, scaled: bool, biased: bool, gates: bool
+) -> OneByOne:
+    """``positions``, ``scaled``, ``biased``, ``gates``: whether all positions, those that YaRN scales, biases of experts, and gates are such kernels.
+    ``owner``: who made the memory of each output."""
     moved, addresses = _of_experts(segment, owner) if biased else ({}, {})
-    more: dict[int, float] = {}
-    if scaled and any(p.name.endswith(SINKS) for p in segment.parameters):
+    more, saved = dict[int, float](), dict[int, float]()
+    if positions or (scaled and any(p.name.endswith(SINKS) for p in segment.parameters)):
         for op, bytes_of_each, of_each in _turned(segment, owner):
             more[op.index] = bytes_of_each * op.outputs[0].numel
             addresses[op.index] = of_each * op.outputs[0].numel
-    return OneByOne(moved, more, addresses)
+    for activation in activations_of_gates(segment, owner) if gates else ():
+        made = activation.outputs[0]
+        saved[activation.index] = float(made.bytes)
+        back = (op for op in segment.phase("backward") if op.name == f"{activation.name}_backward")
+        given = next((op for op in back if op.module == activation.module), None)
+        for op, bytes_of_each in zip((activation, given), GATE_APART_BYTES, strict=True):
+            if op is not None:
+                more[op.index] = bytes_of_each * made.numel
+    return OneByOne(moved, more, addresses, saved)
 
 
 def _turned(segment: Segment, owner: Mapping[int, int]) -> list[tuple[Operator, float, float]]:
