@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
-from accuracy_judge import Judged, Simulate
+from accuracy_judge import Judged, Simulate, differing
 from accuracy_rows import Run
 from page import table
 
@@ -81,13 +81,15 @@ def choice(run: Run, can: Mapping[str, Any], simulate: Simulate) -> Choice | Non
     found: dict[Parallelism, float] = {}
     for layout in layouts(run, can):
         try:
-            forecast = simulate(**{**run.arguments, "parallelism": layout})
+            with differing(run.differs):
+                forecast = simulate(**{**run.arguments, "parallelism": layout})
         except (BadInput, NotExpressible):
             continue
         if forecast.fits:
             found[layout] = forecast.step_time_s
     try:
-        own_s = simulate(**{**run.arguments, "parallelism": best}).step_time_s
+        with differing(run.differs):
+            own_s = simulate(**{**run.arguments, "parallelism": best}).step_time_s
     except (BadInput, NotExpressible):
         return None
     first = min(found, key=lambda layout: found[layout])

@@ -16,7 +16,7 @@ import numpy as np
 from accuracy_rows import Run
 from scipy.optimize import minimize_scalar
 
-from ahp.engines import steps
+from ahp.engines import releases, steps
 from ahp.forecast import step
 
 Simulate = Callable[..., Any]
@@ -66,7 +66,8 @@ def judge(run: Run, simulate: Simulate) -> Judged:
     """Price one run; what cannot be priced is kept with the reason."""
     start = time.perf_counter()
     try:
-        found = simulate(**run.arguments)
+        with differing(run.differs):
+            found = simulate(**run.arguments)
     except Exception as error:
         return Judged(run, failure=f"{type(error).__name__}: {error}")
     seconds = time.perf_counter() - start
@@ -95,6 +96,18 @@ def judge_all(runs: Sequence[Run], simulate: Simulate, words: str = "pricing") -
         if number % 100 == 0 or number == len(runs):
             print(f"{words}: {number}/{len(runs)}", file=sys.stderr, flush=True)
     return found
+
+
+@contextmanager
+def differing(features: Mapping[str, bool]) -> Iterator[None]:
+    """Engines that have or do not have these features of their releases while the block runs."""
+    has = releases.has
+
+    def of_program(engine: str, feature: str, version: str | None) -> bool:
+        return features[feature] if feature in features else has(engine, feature, version)
+
+    with patch.object(releases, "has", of_program):
+        yield
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,14 @@ ENGINES = (
 """Engine by a word of a row's framework, first match. An engine that AHP does not know is forecast as the nearest one that it knows:
 nanotron, OLMo-core and NeMo AutoModel as torchtitan, torchtune as AHP (blocks compiled one by one), Composer (FSDP1) as accelerate, InternEvo
 (ZeRO) as DeepSpeed."""
+
+REAL = {"complex_positions": False, "repeated_keys": False}
+DIFFERS: tuple[tuple[str, Mapping[str, bool]], ...] = (
+    ("nanotron", REAL), ("olmo-core", REAL), ("automodel", REAL), ("kempner", {**REAL, "repeated_keys": True}),
+)  # fmt: skip
+"""Features of torchtitan (engines/releases.yaml) that a program which is priced as it has or does not have, by a word of a row's framework: nanotron
+2411b022 and OLMo-core turn queries and keys in one kernel, and their FlashAttention needs no copies (OLMo-core, nn/rope.py, nn/attention/backend.py);
+KempnerForge repeats keys and values (kempnerforge/model/attention.py)."""
 
 RELEASES = {"PyTorch 26.01": "2026-01", "Megatron-LM examples/llama/README.md @d98e8a64": "2025-06-14"}
 """Releases by words of the source, for rows without ``release``: the month of the container, and the day on which the figures were committed."""
@@ -98,6 +106,8 @@ class Run:
     """With CUDA's context and the communicators."""
     ran: bool
     """False: it ran out of memory, or failed."""
+    differs: Mapping[str, bool] = field(default_factory=dict)
+    """Features in which its program differs from the engine that prices it."""
 
     @property
     def engine(self) -> str:
@@ -160,6 +170,7 @@ def _run(source: str, row: Mapping[str, Any]) -> Run:
         reserved_bytes=reserved,
         device_bytes=_scaled(measured, "memory_device_gib", GIB_BYTES),
         ran=not (measured.get("oom") or measured.get("failed_or_oom")),
+        differs=next((features for word, features in DIFFERS if word in _words(row, "framework")), {}),
     )
 
 

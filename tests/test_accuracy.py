@@ -184,6 +184,22 @@ def test_a_row_of_adapters_is_priced_by_the_engine_that_has_them(accuracy: Any) 
     assert arguments(given)["engine"]["name"] == "torchtitan"
 
 
+def test_a_program_is_priced_by_what_it_has_itself(accuracy: Any, tmp_path: Path) -> None:
+    from ahp.engines import releases
+
+    def has(**arguments: Any) -> Any:
+        keys = ("complex_positions", "repeated_keys")
+        seen.append(tuple(releases.has("torchtitan", key, arguments["engine"].get("version")) for key in keys))
+        return fake_simulate(**arguments)
+
+    seen: list[tuple[bool, ...]] = []
+    programs = ("torchtitan", "nanotron v0.5", "KempnerForge")
+    rows = [row(at, 1.0, framework=name) for at, name in enumerate(programs, start=1)]
+    runs, _ = sys.modules["accuracy_rows"].read(map(Path, files(tmp_path, one=rows)))
+    sys.modules["accuracy_judge"].judge_all(runs, has)
+    assert seen == [(True, False), (False, False), (False, True)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(steps.constants()))
 def test_a_constant_of_whole_steps_moves_a_real_forecast(accuracy: Any, name: str) -> None:

@@ -70,6 +70,13 @@ def test_torchtitan_by_day() -> None:
     assert traits("0.1.0").kernels.flash2_on == ("hopper",)
     assert (between.recompute.keeps_cudnn_attention, new.recompute.keeps_cudnn_attention) == (False, True)
     assert [traits(day, compiled=False).kernels.fusion for day in ("0.1.0", "2025-08")] == ["eager", "modules"]
+    assert all(one.kernels.complex_positions for one in (old, between, new))
+    assert [traits(day).kernels.repeated_keys for day in ("2024-12-31", "0.2.1", "0.2.2", None)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(

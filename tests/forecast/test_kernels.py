@@ -215,6 +215,36 @@ def test_megatron_before_2024_turns_queries_and_computes_gates_by_torchs_kernels
     assert apart == plain
 
 
+@pytest.mark.parametrize(("fusion", "complex_bytes"), [("fused", 16), ("modules", 16), ("eager", 0)])
+def test_torchtitan_turns_by_complex_numbers_and_copies_keys(fusion, complex_bytes):
+    """torchtitan b5bcd76: models/common/rope.py, 6 + 8 + 6 bytes an element; before 2026, repeat_kv, 4 bytes for each element of queries."""
+    segment = block("llama", "flash")
+    plain, pairs, copied = (
+        kernels(segment, fusion, complex_positions=turns, repeated_keys=copies)
+        for turns, copies in ((False, False), (True, False), (False, True))
+    )
+
+    def more(run, phase):
+        ops = list(segment.phase(phase))
+        return sum(run.moved_bytes.get(op.index, 0.0) - plain.moved_bytes.get(op.index, 0.0) for op in ops)
+
+    queries = SEQUENCE * HIDDEN
+    turned = queries + queries * KV_HEADS // HEADS
+    for phase in ("forward", "backward"):
+        assert more(pairs, phase) == complex_bytes * turned
+        assert more(copied, phase) == 4 * queries
+    addresses = sum(pairs.unvectorized.values()) - sum(plain.unvectorized.values())
+    assert addresses == (turned if complex_bytes else 0)
+
+
+def test_torchtitan_turns_qwen3_by_cosine_and_sine():
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "vocab_size": 1024}
+    job = Job(sequence_length=SEQUENCE, precision="bf16")
+    segment = analyze({"model_type": "qwen3"} | sizes | heads, job, attention="flash").blocks[0]
+    assert kernels(segment, "fused", complex_positions=True) == kernels(segment, "fused")
+
+
 def test_megatron_turns_gpt_oss_and_adds_its_experts_biases_by_torchs_kernels():
     """Two of four experts for each token. Elements of 16 bits: queries and keys, and the results of the experts' first and last product."""
     sizes = {

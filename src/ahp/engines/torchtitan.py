@@ -136,6 +136,8 @@ class TorchtitanEngine(Engine):
                 ),
                 norm_weights_apart=not has("norms_in_one_kernel"),
                 recent_cudnn=has("recent_cudnn"),
+                complex_positions=has("complex_positions"),
+                repeated_keys=has("repeated_keys"),
             ),
             host=HostTraits(
                 operators_per_unit=casts if job.precision == "fp8" else 0,

@@ -285,6 +285,10 @@ class KernelTraits(NamedTuple):
     """Whether queries and keys are turned by torch's kernels one by one."""
     scaled_apart: bool = False
     """The same for those whose positions YaRN scales."""
+    complex_positions: bool = False
+    """Whether queries and keys are turned as complex numbers of fp32, which torch's compiler fuses with nothing (``forecast/titan_attention.py``)."""
+    repeated_keys: bool = False
+    """Whether keys and values that several queries share are copied for each of them."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits, loss and gradient exist at a time; None = all of a micro-batch."""
 

@@ -166,6 +166,8 @@ class SegmentPricer:
                 gate_apart=how.gate_apart,
                 positions_apart=how.positions_apart,
                 scaled_apart=how.scaled_apart,
+                complex_positions=how.complex_positions,
+                repeated_keys=how.repeated_keys,
                 biases_apart=fp8 is None or not fp8.fused_experts,
                 grouped=grouped,
             )

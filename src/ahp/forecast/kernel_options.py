@@ -26,6 +26,8 @@ class KernelOptions(NamedTuple):
     gate_apart: bool
     positions_apart: bool
     scaled_apart: bool
+    complex_positions: bool
+    repeated_keys: bool
     attention: AttentionKernel | None
     by_lengths: bool
     """Attention goes by the lengths of documents, so that the graph with their starts is the one that runs."""
@@ -100,6 +102,8 @@ class KernelOptions(NamedTuple):
             gate_apart=traits.kernels.gate_apart,
             positions_apart=traits.kernels.positions_apart,
             scaled_apart=traits.kernels.scaled_apart,
+            complex_positions=traits.kernels.complex_positions,
+            repeated_keys=traits.kernels.repeated_keys,
             attention="torch_flash2" if flash2 else attention,
             by_lengths=of_lengths is not None,
             attention_again=takes_cudnn(generation)

@@ -19,6 +19,7 @@ from ahp.forecast.gpu import GroupedKernel
 from ahp.forecast.joined import moved_where_joined
 from ahp.forecast.norms import in_norms, read_for_weights, reads_besides
 from ahp.forecast.one_by_one import one_by_one
+from ahp.forecast.titan_attention import moved_around_attention
 from ahp.graph.operators import LOSS, Operator, Segment
 
 Fusion = Literal["traced", "eager", "modules", "fused"]
@@ -70,6 +71,8 @@ def kernels(
     gate_apart: bool = False,
     positions_apart: bool = False,
     scaled_apart: bool = False,
+    complex_positions: bool = False,
+    repeated_keys: bool = False,
     biases_apart: bool = True,
     grouped: GroupedKernel = "torch",
 ) -> Kernels:
@@ -78,7 +81,7 @@ def kernels(
     ``traced``: one for each operator, as on a CPU. ``eager``: as PyTorch on a GPU. ``modules``: the element-wise operators of
     one module are one kernel (norms, activation functions). ``fused``: those of a chain are one kernel, whatever their modules.
     ``fused_loss``: cross-entropy is one kernel under ``modules`` too. ``loss_keeps_fp32``, ``dropout_apart``, ``norms_apart``, ``norm_weights_apart``,
-    ``joined_products``, ``gate_apart``, ``positions_apart``, ``scaled_apart``: see ``KernelTraits``; under ``modules`` norms are torch's own kernels,
+    ``joined_products``, ``gate_apart``, ``positions_apart``, ``scaled_apart``, ``complex_positions``, ``repeated_keys``: see ``KernelTraits``; under ``modules`` norms are torch's own kernels,
     for which both hold (ATen/native/cuda/layer_norm_kernel.cu).
     """
     saved = {op.index: float(op.saved_bytes) for op in segment.operators if op.saved_bytes}
@@ -91,6 +94,11 @@ def kernels(
         saved[index] = saved.get(index, 0.0) / max(1, made.bytes // max(1, made.numel))
     if fusion == "eager":
         moved = _eager_bytes(segment, masks)
+        of_keys, _ = moved_around_attention(
+            segment, owners(segment), complex_positions=False, repeated_keys=repeated_keys
+        )  # torch's operators turn by cosine and sine, as traced, with as many bytes as by complex numbers
+        for index, more in of_keys.items():
+            moved[index] += more
         alone = _unvectorized(op for op in segment.operators if op.index in moved)
         return Kernels(moved, frozenset(moved), saved, 0.0, alone, grouped)
     if fusion == "fused":
@@ -116,16 +124,19 @@ def kernels(
     )
     moved.update(apart.moved_bytes)
     kept = {**kept, **apart.saved_bytes}
+    around, pairs = moved_around_attention(
+        segment, chains.owner, complex_positions=complex_positions, repeated_keys=repeated_keys
+    )
     if loss_keeps_fp32:
         kept, moved = loss_in_fp32(segment, chains.owner, kept, moved)
-    for index, more in (*of_weights.items(), *of_joined.items(), *apart.more_bytes.items()):
+    for index, more in (*of_weights.items(), *of_joined.items(), *apart.more_bytes.items(), *around.items()):
         moved[index] = moved.get(index, 0.0) + more
     return Kernels(
         moved,
         chains.launched(kept),
         kept,
         input_bytes,
-        {**_unvectorized(alone), **apart.addresses},
+        {**_unvectorized(alone), **apart.addresses, **pairs},
         grouped,
         one_graph=across,
     )

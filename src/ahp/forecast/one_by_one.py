@@ -55,7 +55,7 @@ def one_by_one(
     moved, addresses = _of_experts(segment, owner) if biased else ({}, {})
     more, saved = dict[int, float](), dict[int, float]()
     if positions or (scaled and any(p.name.endswith(SINKS) for p in segment.parameters)):
-        for op, bytes_of_each, of_each in _turned(segment, owner):
+        for op, bytes_of_each, of_each in turned(segment, owner, TURNED_BYTES, TURNED_ADDRESSES):
             more[op.index] = bytes_of_each * op.outputs[0].numel
             addresses[op.index] = of_each * op.outputs[0].numel
     for activation in activations_of_gates(segment, owner) if gates else ():
@@ -69,8 +69,10 @@ def one_by_one(
     return OneByOne(moved, more, addresses, saved)
 
 
-def _turned(segment: Segment, owner: Mapping[int, int]) -> list[tuple[Operator, float, float]]:
-    """The operators that end the rotation of queries and keys, and that of their gradients, with bytes and addresses of each element."""
+def turned(
+    segment: Segment, owner: Mapping[int, int], bytes_of_each: tuple[float, float], of_each: tuple[float, float]
+) -> list[tuple[Operator, float, float]]:
+    """The operators that end the rotation of queries and keys, and that of their gradients, with bytes and addresses of each element, by pass."""
     ops, products = segment.operators, products_before_attention(segment, owner)[:2]
     if not products:  # attention in parts
         return []
@@ -80,8 +82,8 @@ def _turned(segment: Segment, owner: Mapping[int, int]) -> list[tuple[Operator, 
     gradients = (op for op in segment.phase("backward") if op.flops > 0 and names & set(op.parameters))
     given = dict.fromkeys(owner[i] for op in gradients for i in op.depends_on if not ops[i].parameters)
     backward = [ops[i] for i in given if ops[i].flops == 0]
-    passes = zip((forward, backward), TURNED_BYTES, TURNED_ADDRESSES, strict=True)
-    return [(op, moved, of_each) for found, moved, of_each in passes for op in found]
+    passes = zip((forward, backward), bytes_of_each, of_each, strict=True)
+    return [(op, moved, addresses) for found, moved, addresses in passes for op in found]
 
 
 def _of_experts(segment: Segment, owner: Mapping[int, int]) -> tuple[dict[int, float], dict[int, float]]:
