@@ -16,6 +16,7 @@ precision              fp32, bf16, fp16 or fp8, with whatever words
 dtype                  of weights, gradients and moments (``job.dtype``); absent = fp32
 framework              words; absent = Megatron-LM
 release                which release of the framework ran, a name or a day (docs/change/engines.md, engine.version); absent = the newest
+differs                features of that release that the run's own script turns on or off (engines/releases.yaml): {fused_positions: false}
 tp, pp, cp, ep         degrees; data ranks are what is left of gpus
 etp                    tensor-parallel ranks that divide an expert: tp or 1 (``expert_tensor_parallel_degree``); absent = as the engine does by itself
 vpp                    virtual stages of a pipeline rank, or "max" (one layer each)
@@ -107,7 +108,7 @@ class Run:
     ran: bool
     """False: it ran out of memory, or failed."""
     differs: Mapping[str, bool] = field(default_factory=dict)
-    """Features in which its program differs from the engine that prices it."""
+    """Features in which its program, or its script, differs from the engine that prices it."""
 
     @property
     def engine(self) -> str:
@@ -159,6 +160,7 @@ def _run(source: str, row: Mapping[str, Any]) -> Run:
         _precision(row),
         row.get("date"),
     )
+    of_program = next((features for word, features in DIFFERS if word in _words(row, "framework")), {})
     source += " (experts)" if model.get("experts") else ""
     return Run(
         id=row["id"],
@@ -170,7 +172,7 @@ def _run(source: str, row: Mapping[str, Any]) -> Run:
         reserved_bytes=reserved,
         device_bytes=_scaled(measured, "memory_device_gib", GIB_BYTES),
         ran=not (measured.get("oom") or measured.get("failed_or_oom")),
-        differs=next((features for word, features in DIFFERS if word in _words(row, "framework")), {}),
+        differs={**of_program, **(row.get("differs") or {})},
     )
 
 

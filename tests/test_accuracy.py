@@ -195,9 +195,10 @@ def test_a_program_is_priced_by_what_it_has_itself(accuracy: Any, tmp_path: Path
     seen: list[tuple[bool, ...]] = []
     programs = ("torchtitan", "nanotron v0.5", "KempnerForge")
     rows = [row(at, 1.0, framework=name) for at, name in enumerate(programs, start=1)]
+    rows.append(row(4, 1.0, framework="torchtitan", differs={"repeated_keys": True}))
     runs, _ = sys.modules["accuracy_rows"].read(map(Path, files(tmp_path, one=rows)))
     sys.modules["accuracy_judge"].judge_all(runs, has)
-    assert seen == [(True, False), (False, False), (False, True)]
+    assert seen == [(True, False), (False, False), (False, True), (True, True)]
 
 
 @pytest.mark.slow

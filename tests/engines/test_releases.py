@@ -143,3 +143,9 @@ def test_megatrons_gates_and_positions_by_day_and_recipe(
 ) -> None:
     kernels = get("megatron").traits(JOB, Parallelism(), EngineChoice(name="megatron", version=version)).kernels
     assert (kernels.gate_apart, kernels.positions_apart) == (gate_apart, positions_apart)
+
+
+@pytest.mark.parametrize(("version", "one_after_another"), [("2024-01-09", True), ("2024-04-05", False), (None, False)])
+def test_megatrons_experts_by_day(version: str | None, one_after_another: bool) -> None:
+    traits = get("megatron").traits(JOB, Parallelism(), EngineChoice(name="megatron", version=version))
+    assert traits.experts.one_after_another is one_after_another

@@ -10,7 +10,7 @@ from ahp.cluster import catalogue
 from ahp.engines.traits import ExpertTraits
 from ahp.errors import NotExpressible
 from ahp.forecast.axes import has_opposite_pass
-from ahp.forecast.dispatch import Routed, all_to_all_s, pass_waits_s, sorted_s
+from ahp.forecast.dispatch import Routed, all_to_all_s, copied_s, pass_waits_s, sorted_s
 from ahp.forecast.gpu import Gpu
 from ahp.forecast.group import Group
 from ahp.forecast.overlap import CONTENTION
@@ -216,3 +216,40 @@ def test_the_device_waits_while_the_host_prepares_experts():
         parallelism={"data_parallel_shard_degree": 8, "zero_stage": 1}, engine={"name": "megatron"},
     )  # fmt: skip
     assert "host" not in found.step
+
+
+@pytest.mark.parametrize("experts", [1, 2, 8])
+def test_experts_one_after_another_copy_what_autograd_copies(experts):
+    """Megatron-LM d0f13074a5, core/transformer/moe/experts.py, SequentialMLP: its copies, counted in bytes as autograd makes them."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Moved(TorchDispatchMode):
+        """Tensors that each operator reads and writes, in bytes."""
+
+        num_bytes = 0.0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+            read = [one for one in args if isinstance(one, torch.Tensor)]
+            if name in ("copy_", "clone", "zeros_like", "add"):
+                size = sum(one.nbytes for one in read[-1:]) + made.nbytes
+                self.num_bytes += made.nbytes if name == "zeros_like" else size + (made.nbytes if name == "add" else 0)
+            elif name == "slice_backward":
+                self.num_bytes += made.nbytes + 2 * args[0].nbytes
+            return made
+
+    of_each, hidden = 4, 3
+    tokens = torch.ones(experts * of_each, hidden, requires_grad=True)
+    gradient = torch.ones_like(tokens)
+    with Moved() as forward:
+        results = torch.zeros_like(tokens)
+        for start in range(0, experts * of_each, of_each):
+            results[start : start + of_each] = tokens[start : start + of_each].mul(2.0)
+    with Moved() as backward:
+        results.backward(gradient)
+
+    copies, weights = TensorSpec(tuple(tokens.shape), "float32"), TensorSpec((experts, hidden, hidden), "float32")
+    grouped = Operator(0, "aten._grouped_mm", "", "forward", (copies, weights), (copies,), (), (), 1, 0, 0)
+    found = copied_s(grouped, 1.0, 1, bytes_per_s=1.0)
+    assert found == pytest.approx((forward.num_bytes, backward.num_bytes))

@@ -145,6 +145,7 @@ class MegatronEngine(Engine):
             experts=_experts(
                 parallelism,
                 choice,
+                grouped=has("grouped_experts"),
                 fused_permutation=has("fused_permutation"),
                 one_graph_in_mxfp8=not choice.cuda_graph_modules and has("experts_in_one_graph"),
             ),
@@ -207,7 +208,7 @@ def _gradients(job: Job, zero: int, *, in_buffer: bool, passes: int) -> Gradient
 
 
 def _experts(
-    parallelism: Parallelism, choice: EngineChoice, *, fused_permutation: bool, one_graph_in_mxfp8: bool
+    parallelism: Parallelism, choice: EngineChoice, *, grouped: bool, fused_permutation: bool, one_graph_in_mxfp8: bool
 ) -> ExpertTraits:
     overlap = choice.overlap_moe_expert_parallel_comm
     return ExpertTraits(
@@ -221,5 +222,6 @@ def _experts(
         # core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher: sort_chunks_by_idxs where a rank has several experts
         sorts_arrived=choice.moe_token_dispatcher_type != "flex",
         launched_one_by_one=True,  # --moe-grouped-gemm: Transformer Engine's GroupedLinear, cuBLAS on several streams
+        one_after_another=not grouped,
         one_graph_in_mxfp8=one_graph_in_mxfp8,
     )

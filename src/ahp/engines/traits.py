@@ -244,6 +244,9 @@ class ExpertTraits(NamedTuple):
     rank's experts, and another one puts the results back."""
     launched_one_by_one: bool = False
     """Whether the product of each expert is one kernel; else torch's grouped GEMM computes all products in one kernel."""
+    one_after_another: bool = False
+    """Whether each expert is an MLP of its own, which reads its tokens from a tensor of all and writes its results into another, so that autograd copies
+    whole tensors once for each expert."""
     one_graph_in_mxfp8: bool = False
     """Whether a step in 8 bits on Blackwell (MXFP8) is one CUDA graph, which no launch holds up: experts' products are one kernel with
     activations and casts, attention is in 8 bits too, and all-to-alls can overlap with the opposite pass on one node as well."""

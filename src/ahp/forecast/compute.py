@@ -78,6 +78,17 @@ class SegmentTimes:
             input_gradient=self.input_gradient + Work(launches=backward),
         )
 
+    def moving(self, forward_s: float, backward_s: float) -> SegmentTimes:
+        """The same times with further seconds of the device, in the forward and in the backward pass."""
+        more = Work(forward_s)
+        return replace(
+            self,
+            forward=self.forward + more,
+            read=self.read + more,
+            element_wise=self.element_wise + more,
+            input_gradient=self.input_gradient + Work(backward_s),
+        )
+
     def in_a_graph(self) -> SegmentTimes:
         """The same times where one graph launches everything."""
         return SegmentTimes(**{field.name: Work(getattr(self, field.name).device_s) for field in fields(self)})

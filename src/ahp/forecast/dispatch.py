@@ -63,6 +63,19 @@ def sorted_s(grouped: Operator, share: float, group: Group, how: ExpertTraits, b
     return 4.0 * share * grouped.inputs[0].bytes / bytes_per_s
 
 
+def copied_s(grouped: Operator, share: float, ranks: int, bytes_per_s: float) -> tuple[float, float]:
+    """Seconds of a forward and of a backward pass in which autograd copies tensors of all copies of tokens, where experts run one after another.
+    ``share``: the part of the copies that the rank computes; ``ranks`` share the experts.
+
+    Megatron-LM d0f13074a5, core/transformer/moe/experts.py, SequentialMLP. Forward: the tensor of all results is set to zero, and each expert's are copied into it.
+    Backward (torch 2.3, autograd/functions/tensor.cpp, CopySlices): for each expert the gradient of all results is copied, and that of its tokens is written into
+    a tensor of zeros, which is added to those of the others. Its slices are copied too, and but for one expert set to zero and copied back.
+    """
+    tensor_s, local = share * grouped.inputs[0].bytes / bytes_per_s, num_experts(grouped) // ranks
+    whole, slices = 2 * local + local + 3 * (local - 1), 2 + 2 + 3 * (local - 1) / local
+    return 3 * tensor_s, (whole + slices if local > 1 else 3) * tensor_s  # a lone expert's slices are the whole tensors
+
+
 def pass_waits_s(
     routed: Routed, group: Group, network: Times, passes_s: float, how: ExpertTraits, *, overlap: float
 ) -> float:

@@ -16,6 +16,7 @@ from ahp.engines.fp8 import Fp8Recipe
 from ahp.forecast.activations import ActivationLiveness, SegmentMemory
 from ahp.forecast.axes import Axes
 from ahp.forecast.compute import Launched, SegmentTimes, is_causal
+from ahp.forecast.dispatch import copied_s
 from ahp.forecast.division import GROUPED, Division, expert_parameters
 from ahp.forecast.efficiency import Rates
 from ahp.forecast.gpu import GroupedKernel
@@ -192,6 +193,11 @@ class SegmentPricer:
         times = run.launched.times(division, self.rates)
         if stacked:
             times = times.launching(*how.expert_operators)
+        forward = list(segment.phase("forward"))
+        grouped = next((op for op in forward if op.name in GROUPED), None)
+        if grouped is not None and how.experts.one_after_another:
+            computed = 1 / context / (degree if how.experts.folded else 1)
+            times = times.moving(*copied_s(grouped, computed, experts, self.rates.bytes_per_s))
         if how.one_graph:
             times = times.in_a_graph()
         on = run.held.on(
@@ -203,9 +209,7 @@ class SegmentPricer:
             experts=sum(count for name, count in held.items() if name in one),
             shapes=sum((held | one).values()),
         )
-        forward = list(segment.phase("forward"))
         attention = tuple(op for op in forward if "attention" in op.name)
-        grouped = next((op for op in forward if op.name in GROUPED), None)
         on = _with_casts(on, segment, division, run.fp8)
         self._divided[key] = Divided(division, times, on, weights, attention, grouped, run.num_unread)
         return self._divided[key]
