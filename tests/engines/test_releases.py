@@ -26,8 +26,9 @@ def test_names_and_days() -> None:
 def test_the_newest_has_what_has_no_end() -> None:
     for engine, found in releases.releases().items():
         for name, feature in found.features.items():
-            assert releases.has(engine, name, None) == (feature.spans[-1][1] is None and not feature.in_recipes)
-            assert releases.has(engine, name, "2099-01") == (feature.spans[-1][1] is None)
+            lasts = bool(feature.spans) and feature.spans[-1][1] is None
+            assert releases.has(engine, name, None) == (lasts and not feature.in_recipes)
+            assert releases.has(engine, name, "2099-01") == lasts
             assert feature.source
             assert all(after is None or first < after for first, after in feature.spans)
 
@@ -149,3 +150,10 @@ def test_megatrons_gates_and_positions_by_day_and_recipe(
 def test_megatrons_experts_by_day(version: str | None, one_after_another: bool) -> None:
     traits = get("megatron").traits(JOB, Parallelism(), EngineChoice(name="megatron", version=version))
     assert traits.experts.one_after_another is one_after_another
+
+
+def test_deepspeed_has_features_but_no_releases() -> None:
+    """Megatron-DeepSpeed 4efb479d: torch's kernels turn queries and keys, and compute gates."""
+    kernels = get("deepspeed").traits(JOB, Parallelism(), EngineChoice(name="deepspeed")).kernels
+    assert (kernels.gate_apart, kernels.positions_apart) == (True, True)
+    assert "the same for all releases" in (releases.refuses("deepspeed", "2024-12") or "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ahp.engines import steps
+from ahp.engines import releases, steps
 from ahp.engines.engine import Engine
 from ahp.engines.support import Support
 from ahp.engines.traits import (
@@ -135,6 +135,9 @@ class DeepSpeedEngine(Engine):
                 fusion="fused",
                 fused_loss=False,  # Megatron's, whose logits are copied to fp32 first
                 dropout_apart=True,  # Megatron's
+                joined_products=True,  # query_key_value, dense_h_to_4h
+                gate_apart=not releases.has(self.name, "fused_gate", None),
+                positions_apart=not releases.has(self.name, "fused_positions", None),
                 # Megatron-DeepSpeed 34c9b34f, model/fused_layer_norm.py: apex's, whose cuComputePartGradGammaBeta reads both tensors again
                 norms_apart=True,
                 norm_weights_apart=True,

@@ -32,13 +32,13 @@ class Feature:
     def at(self, day: datetime.date | None) -> bool:
         """Whether the program of that day has the feature; None = the newest."""
         if day is None:
-            return self.spans[-1][1] is None
+            return bool(self.spans) and self.spans[-1][1] is None
         return any(first <= day and (after is None or day < after) for first, after in self.spans)
 
 
 @dataclass(frozen=True)
 class Releases:
-    """The releases of one engine by name, oldest first, and its features."""
+    """The releases of one engine by name, oldest first, and its features. Without releases all have the same features."""
 
     days: Mapping[str, datetime.date]
     features: Mapping[str, Feature]
@@ -82,7 +82,7 @@ def refuses(engine: str, version: str | None) -> str | None:
     if version is None:
         return None
     words = f"engine.version = {version!r}"
-    if engine not in releases():
+    if engine not in releases() or not releases()[engine].days:
         return f"{words}: the forecast of {engine} is the same for all releases (valid: null)"
     try:
         releases()[engine].day(version)
