@@ -86,6 +86,8 @@ def test_torchtitan_by_day() -> None:
         ("2021-03", False, False),
         ("2024-06", False, False),
         ("2024-07", True, True),
+        ("24.07", False, False),
+        ("24.09", True, True),
         ("24.12", True, True),
         ("26.04", True, False),
         (None, True, True),

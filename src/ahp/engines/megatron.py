@@ -106,7 +106,9 @@ class MegatronEngine(Engine):
             return releases.has(self.name, feature, choice.version)
 
         fused_loss = has("fused_loss") and fuses_loss(job)
-        in_buffer = has("gradients_in_buffer") or _gradient_bytes(job) == 4
+        in_buffer = (
+            has("gradients_in_buffer") or job.precision == "bf16"
+        )  # whose fp32 gradients have always been in one
         together = several and not overlaps
         passes = (3 if together else 1) if in_buffer else 6 if together else 0
         return Traits(

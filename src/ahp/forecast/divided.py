@@ -169,7 +169,7 @@ class SegmentPricer:
                 scaled_apart=how.scaled_apart,
                 complex_positions=how.complex_positions,
                 repeated_keys=how.repeated_keys,
-                biases_apart=fp8 is None or not fp8.fused_experts,
+                biases_apart=how.experts.launched_one_by_one and (fp8 is None or not fp8.fused_experts),
                 grouped=grouped,
             )
             self._runs[alike] = _Run(segment, parts, run, how, fp8, self._causal)

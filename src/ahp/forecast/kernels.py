@@ -81,8 +81,8 @@ def kernels(
     ``traced``: one for each operator, as on a CPU. ``eager``: as PyTorch on a GPU. ``modules``: the element-wise operators of
     one module are one kernel (norms, activation functions). ``fused``: those of a chain are one kernel, whatever their modules.
     ``fused_loss``: cross-entropy is one kernel under ``modules`` too. ``loss_keeps_fp32``, ``dropout_apart``, ``norms_apart``, ``norm_weights_apart``,
-    ``joined_products``, ``gate_apart``, ``positions_apart``, ``scaled_apart``, ``complex_positions``, ``repeated_keys``: see ``KernelTraits``; under ``modules`` norms are torch's own kernels,
-    for which both hold (ATen/native/cuda/layer_norm_kernel.cu).
+    ``joined_products``, ``gate_apart``, ``positions_apart``, ``scaled_apart``, ``complex_positions``, ``repeated_keys``: see ``KernelTraits``; under
+    ``modules`` norms are torch's own kernels, for which both hold (ATen/native/cuda/layer_norm_kernel.cu).
     """
     saved = {op.index: float(op.saved_bytes) for op in segment.operators if op.saved_bytes}
     if fusion == "traced":

@@ -28,7 +28,6 @@ GATE_TENSORS = (3.0, 2.5)
 """Tensors as large as the result that the activation between two products of experts reads and writes: forward the two halves and the result, backward
 five halves for a result of two (fusions/fused_bias_geglu.py). The first product adds its own bias."""
 
-
 GATE_APART_BYTES = (4.0, 16.0)
 """For each element of a gate's result, forward and backward: bytes beyond the 6 and 10 of one kernel (core/transformer/mlp.py, glu: activation and
 product move 10; two products, the activation's gradient and ``cat`` of both halves 26)."""
