@@ -15,7 +15,7 @@ from ahp.errors import BadInput
 from ahp.graph import trace
 from ahp.graph.catalogue import CATALOGUE, GPT3
 from ahp.graph.kept import analyze
-from ahp.graph.models import build_model, describe, is_factory, is_masked, load_config, plain
+from ahp.graph.models import MASKED, build_model, describe, is_factory, is_masked, load_config, plain
 from tests.graph.small import CONFIGS, Custom
 
 FACTORY = "tests.graph.small:custom"
@@ -70,6 +70,12 @@ def test_weights_on_a_real_device_are_initialised() -> None:
 def test_bert_is_masked_and_the_others_are_not() -> None:
     assert [is_masked(build_model(CONFIGS[name])) for name in ("bert", "llama", "gpt2")] == [True, False, False]
     assert not is_masked(Custom())
+
+
+def test_the_names_of_masked_models_end_as_is_known() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    assert [name for name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() if not name.endswith(MASKED)] == []
 
 
 @pytest.mark.parametrize("in_folder", [True, False])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,3 +44,51 @@ def test_what_was_there_is_put_back() -> None:
     with pytest.raises(KeyError):
         fail()
     assert module.find_packed_sequence_indices is look
+
+
+OWN = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config = {"max_position_embeddings": 64}
+        self.embed, self.out = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x)
+"""
+RUN = """
+import sys
+
+import torch
+
+import ahp
+from ahp.graph.models import build_model
+
+job = {"sequence_length": 16, "global_batch_size": 2, "precision": "fp32"}
+assert ahp.analyze("own:Model", job).num_layers == 2
+parallel = ahp.parallelize(build_model("own:Model"), {"job": job, "parallelism": {"micro_batch_size": 1}}, device="cpu")
+ids = torch.arange(32).reshape(2, 16)
+loss = parallel.step(parallel.shard({"input_ids": ids, "labels": ids})).loss
+parallel.export_hf("exported")
+print("loss", loss, "imported", {"transformers", "torchao", "scipy"}.intersection(sys.modules) or "none")
+"""
+
+
+@pytest.mark.slow
+def test_a_model_of_ones_own_is_planned_and_trained_without_transformers(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    run = subprocess.run(
+        [sys.executable, "-c", RUN], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.rstrip().endswith("imported none"), run.stdout
+    assert list((tmp_path / "exported").glob("*.safetensors"))

@@ -6,7 +6,7 @@ import functools
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -44,9 +44,24 @@ def _empty_caches(module: nn.Module) -> None:
 
 @contextmanager
 def as_on_data(module: nn.Module, *, document_mask: bool = False) -> Iterator[None]:
-    """Makes two decisions of transformers, which depend on data or on kernels, come out as in real training; turns off
-    the log of every operator that fails on fake tensors, because the error itself is enough; and lets no call of the module leave a tensor
-    without data in a cache, or find one with data there.
+    """Lets a module run on fake tensors as it will on data: the two decisions of ``_decides_as_on_data``, if anybody has imported transformers;
+    no log of every operator that fails on fake tensors, because the error itself is enough; and no call of the module leaves a tensor without
+    data in a cache, or finds one with data there."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    _empty_caches(module)
+    try:
+        with _decides_as_on_data(document_mask) if "transformers" in sys.modules else nullcontext():
+            yield
+    finally:
+        _empty_caches(module)
+        logger.setLevel(level)
+
+
+@contextmanager
+def _decides_as_on_data(document_mask: bool) -> Iterator[None]:
+    """Makes two decisions of transformers, which depend on data or on kernels, come out as in real training.
 
     transformers finds out from the positions whether a row packs several documents; without data it cannot, and builds a
     mask: right for a job with a ``document_mask``, but training on plain batches has none. And the shape rule of torch's
@@ -65,16 +80,10 @@ def as_on_data(module: nn.Module, *, document_mask: bool = False) -> Iterator[No
             raise RuntimeError(f"strides should be {UNALIGNED}")  # as the kernel will say
         return weight.dtype == torch.bfloat16
 
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
     if not document_mask:
         masking_utils.find_packed_sequence_indices = lambda position_ids: None
     moe._can_use_grouped_mm = can_use_grouped_mm
-    _empty_caches(module)
     try:
         yield
     finally:
-        _empty_caches(module)
-        logger.setLevel(level)
         masking_utils.find_packed_sequence_indices, moe._can_use_grouped_mm = find_packed, can_use

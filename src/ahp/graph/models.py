@@ -48,6 +48,9 @@ ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hi
 LARGEST_SIZE = 1_000_000_000
 """The largest value of a key in ``POSITIVE``: far above any model, and the product of two still fits in torch's 64 bits."""
 
+MASKED = ("ForMaskedLM", "WithLMHeadModel", "ForConditionalGeneration")
+"""How the names of transformers' masked language models end, and those of some others: tests/graph/test_models.py."""
+
 MISSPELT = 0.9
 """Likeness (difflib) from which a key is one that was spelt wrong: hidden_sizes has 0.96; layer_norm_eps, another family's layer_norm_epsilon, 0.88."""
 
@@ -58,9 +61,7 @@ MOST_LAYERS = 10_000
 def load_config(model: Any) -> PretrainedConfig | None:
     """The transformers config of a description; None for a module or a factory. Raises BadInput, naming the key."""
     if not isinstance(model, (str, Path, dict)):
-        from transformers import PretrainedConfig
-
-        return model if isinstance(model, PretrainedConfig) else None
+        return model if is_transformers(model, "PretrainedConfig") else None  # type: ignore[return-value]
     if isinstance(model, dict):
         return _from_keys(model, known_only=True)
     name = str(model)
@@ -151,11 +152,22 @@ def describe(model: Any) -> str:
     return str(getattr(model, "model_type", type(model).__name__))
 
 
+def is_transformers(value: Any, name: str) -> bool:
+    """Whether a value is of a class that transformers exports. Where nobody has imported transformers it is not, and the import, which takes
+    longer than torch's, is spared."""
+    if "transformers" not in sys.modules:
+        return False
+    return isinstance(value, getattr(importlib.import_module("transformers"), name))
+
+
 def is_masked(module: nn.Module) -> bool:
     """Whether a module is a masked language model of transformers: its labels are not shifted."""
+    names = [kind.__name__ for kind in type(module).__mro__ if kind.__name__.endswith(MASKED)]
+    if not names:
+        return False
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    return any(kind.__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() for kind in type(module).__mro__)
+    return any(name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() for name in names)
 
 
 def names_of_parameters(module: nn.Module) -> list[list[str]]:

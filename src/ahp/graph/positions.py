@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ahp.errors import BadInput
-from ahp.graph.models import build_model, load_config
+from ahp.graph.models import build_model, is_transformers, load_config
 
 ROTARY = ("rope", "rotary")
 """Values of ``position_embedding_type`` for rotary positions, in configs with that key: some models of such a family are not rotary."""
@@ -30,10 +30,8 @@ class Positions:
 
 def positions_of(module: nn.Module) -> Positions | None:
     """The positions of a transformers model; None if its config sets no limit (ALiBi, no positions at all), or it has no config."""
-    from transformers import PretrainedConfig
-
-    config = getattr(module, "config", None)
-    if isinstance(config, PretrainedConfig):
+    config: Any = getattr(module, "config", None)
+    if is_transformers(config, "PretrainedConfig"):
         config = config.get_text_config()
     given = getattr(config, "max_position_embeddings", None)
     if not isinstance(given, int) or isinstance(given, bool) or given < 1:
@@ -87,9 +85,7 @@ def _rows(module: nn.Module, given: int) -> int | None:
 
     OPT has two extra rows before the first position. RoBERTa's first rows are for padding, and are counted in ``given``.
     """
-    from transformers import PreTrainedModel
-
-    words = module.get_input_embeddings() if isinstance(module, PreTrainedModel) else None
+    words: Any = module.get_input_embeddings() if is_transformers(module, "PreTrainedModel") else None  # type: ignore[operator]
     tables: list[nn.Module] = [m for m in module.modules() if isinstance(m, nn.Embedding) and m is not words]
     found = [
         m.num_embeddings - (0 if m.padding_idx is None else m.padding_idx + 1)

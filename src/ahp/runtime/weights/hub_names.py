@@ -8,6 +8,7 @@ the place of each tensor in a parameter's memory then shows which block of the p
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,8 +91,8 @@ def piece_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 def _written(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[str, torch.Tensor]]:
     """What transformers would write, keyed by its name there: the parameter in whose memory it lies, and a view of its place."""
-    revert = _revert()
-    if revert is None or not hasattr(module, "config"):
+    revert = _revert() if hasattr(module, "config") else None
+    if revert is None:
         return {}
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     names = {memory_of(tensor): name for name, tensor in state.items()}
@@ -106,7 +107,9 @@ def _written(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str,
 
 
 def _revert() -> Any:
-    """transformers' conversion of a module's state to that of the files."""
+    """transformers' conversion of a module's state to that of the files; None where nobody has imported transformers."""
+    if "transformers" not in sys.modules:
+        return None
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
