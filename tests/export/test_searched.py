@@ -40,8 +40,18 @@ def a_job(precision: str = "bf16") -> Job:
     return Job(sequence_length=256, global_batch_size=16, precision=precision)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize(("engine", "precision", "version"), EACH)
+TWICE = [
+    pytest.param(
+        *one.values, EXPERTS, id=f"{one.id}-experts", marks=() if one in (EACH[0], EACH[-1]) else pytest.mark.slow
+    )
+    for one in EACH
+]
+
+
+@pytest.mark.parametrize(
+    ("engine", "precision", "version", "model"),
+    [*(pytest.param(*one.values, DENSE, id=f"{one.id}-dense") for one in EACH), *TWICE],
+)
 def test_a_search_offers_what_the_engines_file_can_say(
     engine: dict[str, Any], precision: str, version: str, model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

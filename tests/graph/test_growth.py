@@ -17,7 +17,10 @@ from tests.graph.small import CONFIGS, SEQUENCE, Plain, marked, traced
 JOB = {"sequence_length": SEQUENCE}
 
 
-@pytest.mark.parametrize(("name", "base"), [*(marked(name, 1) for name in CONFIGS), ("llama", 2)])
+BASES = [*(marked(name, 1) for name in CONFIGS if name != "mixtral"), ("llama", 2)]
+
+
+@pytest.mark.parametrize(("name", "base"), [*BASES, pytest.param("mixtral", 1, marks=pytest.mark.slow)])
 def test_at_equals_a_true_trace(name: str, base: int) -> None:
     assert traced(name, batch=base).at(4) == traced(name, batch=4)
 

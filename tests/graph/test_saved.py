@@ -51,7 +51,10 @@ def saved(model: Any, precision: str, **more: Any) -> int:
 EVERY_FAMILY = [marked(name, "fp32", "flash", 2) for name in CONFIGS] + [
     pytest.param(name, "bf16", "math", 2, marks=pytest.mark.slow) for name in CONFIGS
 ]
-EVERY_WAY = [("llama", *way) for way in product(DTYPES, ("flash", "math"), (1, 3))]
+WAYS = [*product(DTYPES, ("flash", "math"), (1, 3))]
+EVERY_WAY = [
+    pytest.param("llama", *way, marks=[] if way[:2] == ("bf16", "flash") else pytest.mark.slow) for way in WAYS
+]
 
 
 @pytest.mark.parametrize(("name", "precision", "attention", "batch"), EVERY_FAMILY + EVERY_WAY)

@@ -165,7 +165,13 @@ def test_views_move_nothing_and_the_table_is_not_read_whole() -> None:
     assert (lookup.bytes_read, lookup.bytes_written) == (rows + SEQUENCE * 8, rows)
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    cases(
+        [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")],
+        fast=[("fp32", "float32"), ("bf16", "bfloat16")],
+    ),
+)
 def test_the_job_sets_the_dtype(precision: str, dtype: str) -> None:
     graph = traced("llama", precision)
     assert graph.dtype == dtype

@@ -149,6 +149,7 @@ def test_bounds_are_under_the_forecast_of_adapters(
     holds_in_part(asked, space, some_rows(space, data, 2), data)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(list(MODELS)),

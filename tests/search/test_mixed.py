@@ -222,7 +222,7 @@ def problems(draw: st.DrawFn, *, most_cells: int = 4) -> Problem:
 
 
 @pytest.mark.parametrize("batch", cases([2, 6], fast=[2]))
-@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("memory", cases(MEMORIES, fast=MEMORIES[-1:]))
 def test_the_best_is_the_best_of_every_placement(batch: int, memory: dict[str, int] | None) -> None:
     fixed = {"micro_batch_size": 1, "activation_checkpoint": "full"}
     equals_brute_force(
@@ -377,6 +377,7 @@ def test_floors_are_under_the_forecast(asked: Problem, data: st.DataObject) -> N
             assert known_floors(finder, limit_s)[shape] <= forecast.step_time_s * ROUNDING, shape
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(problems(most_cells=5), st.data())
 def test_what_does_not_fit_by_the_bound_does_not_fit(asked: Problem, data: st.DataObject) -> None:
@@ -437,8 +438,12 @@ def on_two(**constraints: Any) -> Problem:
     return mixed(cluster, batch=6, constraints={"micro_batch_size": 1, **constraints})
 
 
+FEW = (((H100, 2, 1), (A100, 1, 1)), 1, 12)
+
+
 @pytest.mark.parametrize(
-    ("groups", "gbps", "batch"), [(((H100, 1, 2), (A100, 1, 2)), 10, 8), (((H100, 2, 1), (A100, 1, 1)), 1, 12)]
+    ("groups", "gbps", "batch"),
+    cases([(((H100, 1, 2), (A100, 1, 2)), 10, 8), FEW], fast=[FEW]),
 )
 def test_the_simplest_of_the_tied_leads(groups: Any, gbps: float, batch: int) -> None:
     """As on a cluster of one kind; everything else of the ranking is as if the fastest led."""

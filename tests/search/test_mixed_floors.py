@@ -194,7 +194,7 @@ def test_more_micro_batches_never_leave_more_room() -> None:
         assert (more <= fewer * ROUNDING).all()
 
 
-@pytest.mark.parametrize("family_size", [2, 5])
+@pytest.mark.parametrize("family_size", [pytest.param(2, marks=pytest.mark.slow), 5])
 def test_a_family_has_room_wherever_one_of_its_layouts_has(family_size: int) -> None:
     job = Job(sequence_length=4096, global_batch_size=64, precision="bf16")
     model = analyze({"model_type": "llama", "num_hidden_layers": 16, "vocab_size": 32000, **TRAINED}, job)

@@ -190,6 +190,7 @@ def fixed_keys(draw: st.DrawFn) -> dict[str, Any]:
     return {key: draw(keys[key]) for key in chosen}
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(fixed_keys())
 def test_whatever_is_given_is_kept_or_refused(fixed: dict[str, Any]) -> None:
@@ -202,6 +203,7 @@ def test_whatever_is_given_is_kept_or_refused(fixed: dict[str, Any]) -> None:
         assert keeps(plan.parallelism, asked.constraints.given), plan.parallelism.short()
 
 
+@pytest.mark.slow
 def test_the_usual_order_of_ranks_can_be_given() -> None:
     """A search with the fastest layout as its constraints was refused, because these name the usual order: it was asked for and not taken."""
     asked = mixed(CELLS, batch=4)
@@ -211,7 +213,15 @@ def test_the_usual_order_of_ranks_can_be_given() -> None:
     assert again.priced.step_time_s == best.priced.step_time_s
 
 
-@pytest.mark.parametrize("order", [("pp", "dp_replicate"), ("dp_replicate",), ("pp", "dp_shard"), ("pp", "cp")])
+@pytest.mark.parametrize(
+    "order",
+    [
+        ("pp", "dp_replicate"),
+        ("dp_replicate",),
+        pytest.param(("pp", "dp_shard"), marks=pytest.mark.slow),
+        pytest.param(("pp", "cp"), marks=pytest.mark.slow),
+    ],
+)
 def test_an_order_says_which_axes_have_a_degree_above_one(order: tuple[str, ...]) -> None:
     space = MixedSpace(mixed(CELLS, batch=4, constraints={"mesh_order": order}))
     found = {

@@ -93,7 +93,7 @@ def test_a_row_is_what_its_block_says(asked: Problem, data: st.DataObject) -> No
     ("model", "cluster", "given"),
     [
         ("llama", "3x4xA100-SXM-80GB", {}),
-        ("llama", "4x3xA100-SXM-80GB", {}),
+        pytest.param("llama", "4x3xA100-SXM-80GB", {}, marks=pytest.mark.slow),
         ("llama", "2x6xA100-SXM-80GB", {"tensor_parallel_degree": 4}),
         ("experts", "4x3xA100-SXM-80GB", {"expert_parallel_degree": 2}),
     ],
@@ -163,8 +163,14 @@ def test_what_the_user_fixed_is_kept_and_nothing_else_is_lost(given: dict, monke
     assert found
 
 
-@pytest.mark.parametrize("engine", names())
-@pytest.mark.parametrize(("model", "batch"), [("llama", 4), ("experts", 2)])
+OF_ENGINES = [
+    pytest.param(model, batch, engine, marks=() if model == "llama" or engine == "ahp" else pytest.mark.slow)
+    for model, batch in [("llama", 4), ("experts", 2)]
+    for engine in names()
+]
+
+
+@pytest.mark.parametrize(("model", "batch", "engine"), OF_ENGINES)
 def test_every_value_of_a_legal_layout_may_be_fixed(model: str, batch: int, engine: str) -> None:
     """Alone: another key of the layout may be needed, and is then the search's to find."""
     cluster = "4xH100-SXM-80GB"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ahp.runtime.parallel import Parallel, parallelize
 from ahp.runtime.torch_compat import local_tensor
+from tests.marks import cases
 from tests.runtime.models import BUILDERS, JOB, OPTIMIZER, batch
 
 OTHER = {"learning_rate": 3e-4, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3, "grad_clip": 0.1}
@@ -67,7 +68,13 @@ def test_the_steps_to_come_are_those_of_torch_with_the_new_settings(alone: None,
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-@pytest.mark.parametrize(("before", "after"), [("fp16", "fp32"), ("fp16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    cases(
+        [("fp16", "fp32"), ("fp16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16")],
+        fast=[("fp16", "fp32"), ("fp32", "bf16")],
+    ),
+)
 def test_a_checkpoint_of_another_precision_is_read_whole(alone: None, tmp_path: Path, before: str, after: str) -> None:
     first, second = made(precision=before), made(precision=after)
     steps(first, range(1))
