@@ -128,7 +128,7 @@ def _passes(costs: StageCosts) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("engine", "keys", "precision"), CASES)
 @pytest.mark.parametrize("kind", cases(["none", "full"], fast=["none"]))
-@pytest.mark.parametrize("host", cases([1.0, 0.03, 0.0], fast=[1.0]))
+@pytest.mark.parametrize("host", cases([1.0, 0.03, 0.0], fast=[1.0], wide=[0.03]))
 def test_passes_take_no_less_where_an_input_grows(
     engine: str, keys: dict[str, Any], precision: str, kind: str, host: float
 ) -> None:

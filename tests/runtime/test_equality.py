@@ -131,10 +131,11 @@ SEEN_IN_PRODUCTS = (
     *(f"zero{stage}+{schedule}" for stage in range(4) for schedule in ("gpipe", "interleaved")),
     *("zero0+tp", "zero0+1f1b", "tp+1f1b", "zero3+tp", "tp+interleaved"),
     *("zero1+tp", "zero1+1f1b", "zero3+1f1b", "tp+gpipe", "zero0+zbv"),
-    *("zero3-mb1", "zero0-mb4", "zero3-8-ways", "1f1b-4-stages"),
+    *("zero3-mb1", "zero0-mb4", "zero3-8-ways", "1f1b-4-stages", "sequence+zbv-selective", "replicate-x-zero3-x-tp"),
 )
 """Pairs in larger products here, in ZeRO-1 x tensor x pipeline of tests/runtime/test_families.py, or below on blocks with trainable inputs
-(zero3+1f1b); schedules and stages that other layouts have too (zero0+zero-bubble-uneven, 1f1b-few); and other degrees and sizes."""
+(zero3+1f1b); schedules and stages that other layouts have too (zero0+zero-bubble-uneven, 1f1b-few); other degrees and sizes; and products whose
+pairs others have (sequence+zbv-recompute with tp-selective, replicate-x-zero3 with zero3-x-tp-x-interleaved)."""
 LAYOUTS = {**ALONE, **pairs(), **MORE}
 FAST = {("zero0", "llama"), ("zero0-uneven", "custom"), ("1f1b", "gpt2"), ("zero3", "custom"), ("tp", "llama")}
 """Layouts and models that are compared in the fast part: each technique alone, and where weights are tied or unnamed."""

@@ -284,7 +284,7 @@ def test_the_fastest_where_nothing_fits_or_one_group_does() -> None:
             assert (found.best, found.at_least_s) == (None, float("inf"))
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @settings(max_examples=12, deadline=None)
 @given(problems(most_cells=4))
 def test_the_best_is_the_best_of_every_placement_on_more_cells(asked: Problem) -> None:

@@ -110,7 +110,7 @@ WIDE = (
     "ring-x-zbv",
     "sequence",
     "ring-x-tp",
-    "mixture-x-tp",
+    "shared-experts-x-tp",
     "zero3-x-tp-recompute",
     "all-to-all-1f1b-recompute",
     "all-to-all-x-sequence",

@@ -216,7 +216,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 WIDE = {
     "sequence, compiled", "tensor", "tensor and context", "tensor and sequence, split backward, selective", "ring",
-    "ZeRO-3, full recompute, loss in chunks",
+    "ZeRO-3, full recompute, loss in chunks", "ZeRO-1",
 }  # fmt: skip
 """What the others have in parts."""
 

@@ -49,7 +49,8 @@ RUN = (
     "dp-x-tp-x-pp",
     "zero1+interleaved",
 )
-WIDE = ("one", "zero0", "zero3", "tp", "1f1b", "zero3-8-ways", "sequence+zero3", "zero1+interleaved")
+WIDE = ("one", "zero0", "zero3", "tp", "1f1b", "zero3-8-ways", "sequence+zero3", "zero1+interleaved", "dp-x-tp-x-pp")
+"""Those that stay, and those before and after a checkpoint, have every technique."""
 
 
 def llama() -> nn.Module:
@@ -107,9 +108,9 @@ def test_each_step_is_that_of_torchaos_optimizer(pool: Pool, layout: str) -> Non
     assert_same_curve(results[0], by_torchao())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "second"), [("zero3+tp", "1f1b"), ("zero1+interleaved", "tp"), ("tp", "zero3-8-ways")]
+    ("first", "second"),
+    cases([("zero3+tp", "1f1b"), ("zero1+interleaved", "tp"), ("tp", "zero3-8-ways")], wide=[("tp", "zero3-8-ways")]),
 )
 def test_a_checkpoint_takes_codes_and_scales_to_another_layout(
     pool: Pool, tmp_path: Path, first: str, second: str

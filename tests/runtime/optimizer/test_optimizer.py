@@ -47,9 +47,10 @@ CASES = [
 WIDE = [
     case
     for case in CASES
-    if case[0] == "muon" and case[1] in ("zero0", "zero1", "zero3", "interleaved", "tp", "zero3-x-tp")
+    if case[0] == "muon"
+    and case[1] in ("zero0", "zero1", "zero3", "interleaved", "tp", "zero3-x-tp", "zero3-x-tp-x-pp")
 ]
-"""Parts of larger products: ``ORDERED`` has ZeRO-3 and tensor parallelism on the same model."""
+"""Parts of larger products, and what others have in parts: ``ORDERED`` has ZeRO-3 and tensor parallelism on the same model."""
 
 
 class TorchInFp32:
@@ -158,7 +159,10 @@ def test_muon_orthogonalises_as_torch_does_in_bf16(pool: Pool) -> None:
     assert ours["norms"][1:] != pytest.approx(exact["norms"][1:], rel=2e-5), "bf16 and fp32 differ"
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("zero3-x-tp", "one"), ("one", "zero3-x-tp-x-pp"), ("1f1b", "zero3")])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    cases([("zero3-x-tp", "one"), ("one", "zero3-x-tp-x-pp"), ("1f1b", "zero3")], wide=[("zero3-x-tp", "one")]),
+)
 def test_momentum_goes_on_under_another_plan(pool: Pool, tmp_path: Path, saved: str, loaded: str) -> None:
     folder = str(tmp_path / "checkpoint")
     before = pool.run(train, world_size(PLANS[saved]), "muon", "gpt2", PLANS[saved], None, folder)[0]

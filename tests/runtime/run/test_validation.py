@@ -25,7 +25,9 @@ LAYOUTS = {
     "zero2-bubbles": {"data_parallel_shard_degree": 2, "zero_stage": 2, "pipeline_parallel_degree": 2},
 }  # fmt: skip
 CASES = [(plan, tuple(MODELS)[number % len(MODELS)]) for number, plan in enumerate(LAYOUTS)]
-WIDE = [case for case in CASES if case[0] in ("one", "zero0", "zero1", "tp", "interleaved", "zero2-bubbles")]
+WIDE = [
+    case for case in CASES if case[0] in ("one", "zero0", "zero1", "tp", "zero3-x-tp", "interleaved", "zero2-bubbles")
+]
 
 
 def looked_at(step: int) -> dict[str, torch.Tensor]:

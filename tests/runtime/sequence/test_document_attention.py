@@ -51,7 +51,10 @@ BY_NAME = {
     "all-to-all+sequence": {**LAYOUTS["all-to-all"], **LAYOUTS["sequence"]},
 }
 CASES = [(layout, model) for layout in MODELS_OF for model in MODELS_OF[layout]]
-WIDE = {("one", "family qwen3"), ("one", "family opt"), ("tp", "gpt2"), ("1f1b", "gpt2"), ("zero3-selective", "llama")}
+WIDE = {
+    ("one", "family qwen3"), ("one", "family opt"), ("tp", "gpt2"), ("1f1b", "gpt2"), ("zero3-selective", "llama"),
+    ("all-to-all+sequence", "windows of gemma3_text"),
+}  # fmt: skip
 
 
 def train(rank: int, world: int, model: str, layout: dict[str, Any], compiled: bool = False) -> dict[str, Any]:
