@@ -76,6 +76,8 @@ class Constraints(Record):
         """Whether a layout keeps to everything that is fixed."""
         given = self.given
         order = given.pop("mesh_order", parallelism.axes)
+        if parallelism.pipeline_parallel_degree == 1:
+            given.pop("pipeline_parallel_schedule", None)  # it orders the passes of a pipeline alone
         return order == parallelism.axes and all(getattr(parallelism, key) == value for key, value in given.items())
 
 

@@ -41,6 +41,7 @@ from ahp.schedule.registry import SCHEDULES
             {"compile": True},
             "pipeline_parallel_schedule = 'InterleavedZeroBubble'",
         ),
+        ({"pipeline_parallel_schedule": "GPipe"}, {}, {}, "pipeline_parallel_schedule = 'GPipe'"),
     ],
 )
 def test_refused_by_the_users_own_key(parallelism, job, choice, key):

@@ -257,6 +257,29 @@ def test_what_the_engine_cannot_express(given: dict, engine: dict, told: str) ->
     assert refused.value.exit_code == 5
 
 
+@pytest.mark.parametrize("engine", ["ahp", "megatron"])
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            {"pipeline_parallel_schedule": "GPipe", "pipeline_parallel_degree": 1},
+            r"parallelism.pipeline_parallel_schedule = 'GPipe': needs a pipeline_parallel_degree above 1 \(valid: 1F1B\)",
+        ),
+        (
+            {"pipeline_parallel_schedule": "Synthesized", "pipeline_parallel_degree": 1},
+            r"parallelism.pipeline_parallel_schedule = 'Synthesized': needs a pipeline_parallel_degree above 1",
+        ),
+        (
+            {"enable_sequence_parallel": True, "tensor_parallel_degree": 1},
+            r"parallelism.enable_sequence_parallel = True: needs a tensor_parallel_degree above 1 \(valid: False\)",
+        ),
+    ],
+)
+def test_a_key_without_the_degree_that_it_needs_is_refused(given: dict, told: str, engine: str) -> None:
+    with pytest.raises(BadInput, match=told):
+        search(tiny(), "8xH100-SXM-80GB", JOB, constraints=given, engine={"name": engine})
+
+
 @pytest.mark.parametrize(("dtype", "told"), [("fp32", 0), ("bf16", 1)])
 def test_what_states_in_16_bits_cost_is_told(dtype: str, told: int) -> None:
     asked = small(dtype=dtype)

@@ -202,9 +202,11 @@ def test_uneven_stages_that_the_user_gives() -> None:
     assert all(reason(asked, layout) is None for layout in found)
 
 
-def test_a_schedule_stays_the_users_own_where_there_is_no_pipeline() -> None:
+def test_layouts_without_a_pipeline_have_the_default_schedule() -> None:
     asked = small("llama", "2xH100-SXM-80GB", constraints={"pipeline_parallel_schedule": "GPipe"})
-    assert {layout.pipeline_parallel_schedule for layout in build(asked)} == {"GPipe"}
+    found = {layout.pipeline_parallel_degree: layout for layout in build(asked)}
+    assert {p: layout.pipeline_parallel_schedule for p, layout in found.items()} == {1: "1F1B", 2: "GPipe"}
+    assert all(map(asked.constraints.admits, found.values()))
 
 
 def test_a_zero_stage_without_shards_only_where_the_user_says_so() -> None:

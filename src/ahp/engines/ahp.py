@@ -30,7 +30,7 @@ from ahp.engines.traits import (
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from ahp.schedule.orders import splits_backward
-from ahp.schedule.registry import SCHEDULES
+from ahp.schedule.registry import PLAIN, SCHEDULES
 
 BLOCK_OF_8_BITS = 256
 """Elements of an 8-bit moment that share one scale: torchao's own size (torchao 0.18, optim/adam.py)."""
@@ -83,6 +83,11 @@ class AhpEngine(Engine):
             return reason
         if p.enable_sequence_parallel and all(tensor == 1 for _, tensor in p.widths):
             return "enable_sequence_parallel = True: needs a tensor_parallel_degree above 1 (valid: False)"
+        if p.pipeline_parallel_degree == 1 and p.pipeline_parallel_schedule != PLAIN:
+            rule = "needs a pipeline_parallel_degree above 1"
+            return (
+                f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule} (valid: {PLAIN}, the default)"
+            )
         if job.precision not in PRECISIONS:
             return f"precision = {job.precision!r}: {cannot} (valid: {', '.join(PRECISIONS)})"
         if job.precision == "fp8" and job.lora is not None:

@@ -226,7 +226,7 @@ class Choices:
         """Ways to run a pipeline of this degree. There is one way for degree 1, where the schedule has nothing to order."""
         name, virtual = self.given.get("pipeline_parallel_schedule"), self.given.get("virtual_stages_per_rank")
         if degree == 1:
-            return (ScheduleChoice(name or PLAIN, virtual or 1),)
+            return (ScheduleChoice(PLAIN, virtual or 1),)
         layers, most = self.asked.graph.num_layers, self.asked.most_stages
         depths = [
             v

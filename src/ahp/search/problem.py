@@ -24,9 +24,15 @@ from ahp.graph.operators import ModelGraph
 from ahp.job import Job, Precision
 from ahp.plan import AXES, DEGREE, Axis, ContextMethod, EngineChoice, Forecast, Parallelism, Plan, validated
 from ahp.schedule.orders import SYNTHESIZED, any_order
+from ahp.schedule.registry import PLAIN
 from ahp.schedule.stages import Ends
 from ahp.stage_place import in_words
 
+NEEDS_DEGREE = {
+    "pipeline_parallel_schedule": ("pipeline_parallel_degree", PLAIN),
+    "enable_sequence_parallel": ("tensor_parallel_degree", False),
+}
+"""Keys that have no effect while another degree is 1: that degree, and their value then."""
 OF_PLACEMENTS = ("stages", "micro_batches_per_replica")
 """Keys that mean nothing on a cluster of one group, or on one group alone."""
 
@@ -228,7 +234,7 @@ class Problem:
         NotExpressible: the engine cannot run the job, or not with what the user has fixed. BadInput: everything else, such as
         a precision that the device does not have.
         """
-        kept: tuple[str, ...] = ("enable_sequence_parallel", "activation_checkpoint", "pipeline_parallel_schedule")
+        kept: tuple[str, ...] = ("enable_sequence_parallel", "activation_checkpoint")
         degrees = ("context_parallel_degree", "expert_parallel_degree")
         given = self.constraints.given
         if self.own_order and (reason := self.refused(any_order())):
@@ -319,6 +325,10 @@ def problem(
     if fixed.pipeline_parallel_order is not None:
         rule = "the search finds orders itself; ahp simulate and ahp train PLAN take one that is given"
         raise bad_input("parallelism.pipeline_parallel_order", list(fixed.pipeline_parallel_order), rule, [None])
+    given = fixed.given
+    for key, (degree, plain) in NEEDS_DEGREE.items():
+        if given.get(degree) == 1 and given.get(key, plain) != plain and "stages" not in given:
+            raise bad_input(f"parallelism.{key}", given[key], f"needs a {degree} above 1", [plain])
     own_order = fixed.pipeline_parallel_schedule == SYNTHESIZED
     if own_order:
         fixed = fixed.model_copy(update={"pipeline_parallel_schedule": None})

@@ -201,7 +201,7 @@ class MixedSpace:
         """The schedules that the engine has; just one without a pipeline, where there is nothing to order."""
         name = self.given.get("pipeline_parallel_schedule")
         if pipeline == 1:
-            return (name or PLAIN,)
+            return (PLAIN,)
         one = one_per_rank() if self.placed.virtual in (None, 1) else ()
         found = tuple(s for s in one if name in (None, s) and not self._refused_schedule(ScheduleChoice(s, 1)))
         ranks = range(2, self.placed.num_stages or 3)
