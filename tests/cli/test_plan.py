@@ -15,6 +15,7 @@ from ahp.cli.main import main
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
 from ahp.plan import Parallelism, Plan
+from tests.graph.small import MINIMAX
 
 SHORT = ["--job.sequence-length", "256", "--job.global-batch-size", "16"]
 
@@ -65,6 +66,22 @@ def test_plan_prints_a_table_and_writes_a_plan(
     assert plan.job.sequence_length == 256
     assert plan.forecast is not None
     assert plan.why[0].removeprefix("fastest of the layouts that fit: ").split(" a step")[0] in out
+
+
+def test_a_model_that_runs_in_fp32_alone_is_planned_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(MINIMAX))
+    words = ["plan", "config.json", "1x1xH100-SXM-80GB", "--job.sequence-length=32", "--job.global-batch-size=8"]
+    why = "self_attn mixes an fp32 buffer with weights in 16 bits"
+    assert main(words) == 0
+    assert f"Note      fp32: {why}" in capsys.readouterr().out
+    assert Plan.load("plan.yaml").job.precision == "fp32"
+    assert main([*words, "--job.precision=bf16"]) == 2
+    assert f"job.precision = 'bf16': {why} (valid: fp32)" in capsys.readouterr().err
+    assert main([*words, "--engine.name=deepspeed"]) == 0
+    assert Plan.load("plan.yaml").job.precision == "bf16"
 
 
 @pytest.mark.parametrize("width", [80, 100])

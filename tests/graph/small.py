@@ -30,6 +30,15 @@ _GPT2 = {
 }  # fmt: skip
 _GROUPED = _SIZES | {"num_key_value_heads": 2}
 
+MINIMAX = _GROUPED | {
+    "model_type": "minimax",
+    "head_dim": 16,
+    "block_size": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+"""Its tables of decay are buffers in the type that the model is built in: fp32 in the runtime, 16 bits in a trace."""
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _GROUPED | {"model_type": "llama", "tie_word_embeddings": False},
     "gpt2": _GPT2,

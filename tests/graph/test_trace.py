@@ -15,10 +15,11 @@ from torch import nn
 
 import ahp.graph.trace as trace
 from ahp.errors import BadInput
+from ahp.graph.export import from_plain, to_plain
 from ahp.graph.operators import Segment
 from ahp.graph.trace import analyze
 from ahp.job import Job
-from tests.graph.small import CONFIGS, SEQUENCE, VOCABULARY, Block, Custom, Plain, marked, traced
+from tests.graph.small import CONFIGS, MINIMAX, SEQUENCE, VOCABULARY, Block, Custom, Plain, marked, traced
 from tests.marks import cases
 
 JOB = {"sequence_length": SEQUENCE, "precision": "fp32"}
@@ -68,6 +69,14 @@ def test_gpt_flops_by_megatrons_formula() -> None:
     assert whole - scores + layers * 12 * s * s * h == round(
         72 * s * layers * h * h * (1 + s / 6 / h + v / 12 / h / layers)
     )
+
+
+def test_a_buffer_in_fp32_beside_weights_in_16_bits_is_found() -> None:
+    for precision in ("bf16", "fp16"):
+        graph = analyze(MINIMAX, Job(sequence_length=SEQUENCE, precision=precision))
+        assert graph.two_types == "self_attn mixes an fp32 buffer with weights in 16 bits"
+        assert graph.at(4).two_types == graph.two_types == from_plain(to_plain(graph)).two_types
+    assert analyze(MINIMAX, Job(sequence_length=SEQUENCE, precision="fp32")).two_types is None
 
 
 def test_math_attention_has_the_same_products_as_plain_matmuls() -> None:

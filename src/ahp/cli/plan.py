@@ -102,6 +102,8 @@ class Found:
     """A note on how many devices a node was assumed to have, if the cluster's short form does not say."""
     refused: str | None = None
     """A note that no file of the engine can express the first plan; None if the ranking has it."""
+    two_types: str | None = None
+    """Why the model computes in fp32 alone, if no precision is given; None if it computes in others."""
     top: int = 10
     """Rows of the table if it has one per family; 0: all plans, whatever their family."""
 
@@ -174,6 +176,7 @@ def find(
     current: Parallelism | None = None,
 ) -> Found:
     """Analyze and search; keys of the job that the user did not give are chosen. ``method``: the keys of ``search.method.Method``."""
+    from ahp.forecast import rules
     from ahp.graph.kept import analyze
     from ahp.search.batch import small_batch
     from ahp.search.lost import one_lost
@@ -195,6 +198,9 @@ def find(
     job = with_sequence(given, model, cluster, engine)
     print(f"analyzing {model} ...", file=sys.stderr)
     graph = analyze(model, job, attention=engine.attention)
+    if (two_types := rules.two_types(graph, job, engine)) and not {"precision", "dtype"} & given.keys():
+        job = job.model_copy(update={"precision": "fp32"})
+        two_types, graph = graph.two_types, analyze(model, job, attention=engine.attention)
     job = with_batch(job, given, model, graph.num_parameters, cluster.num_devices)
     print(f"searching layouts, world size {cluster.num_devices} ...", file=sys.stderr)
     with waiting("searching layouts"):
@@ -213,7 +219,8 @@ def find(
     with waiting("searching for what would fit if a node were lost"):
         lost = one_lost(what, ranking.best)
     chosen = tuple(key for key in ("sequence_length", "global_batch_size", "precision") if key not in given)
-    return Found(graph, cluster, job, chosen, ranking, lost, batch=small_batch(what, ranking.best), top=top)
+    small = small_batch(what, ranking.best)
+    return Found(graph, cluster, job, chosen, ranking, lost, batch=small, two_types=two_types, top=top)
 
 
 def measured(found: Found, count: int) -> Found:
@@ -328,6 +335,8 @@ def precision_note(found: Found) -> list[tuple[str, str]]:
     if "precision" not in found.chosen:
         return []
     precision, reason = precision_for(found.cluster, found.ranking.best.engine)
+    if found.two_types is not None:
+        precision, reason = "fp32", found.two_types
     return [("Note", f"{precision}: {reason}")] if reason and precision == found.job.precision else []
 
 

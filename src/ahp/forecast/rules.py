@@ -47,6 +47,7 @@ def illegal(
         return str(error)
     return (
         refused
+        or two_types(graph, job, engine)
         or between_blocks(graph.uncuttable, parallelism, engine)
         or _cluster(cluster, job, parallelism)
         or batch(job, parallelism)
@@ -56,6 +57,13 @@ def illegal(
         or stages(graph, job, parallelism, engine)
         or _schedule(job, parallelism, engine)
     )
+
+
+def two_types(graph: ModelGraph, job: Job, engine: EngineChoice) -> str | None:
+    """Refuses weights in 16 bits for a model whose buffers ahp's own runtime would have in fp32 beside them (runtime/shard/block_calls.py)."""
+    if graph.two_types is None or engine.name != "ahp":
+        return None
+    return _broken("job.precision", job.precision, graph.two_types, ["fp32"])
 
 
 def between_blocks(uncuttable: str | None, parallelism: Parallelism, engine: EngineChoice) -> str | None:

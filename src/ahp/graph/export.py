@@ -13,6 +13,8 @@ GRAPH_SCHEMA_VERSION = 5
 PLAIN_FIELDS = ("name", "model", "micro_batch_size", "sequence_length", "dtype", "layers", "tied", "config",
                 "document_mask", "lora", "uncuttable")  # fmt: skip
 """Fields of a ModelGraph that are JSON already."""
+REASONS = ("needs_masks", "two_types")
+"""Fields that few models have."""
 
 PHASE_COLOURS = {"forward": "#dbe9f6", "backward": "#fbe3d4"}
 
@@ -60,26 +62,25 @@ def to_plain(graph: ModelGraph) -> dict[str, Any]:
     plain["larger"] = None if graph.larger is None else to_plain(graph.larger)
     if graph.by_lengths is not None:
         plain["by_lengths"] = to_plain(graph.by_lengths)
-    if graph.needs_masks is not None:
-        plain["needs_masks"] = graph.needs_masks
+    for name in REASONS:
+        if getattr(graph, name) is not None:
+            plain[name] = getattr(graph, name)
     return plain
 
 
 def from_plain(data: dict[str, Any]) -> ModelGraph:
     """The graph that ``to_plain`` wrote."""
-    return ModelGraph(
-        **{name: data[name] for name in PLAIN_FIELDS}
-        | {
-            "layers": tuple(data["layers"]),
-            "tied": tuple(tuple(names) for names in data["tied"]),
-            "embedding": _segment_from_plain(data["embedding"]),
-            "blocks": tuple(_segment_from_plain(block) for block in data["blocks"]),
-            "head": _segment_from_plain(data["head"]),
-            "larger": None if data["larger"] is None else from_plain(data["larger"]),
-            "by_lengths": from_plain(data["by_lengths"]) if "by_lengths" in data else None,
-            "needs_masks": data.get("needs_masks"),
-        }
-    )
+    made: dict[str, Any] = {
+        "layers": tuple(data["layers"]),
+        "tied": tuple(tuple(names) for names in data["tied"]),
+        "embedding": _segment_from_plain(data["embedding"]),
+        "blocks": tuple(_segment_from_plain(block) for block in data["blocks"]),
+        "head": _segment_from_plain(data["head"]),
+        "larger": None if data["larger"] is None else from_plain(data["larger"]),
+        "by_lengths": from_plain(data["by_lengths"]) if "by_lengths" in data else None,
+    }
+    plain: dict[str, Any] = {name: data[name] for name in PLAIN_FIELDS} | {name: data.get(name) for name in REASONS}
+    return ModelGraph(**(plain | made))
 
 
 def _segment_to_plain(segment: Segment) -> dict[str, Any]:

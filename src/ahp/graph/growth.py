@@ -39,7 +39,8 @@ def at(graph: ModelGraph, micro_batch_size: int) -> ModelGraph:
     # The same two traces serve every other size as well.
     grown = _extended(small, large, micro_batch_size)
     larger = replace(small, larger=large, by_lengths=None, needs_masks=None)
-    return replace(grown, larger=larger, by_lengths=graph.by_lengths, needs_masks=graph.needs_masks)
+    own = {name: getattr(graph, name) for name in ("by_lengths", "needs_masks", "two_types")}
+    return replace(grown, larger=larger, **own)
 
 
 def _parts(graph: ModelGraph) -> tuple[Segment, ...]:

@@ -40,6 +40,7 @@ from ahp.graph.outline import why_uncuttable
 from ahp.graph.positions import warn_of_longer
 from ahp.graph.record import Recorded
 from ahp.graph.sequences import warn_of_mixed
+from ahp.graph.two_types import why_two_types
 from ahp.job import Job
 from ahp.plan import validated
 
@@ -87,6 +88,10 @@ def _analyzed(model: Any, contract: Job, micro_batch_size: int, attention: str) 
     warn_of_longer(module, contract.sequence_length)
     tracer = _Tracer(module, model, contract, attention)
     graph = tracer.grown(micro_batch_size, tracer.documents)
+    if any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in module.buffers()) and module is not model:
+        in_fp32 = with_adapters(build_model(model, attention=attention), contract.lora)
+        subject = _Tracer(in_fp32, model, contract, attention).subjects(tracer.documents)[-1]
+        graph = replace(graph, two_types=why_two_types(subject, contract.sequence_length))
     _warn_of_hidden_states(graph)
     _warn_of_images_and_sound(graph.name, module if (config := load_config(model)) is None else config)
     warn_of_mixed(tracer.subjects(tracer.documents), contract.sequence_length)

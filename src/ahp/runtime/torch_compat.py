@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import math
 import operator
-import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path, PurePosixPath
@@ -35,6 +34,7 @@ from ahp.graph.torch_compat import TorchDispatchMode as TorchDispatchMode
 from ahp.graph.torch_compat import memory_of as memory_of
 from ahp.graph.torch_compat import pytree as pytree
 from ahp.graph.torch_compat import sets_gradient_mode as sets_gradient_mode
+from ahp.graph.two_types import is_of_two_types
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,9 +135,7 @@ def pass_through(module: FSDPModule, x: torch.Tensor) -> torch.Tensor:
 
 def why_fsdp2_refused(error: RuntimeError) -> Literal["not gathered", "written in place", "two types"] | None:
     """What a forward does that torch refuses under FSDP2 alone; None for any other error."""
-    if re.search("same d?type|scalar type", str(error)) and re.search(
-        "bfloat16|half|float16", str(error), re.IGNORECASE
-    ):
+    if is_of_two_types(error):
         return "two types"
     if "mixed torch.Tensor and DTensor" in str(error):
         return "not gathered"
