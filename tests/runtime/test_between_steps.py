@@ -13,6 +13,7 @@ from torch import nn
 
 from ahp.errors import BadInput
 from ahp.runtime.parallel import Parallel, parallelize
+from ahp.runtime.torch_compat import local_tensor
 from tests.runtime.models import JOB, Block, Custom, batch, gpt2
 from tests.runtime.workers import Pool
 
@@ -123,6 +124,30 @@ def changing(rank: int, world: int, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["pipe", "tp"])
 def test_a_change_that_a_layout_would_not_follow_is_refused(pool: Pool, layout: str) -> None:
     pool.run(changing, 2, layout)
+
+
+def state_of(rank: int, world: int, layout: str, precision: str) -> list[Any]:
+    """The trained state, or the error, of the module and of a part of it."""
+    module, found = custom(), []
+    parallel = made(module, layout, precision)
+    parallel.step(parallel.shard(batch(0)))
+    for part, name in ((module, "head.weight"), (module.head, "weight")):
+        try:
+            found.append(local_tensor(part.state_dict()[name]).clone())
+        except BadInput as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_state_of_a_module_in_stages_is_refused(pool: Pool, precision: str) -> None:
+    """It had the first weights, of other stages in fp32 and of all in bf16."""
+    first = custom().head.weight
+    (one,) = pool.run(state_of, 1, "one", precision)
+    assert not any(torch.equal(one_, first) for one_ in one)
+    for found in pool.run(state_of, 2, "pipe", precision):
+        assert [said.partition(": ")[0] for said in found] == ["module = 'Custom'", "module = 'Linear'"]
+        assert all("as they were before ahp.parallelize" in said for said in found)
 
 
 def around_block(rank: int, world: int, layout: str) -> Curve:

@@ -380,7 +380,7 @@ def test_models_may_share_a_module_without_weights() -> None:
     """transformers' FlauBERT has one activation for all models of a process."""
     act = nn.GELU()
     first, second = (nn.Sequential(nn.Linear(2, 2), act) for _ in range(2))
-    mark_taken(first)
+    mark_taken(first, in_stages=True)
     refuse_parameters(second)
     with pytest.raises(BadInput, match="has changed it in place already"):
         refuse_parameters(nn.Sequential(first[0], nn.GELU()))

@@ -195,7 +195,7 @@ class Parallel:
         self.runner = self._runner(found, vocabulary)
         self._generators = Generators(*self.runner.stages.values())
         self.copies = {name: self._num_copies(name) for name in self.parameters}
-        mark_taken(module)
+        mark_taken(module, in_stages=p.num_stages > 1)
         if self.sharding.uses_fsdp or any(getattr(p, key) > 1 for key in DIVIDING):
             refuse_calls(module)
         models, slices = [stage.model for stage in self.stages.values()], blocks if sliced else None

@@ -26,12 +26,28 @@ TAKEN = "_ahp_parallelized"
 """The attribute of modules that ``Parallel`` has taken, with hooks and forwards that a second one would add to."""
 
 
-def mark_taken(module: nn.Module) -> None:
-    """Mark a module and its submodules, so that ``refuse_parameters`` knows them. Those without weights are left out: models may share them (the
-    activation of transformers' FlauBERT)."""
-    for part in module.modules():
-        if part is module or next(part.parameters(), None) is not None:
-            setattr(part, TAKEN, True)
+def mark_taken(module: nn.Module, *, in_stages: bool) -> None:
+    """Mark a module and its submodules, so that ``refuse_parameters`` knows them. ``in_stages``: stages of a pipeline were made of copies."""
+    for part in _with_weights(module):
+        setattr(part, TAKEN, True)
+        if in_stages:
+            part.register_state_dict_pre_hook(_refuse_state_dict)
+
+
+def _with_weights(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and its submodules. Those without weights are left out: models may share them (the activation of transformers' FlauBERT)."""
+    return (part for part in module.modules() if part is module or next(part.parameters(), None) is not None)
+
+
+def _refuse_state_dict(part: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Raises BadInput: the state would have the weights of other stages, and under ZeRO all, as they were before ahp.parallelize."""
+    rule = "its state_dict has weights as they were before ahp.parallelize: each rank trains a stage of its own"
+    valid = [
+        "parallel.save for a checkpoint",
+        "parallel.export_hf for whole weights",
+        "parallel.parameters for this rank's",
+    ]
+    raise bad_input("module", type(part).__name__, rule, valid)
 
 
 _OURS: ContextVar[bool] = ContextVar("the runtime calls the module", default=False)
