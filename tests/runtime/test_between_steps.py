@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
 from ahp.errors import BadInput
 from ahp.runtime.parallel import Parallel, parallelize
@@ -124,6 +126,51 @@ def changing(rank: int, world: int, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["pipe", "tp"])
 def test_a_change_that_a_layout_would_not_follow_is_refused(pool: Pool, layout: str) -> None:
     pool.run(changing, 2, layout)
+
+
+def halved(module: nn.Linear) -> None:
+    module.weight = nn.Parameter(module.weight.detach() * 0.5)
+
+
+REPLACED: dict[str, Callable[[nn.Linear], object]] = {
+    "assigned": halved,
+    "normed": lambda module: weight_norm(module),
+    "parametrized": lambda module: parametrize.register_parametrization(module, "weight", nn.Identity()),
+}
+
+
+def replacing(rank: int, world: int, layout: dict[str, Any], precision: str) -> None:
+    """Each way to put another parameter into a place of the module, inside and outside of a block, is refused at the next step."""
+    for way, change in REPLACED.items():
+        for path in ("blocks.1.up", "head"):
+            module = custom()
+            job = {**JOB, "precision": precision}
+            parallel = parallelize(module, {"job": job, "parallelism": {"micro_batch_size": 2, **layout}})
+            part = parallel.shard(batch(0))
+            parallel.step(part)
+            parallel.evaluate([part])
+            parallel.step(part)
+            change(module.get_submodule(path))  # pyright: ignore[reportArgumentType]
+            if (way, layout, precision) == ("parametrized", {}, "fp32"):
+                parallel.step(part)  # the same parameter
+                continue
+            with pytest.raises(
+                BadInput, match=rf"module = '{path}\.\w+': (is another parameter now|has changed since)"
+            ):
+                parallel.step(part)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"data_parallel_shard_degree": 2}, {"data_parallel_shard_degree": 2, "zero_stage": 1}, {"tensor_parallel_degree": 2}, PIPE],
+    ids=["one", "zero3", "zero1", "tp", "pipe"],
+)  # fmt: skip
+def test_another_parameter_in_a_place_of_the_module_is_refused(
+    pool: Pool, layout: dict[str, Any], precision: str
+) -> None:
+    """ZeRO and pipelines computed with the first, without a word; plain layouts did not train the other."""
+    pool.run(replacing, 2 if layout else 1, layout, precision)
 
 
 def state_of(rank: int, world: int, layout: str, precision: str) -> list[Any]:

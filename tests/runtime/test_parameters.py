@@ -44,9 +44,32 @@ def in_data_parallel() -> nn.Module:
     return nn.Sequential(nn.DataParallel(nn.Linear(3, 4)))
 
 
+def double() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+
+
+class ByKeyword(nn.Linear):
+    def forward(self, *, input_ids: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(input_ids)
+
+
+class AsksForMask(nn.Linear):
+    def forward(self, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(input_ids * mask)
+
+
 @pytest.mark.parametrize(
     ("build", "told"),
     [
+        (
+            double,
+            "module = '1.weight': is torch.float64, and weights are held and trained in fp32 at most (valid: module.float() before",
+        ),
+        (
+            lambda: ByKeyword(2, 2),
+            "module = 'ByKeyword': its forward(*, input_ids) is called with token ids [batch,",
+        ),
+        (lambda: AsksForMask(2, 2), "alone: missing a required argument: 'mask' (valid: def forward(self, input_ids))"),
         (complex_one, "module = '0': is torch.complex64, which neither FSDP2 nor a fused optimizer takes"),
         (lazy, "module = '0.weight': has no shape before its lazy module ran"),
         (sparse, "module: 0.sparse = True: no optimizer here takes sparse gradients (valid: False)"),

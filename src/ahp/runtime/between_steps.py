@@ -129,7 +129,7 @@ class ProgramsModule:
             *(held.get(name) for name in names),
             *map(id, part._modules.values()),
             *(
-                (p._version, p.requires_grad) if p is not None and id(p) in self._replaced else None
+                (p._version, p.requires_grad) if p is not None and id(p) in self._replaced else self._copied and id(p)
                 for p in part._parameters.values()
             ),
             *([*held[name]] for name in hooks),

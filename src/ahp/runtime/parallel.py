@@ -205,7 +205,7 @@ class Parallel:
         self, stages: list[Stage], prepare: StageSetup, start: StartingValues, matrices: frozenset[str]
     ) -> TrainingState:
         """This rank's parts of the weights, filled with values, and of the optimizer states. ``stages``: of the whole pipeline."""
-        local = LocalParameters([stage.model for stage in self.stages.values()], self.names)
+        local = LocalParameters([stage.model for stage in self.stages.values()], self.names, self.sharding.roots)
         layout = ParameterLayout(
             self.mesh,
             self.names.shapes,

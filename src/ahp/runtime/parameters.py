@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from ahp.errors import bad_input
+from ahp.graph.call import model_arguments
 
 WRAPPERS = {
     "DistributedDataParallel": "its .module",
@@ -77,7 +80,9 @@ def refuse_calls(module: nn.Module) -> None:
 
 
 def refuse_parameters(module: nn.Module) -> None:
-    """Raises BadInput for parameters that the optimizers cannot update, or that share memory without being one parameter."""
+    """Raises BadInput for a forward that takes no token ids, and for parameters that the optimizers cannot update, or that share memory without
+    being one parameter."""
+    _refuse_forward(module)
     if (again := next((path for path, part in module.named_modules() if hasattr(part, TAKEN)), None)) is not None:
         rule = "ahp.parallelize has changed it in place already"
         raise bad_input("module", again or type(module).__name__, rule, ["a module that is built anew, and load"])
@@ -85,6 +90,9 @@ def refuse_parameters(module: nn.Module) -> None:
         if (inside := WRAPPERS.get(type(part).__name__)) is not None:
             rule = f"{path or 'the module'} is wrapped, and ahp.parallelize splits the plain module"
             raise bad_input("module", type(part).__name__, rule, [inside])
+    if (wide := next((n for n, p in module.named_parameters() if p.dtype is torch.float64), None)) is not None:
+        rule = "is torch.float64, and weights are held and trained in fp32 at most"
+        raise bad_input("module", wide, rule, ["module.float() before ahp.parallelize"])
     end, before = 0, ""
     for name, p in sorted(module.named_parameters(), key=lambda named: _span(named[1])[0]):
         if isinstance(p, UninitializedParameter):
@@ -104,6 +112,21 @@ def refuse_parameters(module: nn.Module) -> None:
     for path, part in module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad:
             raise bad_input(f"module: {path}.sparse", True, "no optimizer here takes sparse gradients", [False])
+
+
+def _refuse_forward(module: nn.Module) -> None:
+    """Raises BadInput for a forward that cannot be called as the runtime calls it (``model_arguments``)."""
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):  # a forward that is no Python function
+        return
+    args, kwargs = model_arguments(module, torch.empty(0, dtype=torch.int64))
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        names = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+        rule = f"its forward{inspect.Signature(names)} is called with token ids [batch, sequence] alone: {error}"
+        raise bad_input("module", type(module).__name__, rule, ["def forward(self, input_ids)"]) from None
 
 
 def _span(parameter: nn.Parameter) -> tuple[int, int]:

@@ -168,6 +168,12 @@ def _sharded_parameters(root: nn.Module) -> Iterator[Any]:
             yield from group.fsdp_params
 
 
+def whole_parameters(root: FSDPModule) -> set[int]:
+    """The ``id`` of each whole parameter that FSDP2 puts into the place of a shard."""
+    assert isinstance(root, nn.Module), "a sharded module is one"
+    return {id(getattr(parameter, "_unsharded_param", None)) for parameter in _sharded_parameters(root)}
+
+
 def gather_outside_modes(module: FSDPModule) -> None:
     """Hide what a sharded module does around its forward from the mode with which selective recompute watches operators.
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ahp.errors import bad_input
 from ahp.plan import Parallelism
@@ -17,7 +19,7 @@ from ahp.runtime.pipeline.schedules import stages_of_rank
 from ahp.runtime.ranks.mesh import Mesh
 from ahp.runtime.ranks.torch_compat import time_limit
 from ahp.runtime.shard.parameter_layout import ParameterLayout, Ranges, cut_to, part_of, put_part
-from ahp.runtime.torch_compat import has_gradient_hook, local_tensor, memory_of
+from ahp.runtime.torch_compat import has_gradient_hook, local_tensor, memory_of, whole_parameters
 
 SUMMED_ELEMENTS = 2**24
 """How many elements of tied weights are summed at once if parts do not line up: 64 MiB, enough to fill any link, little next to the weights."""
@@ -46,7 +48,8 @@ class LocalParameters:
     first copy; the others, its twins, add their gradients to it and take over its values.
     """
 
-    def __init__(self, stages: list[nn.Module], names: ParameterNames) -> None:
+    def __init__(self, stages: list[nn.Module], names: ParameterNames, roots: Sequence[FSDPModule] = ()) -> None:
+        """``roots``: what FSDP2 shards as a whole."""
         self.parameters: dict[str, nn.Parameter] = {}
         self.twins: list[tuple[str, nn.Parameter]] = []
         self.trained: set[str] = set()
@@ -63,6 +66,14 @@ class LocalParameters:
                 if has_gradient_hook(parameter):
                     self.hooked.add(name)
         self._memory = [memory_of(parameter) for parameter in self]
+        self._roots = roots
+        self._places = [
+            (f"{path}.{leaf}".removeprefix("."), part, leaf, parameter)
+            for stage in stages
+            for path, part in stage.named_modules()
+            for leaf, parameter in part._parameters.items()
+            if parameter is not None
+        ]
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self._all())
@@ -104,7 +115,8 @@ class LocalParameters:
 
     def follow(self) -> None:
         """Let twins be what the parameters are, which a step, a checkpoint or the program may have changed. Raises BadInput if the program has
-        put another tensor under a parameter: the optimizer and FSDP2 would go on with the first."""
+        put another tensor under a parameter, or another parameter into its place: the optimizer and FSDP2 would go on with the first."""
+        self._refuse_replaced()
         for (name, parameter), memory in zip(self._all(), self._memory, strict=True):
             if memory_of(parameter) != memory:
                 rule = "its data is another tensor now (p.data = ..), while the optimizer and ZeRO have the first"
@@ -114,6 +126,23 @@ class LocalParameters:
                 parameter = self.parameters[name]
                 twin.requires_grad_(parameter.requires_grad)
                 local_tensor(twin).copy_(local_tensor(parameter))
+
+    def _refuse_replaced(self) -> None:
+        """Raises BadInput for a parameter that is not in its module any more. Without FSDP2 it may be in a parametrization there."""
+        whole: set[int] | None = None
+        for path, part, leaf, parameter in self._places:
+            if (now := part._parameters.get(leaf)) is parameter:
+                continue
+            if now is not None:
+                whole = set().union(*map(whole_parameters, self._roots)) if whole is None else whole
+            in_part = not isinstance(parameter, DTensor) and any(one is parameter for one in part.parameters())
+            if in_part or (now is not None and whole is not None and id(now) in whole):
+                continue
+            rule = (
+                "is another parameter now, or none (by an assignment, pruning or a parametrization), while the optimizer and ZeRO "
+                "have the one that ahp.parallelize was given"
+            )
+            raise bad_input("module", path, rule, ["the same before ahp.parallelize", "parallel.parameters for values"])
 
 
 class TiedParameters:
