@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+
 import pytest
 from torch import nn
 
@@ -112,3 +114,13 @@ def test_a_module_that_knows_its_own_name_is_no_kind_of_its_own() -> None:
 
     assert block_kinds(nn.ModuleList(named(number, "model.layers") for number in range(3))) == (0, 0, 0)
     assert block_kinds(nn.ModuleList(named(0, f"of{number}") for number in range(3))) == (0, 1, 2)
+
+
+def test_objects_of_a_generic_alias_are_alike() -> None:
+    """They carry the alias, ``__orig_class__``, whose attributes are another object at each look."""
+    blocks = [Block(0), Block(0)]
+    for block in blocks:
+        block.notes = UserDict[str, int](calls=1)  # type: ignore[assignment]
+    assert block_kinds(nn.ModuleList(blocks)) == (0, 0)
+    blocks[1].notes = UserDict[str, int](calls=2)
+    assert block_kinds(nn.ModuleList(blocks)) == (0, 1)

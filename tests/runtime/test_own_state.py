@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ahp.graph.trace import analyze
 from tests.marks import cases
 from tests.runtime.models import BATCH, OPTIMIZER, SEQUENCE, VOCABULARY, Block, Custom, batch
 from tests.runtime.test_equality import PIPELINE, SPLIT, TENSOR, ZERO, assert_same_curve, world_size
@@ -185,6 +186,26 @@ def train(rank: int, world: int, name: str, layout: dict[str, Any]) -> dict[str,
         found["norms"].append(result.grad_norm)
         found["held out"].append(parallel.evaluate([parallel.shard(batch(step))]))
     return found
+
+
+BY_ANOTHER_NAME = [cached_slope]
+
+
+class InCacheByAnotherName(InAttribute):
+    def table(self, length: int) -> torch.Tensor:
+        return BY_ANOTHER_NAME[0](length)
+
+
+@pytest.mark.parametrize(("kind", "kept"), [(InCache, True), (InCacheOfMethod, True), (InCacheByAnotherName, False)])
+def test_a_look_at_a_model_leaves_its_caches_as_they_were(kind: type[InAttribute], kept: bool) -> None:
+    """They were emptied; and no tensor without data stays in one."""
+    module = with_blocks(functools.partial(kind, WIDTH, 4))
+    tables = [block.table(SEQUENCE) for block in module.blocks if isinstance(block, InAttribute)]
+    analyze(module, {"sequence_length": SEQUENCE, "precision": "fp32"})
+    again = [block.table(SEQUENCE) for block in module.blocks if isinstance(block, InAttribute)]
+    assert all((one is other) == kept for one, other in zip(tables, again, strict=True))
+    assert all(type(other) is torch.Tensor for other in again)
+    cached_slope.cache_clear()
 
 
 CASES = [

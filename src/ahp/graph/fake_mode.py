@@ -32,13 +32,26 @@ def _has_whole_rows(matrices: torch.Tensor) -> bool:
     return max(matrices.stride()[-2:]) * matrices.itemsize % 16 == 0
 
 
-def _empty_caches(module: nn.Module) -> None:
-    """Of functions beside a module's classes, and of their methods (``functools.lru_cache``)."""
+@contextmanager
+def _own_caches(module: nn.Module) -> Iterator[None]:
+    """Within, functions beside a module's classes, and their methods, have new caches (``functools.lru_cache``): what the program has cached is
+    kept, unless a call reaches it by another name."""
     kinds = {type(part) for part in module.modules()}
     files = [sys.modules[kind.__module__] for kind in kinds if kind.__module__ in sys.modules]  # exec leaves none
-    for place in {*kinds, *files}:
-        for value in list(vars(place).values()):
-            if isinstance(value, functools._lru_cache_wrapper):
+    found = [
+        (place, name, value, value.cache_info())
+        for place in {*kinds, *files}
+        for name, value in list(vars(place).items())
+        if isinstance(value, functools._lru_cache_wrapper)
+    ]
+    for place, name, value, _ in found:
+        setattr(place, name, functools.lru_cache(**value.cache_parameters())(value.__wrapped__))
+    try:
+        yield
+    finally:
+        for place, name, value, before in found:
+            setattr(place, name, value)
+            if value.cache_info() != before:
                 value.cache_clear()
 
 
@@ -50,12 +63,11 @@ def as_on_data(module: nn.Module, *, document_mask: bool = False) -> Iterator[No
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
-    _empty_caches(module)
+    decisions = _decides_as_on_data(document_mask) if "transformers" in sys.modules else nullcontext()
     try:
-        with _decides_as_on_data(document_mask) if "transformers" in sys.modules else nullcontext():
+        with decisions, _own_caches(module):
             yield
     finally:
-        _empty_caches(module)
         logger.setLevel(level)
 
 

@@ -39,7 +39,9 @@ class Values:
     def of(self, value: Any, depth: int = 0) -> Any:
         if isinstance(value, str) and self._own_number is not None:
             value = self._own_number.sub("*", value)
-        if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)):
+        if value is None or isinstance(
+            value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, types.GenericAlias)
+        ):
             return (type(value), value)  # with its type because ``True == 1``
         if isinstance(value, (nn.Module, types.ModuleType)) or depth == DEEPEST:
             return (type(value), id(value))
