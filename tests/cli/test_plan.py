@@ -206,6 +206,12 @@ def test_a_plan_that_its_engines_file_cannot_say_is_told(
         note.startswith("ahp export megatron refuses the first plan: model_type = 'bert'") for note in told["notes"]
     )
     assert told["next"] == ["ahp explain plan.yaml", "ahp simulate plan.yaml"]
+    for command, after in (
+        ("explain", "ahp simulate plan.yaml --trace trace.json"),
+        ("simulate", "ahp explain plan.yaml"),
+    ):
+        assert main([command, "plan.yaml"]) == 0
+        assert capsys.readouterr().out.rstrip().endswith(f"Next: {after}")
 
 
 def test_plans_for_another_machine_are_not_searched_to_be_measured(

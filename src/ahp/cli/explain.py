@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from ahp.cli.following import after, show_next
+from ahp.cli.following import can_follow, show_next
 from ahp.cli.layout_words import constraints_of
 from ahp.cli.options import options_of
 from ahp.cli.waiting import waiting
@@ -205,7 +205,7 @@ def _lost(loser: Rejected) -> str:
 
 
 def _following(plan: Plan, path: str) -> list[str]:
-    return [f"ahp simulate {shlex.quote(path)} --trace trace.json", *after(path, plan.engine.name)]
+    return [f"ahp simulate {shlex.quote(path)} --trace trace.json", *can_follow(plan, path)]
 
 
 def _show_alternative(other: Alternative | str, plan: Plan) -> None:

@@ -55,6 +55,12 @@ def refused_export(plan: Plan, path: str) -> str | None:
     return None
 
 
+def can_follow(plan: Plan, path: str, *first: str) -> list[str]:
+    """Like ``after`` for the plan in ``path``, without an export that would be refused."""
+    commands = after(path, plan.engine.name, *first)
+    return commands[:-1] if refused_export(plan, path) else commands
+
+
 def next_words(commands: Sequence[str], width: int) -> str:
     """``Next:`` and the commands, on one line if they fit, else one below the other: no command is broken, so that it can be copied."""
     lead, gap = "Next: ", " " * 4

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from ahp.cli.following import after, show_next
+from ahp.cli.following import can_follow, show_next
 from ahp.cli.options import options_of
 from ahp.cli.overrides import split_overrides
 from ahp.cli.writable import require_writable
@@ -147,7 +147,7 @@ def _following(plan: Plan, arguments: Arguments, overrides: dict[str, Any]) -> l
     """The next commands. What was changed here is in no file, so no other command knows of it."""
     path = arguments.plan
     if not overrides:
-        return after(path, plan.engine.name, "explain")
+        return can_follow(plan, path, "explain")
     if arguments.trace is None:
         words = [
             f"--{key.replace('_', '-')} {shlex.quote(json.dumps(value) if not isinstance(value, str) else value)}"
