@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from ahp.graph.torch_compat import Watching, memory_of, noting_checkpoints, pytree
 from ahp.graph.weight_reads import Place, WeightReads
@@ -20,7 +21,7 @@ from ahp.graph.weight_reads import Place, WeightReads
 BEFORE = -1
 """The part of the model before the blocks. Block ``i`` is part ``i``."""
 
-Recompute = Literal["reentrant", "reentrant around blocks", "not reentrant"]
+Recompute = Literal["reentrant", "reentrant around blocks", "not reentrant", "not reentrant, a whole block"]
 """How a model calls ``torch.utils.checkpoint`` itself."""
 
 _SHAPES_ALONE = {
@@ -33,9 +34,9 @@ _SHAPES_ALONE = {
 class Flow(Watching):
     """Within, notes for the memory of each tensor the parts that it was computed from. All that a block computes counts as that block's alone."""
 
-    def __init__(self, weights: WeightReads) -> None:
+    def __init__(self, weights: WeightReads, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.weights = weights
+        self.weights, self._blocks = weights, blocks
         self._place: Place = "before"
         self.block: int | None = None
         """The block that runs; None outside of the blocks."""
@@ -69,7 +70,12 @@ class Flow(Watching):
             function = function.func
         # A method is a block's own, as transformers' ``__call__``: a stand-in for the block has not got it.
         around = self.block is None and not isinstance(function, types.MethodType)
-        self.recomputes.add(("reentrant around blocks" if around else "reentrant") if reentrant else "not reentrant")
+        if reentrant:
+            self.recomputes.add("reentrant around blocks" if around else "reentrant")
+            return
+        called = getattr(function, "__self__", function)
+        whole = self.block is None and any(called is block for block in self._blocks)
+        self.recomputes.add("not reentrant, a whole block" if whole else "not reentrant")
 
     def enter(self, block: int, hidden: torch.Tensor, arguments: Iterable[torch.Tensor]) -> None:
         self.block = self._place = block

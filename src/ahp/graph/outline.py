@@ -217,7 +217,7 @@ class _Record:
         self.last_version = 0
         """The version of the last block's output when the block returned it: writing in place raises it."""
         self.weights = WeightReads(fake, self.blocks)
-        self.flow = Flow(self.weights)
+        self.flow = Flow(self.weights, self.blocks)
         self.changed = ChangedArguments(self.flow)
         self.shared: list[torch.Tensor] | None = None
         self.uncuttable: str | None = None

@@ -109,19 +109,21 @@ def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | N
     if found and (reason := rules.between_blocks(found.uncuttable, p, plan.engine)):
         raise BadInput(reason)
     if found:
-        _refuse_own_recompute(found, p)
+        _refuse_own_recompute(found, plan)
     if plan.engine.loss_chunk_tokens is not None:
         _refuse_chunks(plan.engine.loss_chunk_tokens, module, found, plan.job)
 
 
-def _refuse_own_recompute(found: Outline, p: Parallelism) -> None:
-    """torch's second run of a function has neither what context ranks put around attention nor what puts off weight gradients; and a reentrant one,
-    around blocks, has no graph of the hidden states at which a stage ends or begins."""
+def _refuse_own_recompute(found: Outline, plan: Plan) -> None:
+    """torch's second run of a function has neither what context ranks put around attention, unless it is a whole block's call, nor what puts off
+    weight gradients; and a reentrant one, around blocks, has no graph of the hidden states at which a stage ends or begins."""
+    p = plan.parallelism
     rule = "the model calls torch.utils.checkpoint itself, whose second run would compute something else"
     own = ["the model without it (gradient_checkpointing_disable()) and activation_checkpoint full"]
-    if p.context_parallel_degree > 1 and found.recomputes:
+    again = found.recomputes if plan.engine.compile else found.recomputes - {"not reentrant, a whole block"}
+    if p.context_parallel_degree > 1 and again:
         raise bad_input("context_parallel_degree", p.context_parallel_degree, rule, [1, *own])
-    if splits_backward(p) and "not reentrant" in found.recomputes:
+    if splits_backward(p) and any(one.startswith("not reentrant") for one in found.recomputes):
         raise bad_input("pipeline_parallel_schedule", p.pipeline_parallel_schedule, rule, [PLAIN, *own])
     if p.num_stages > 1 and "reentrant around blocks" in found.recomputes:
         raise bad_input("pipeline_parallel_degree", p.pipeline_parallel_degree, rule, [1, "use_reentrant=False", *own])

@@ -14,7 +14,9 @@ from ahp.graph.outline import outline
 from ahp.plan import Plan, validated
 from ahp.runtime.inside import blocks_of
 from ahp.runtime.limits import refuse_model
-from tests.runtime.models import JOB, Block, Custom
+from ahp.runtime.parallel import parallelize
+from tests.runtime.models import JOB, Block, Custom, batch
+from tests.runtime.workers import Pool
 
 
 class Within(Block):
@@ -38,7 +40,31 @@ class Around(Custom):
         return self.head(self.norm(x))
 
 
+class AroundAgain(Custom):
+    """The same, not reentrant."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+class Called(Block):
+    """A block whose call is run again."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().__call__, x, use_reentrant=False)
+
+
 def model(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "whole blocks":
+        return AroundAgain(layers=4)
+    if kind == "whole calls":
+        module = Custom(layers=0)
+        module.blocks = nn.Sequential(*(Called(32, 4) for _ in range(4)))
+        return module
     if kind == "around":
         return Around(layers=4)
     module = Custom(layers=0)
@@ -58,6 +84,10 @@ CONTEXT = {"context_parallel_degree": 2, "micro_batch_size": 2}
         ("not reentrant", CONTEXT, "context_parallel_degree = 2"),
         ("not reentrant", ZERO_BUBBLE, "pipeline_parallel_schedule = 'InterleavedZeroBubble'"),
         ("around", PIPE, "pipeline_parallel_degree = 2"),  # gave the first stage no gradients
+        ("whole blocks", ZERO_BUBBLE, "pipeline_parallel_schedule = 'InterleavedZeroBubble'"),
+        ("whole blocks", CONTEXT, None),
+        ("whole calls", CONTEXT, None),
+        ("whole blocks", {**CONTEXT, "engine": {"compile": True}}, "context_parallel_degree = 2"),
         ("reentrant", ZERO_BUBBLE, None),
         ("reentrant", PIPE, None),
         ("not reentrant", PIPE, None),
@@ -66,7 +96,9 @@ CONTEXT = {"context_parallel_degree": 2, "micro_batch_size": 2}
 def test_a_second_run_that_would_compute_something_else_is_refused(
     kind: str, layout: dict[str, Any], key: str | None
 ) -> None:
-    module, plan = model(kind), validated(Plan, {"job": JOB, "parallelism": layout}, "plan")
+    keys = dict(layout)
+    plain = {"job": JOB, "engine": keys.pop("engine", {}), "parallelism": keys}
+    module, plan = model(kind), validated(Plan, plain, "plan")
     found = outline(module, batch_size=2, sequence_length=plan.job.sequence_length)
     said = ""
     try:
@@ -74,3 +106,27 @@ def test_a_second_run_that_would_compute_something_else_is_refused(
     except BadInput as error:
         said = str(error)
     assert said.startswith(f"{key}: the model calls torch.utils.checkpoint itself") if key else not said
+
+
+def trained(rank: int, world: int, kind: str, layout: dict[str, Any]) -> list[float]:
+    """Losses and gradient norms of three steps, and a loss without training. Runs in each worker."""
+    parallel = parallelize(model(kind), {"job": JOB, "parallelism": {"micro_batch_size": 2, **layout}})
+    results = [parallel.step(parallel.shard(batch(step))) for step in range(3)]
+    found = [figure for result in results for figure in (result.loss, result.grad_norm)]
+    return [*found, parallel.evaluate([parallel.shard(batch(3))])]
+
+
+@pytest.mark.parametrize("kind", ["whole blocks", "whole calls"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"context_parallel_method": "ring"},
+        {"context_parallel_method": "all-to-all", "zero_stage": 3},
+        {"context_parallel_method": "ring", "activation_checkpoint": "full"},
+    ],
+    ids=["ring", "all-to-all-zero3", "ring-full"],
+)
+def test_whole_blocks_run_again_as_context_ranks_ran_them(pool: Pool, kind: str, layout: dict[str, Any]) -> None:
+    (expected,) = pool.run(trained, 1, kind, {})
+    for found in pool.run(trained, 2, kind, {"context_parallel_degree": 2, **layout}):
+        assert found == pytest.approx(expected, rel=1e-5)

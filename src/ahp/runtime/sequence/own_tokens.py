@@ -23,6 +23,7 @@ from ahp.graph.call import Documents
 from ahp.graph.capture import Capture, capture
 from ahp.graph.copies import fake_copy
 from ahp.graph.outline import Outline, block_input, outline
+from ahp.graph.torch_compat import backward_number
 from ahp.job import Job
 from ahp.plan import ContextMethod, Parallelism, Plan
 from ahp.runtime.pipeline.cut import cut
@@ -101,7 +102,9 @@ class TakeOwnTokens:
                 leaves[i] = self.context.own(leaves[i], dim).contiguous()
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         out = self.forward(*args, **kwargs)
-        if self.rest is not None:
+        if (
+            self.rest is not None and backward_number() == -1
+        ):  # not where the model's own checkpoint runs the block again
             self.rest.enter_context(ShapedByOwnTokens(out[0] if isinstance(out, tuple) else out, self.context.size))
         return out
 
