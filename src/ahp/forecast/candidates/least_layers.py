@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ahp.arrays import Floats, Ints
+from ahp.arrays import Floats, Ints, unique_rows
 from ahp.cached_method import cached_method
 from ahp.engines.traits import ContextWay, Traits
 from ahp.forecast.compute import is_causal, reads_mask
@@ -107,33 +107,57 @@ class LeastLayers:
         is_hidden = fused or op.name in GROUPED or is_weight_gradient(op)
         return seconds if is_hidden else seconds + self._rates.output_s(LEAST_WRITTEN * op.outputs[0].numel)
 
-    def beside_products_s(
-        self, tensor: int, context: int, expert: int, sequence: int, folded: int, micro_batch: int
-    ) -> tuple[float, ...]:
-        """[K] Seconds of all that a layer computes besides products, for one micro-batch."""
-        traits, in_parts = self._traits(tensor, context, expert, sequence, folded), bool(sequence) and tensor > 1
-        return self._pricer.unit_pricer.beside_products_s(traits, micro_batch, tensor, in_parts, context)
+    def beside_s(
+        self, tensor: Ints, context: Ints, expert: Ints, sequence: Ints, folded: Ints, micro_batch: Ints, local: Ints
+    ) -> tuple[Floats, Floats]:
+        """[N, K] each: seconds of all that a layer computes besides products, and the least exposed seconds of its collectives, for one
+        micro-batch of each of N blocks. Each part is priced once for blocks that are equal in what it depends on.
 
-    def collectives_s(
-        self, tensor: int, context: int, expert: int, sequence: int, folded: int, micro_batch: int, *local: int
-    ) -> Floats:
-        """[K] Least exposed seconds of the collectives of a layer, for one micro-batch.
-
-        ``local``: how many ranks of the tensor, the context and the expert group share a node.
+        ``local``: [N, 3] how many ranks of the tensor, the context and the expert group share a node.
         """
-        of_tensor, of_context, of_experts = map(on_nodes, (tensor, context, expert), local)
-        in_parts, traits = bool(sequence) and tensor > 1, self._traits(tensor, context, expert, sequence, folded)
-        size = micro_batch / self._graph.micro_batch_size
+        degrees, at, _ = unique_rows(tensor, context, expert, sequence, folded)
+        behaviors = [self._traits(*key) for key in degrees.tolist()]
+        number = {traits: index for index, traits in enumerate(dict.fromkeys(behaviors))}
+        of, different = np.array([number[traits] for traits in behaviors], dtype=np.int64)[at], list(number)
+
+        def each(price: Callable[..., Iterable[float]], *columns: Ints) -> Floats:
+            keys, at, _ = unique_rows(of, *columns)
+            found = [price(different[traits], *key) for traits, *key in keys.tolist()]
+            return np.array(found, dtype=float).reshape(len(keys), len(self._graph.blocks))[at]
+
+        in_parts = np.where(tensor > 1, sequence, 0)
+        gathers = np.array([traits.experts.gather_tokens for traits in different], dtype=bool)[of]
+        sent_parts = context * np.where((in_parts > 0) & ~gathers, tensor, 1)
+        of_tensor, of_context, of_expert = local.T
+        collectives_s = each(self._of_tensor_s, micro_batch, tensor, of_tensor, in_parts, context)
+        collectives_s += each(self._of_context_s, micro_batch, context, of_context, tensor)
+        collectives_s += each(self._of_experts_s, micro_batch, expert, of_expert, sent_parts)
+        return each(self._beside_products_s, micro_batch, tensor, in_parts, context), collectives_s
+
+    def _beside_products_s(
+        self, traits: Traits, micro_batch: int, tensor: int, in_parts: int, context: int
+    ) -> tuple[float, ...]:
+        """[K]"""
+        return self._pricer.unit_pricer.beside_products_s(traits, micro_batch, tensor, bool(in_parts), context)
+
+    def _of_tensor_s(
+        self, traits: Traits, micro_batch: int, tensor: int, local: int, in_parts: int, context: int
+    ) -> Floats:
+        """[K]"""
+        size = micro_batch / self._graph.micro_batch_size / context
         of_both = shown_s(1.0, np.inf, 1.0 if traits.tensor.in_pieces else traits.tensor.overlap_backward)
         shown = of_both if traits.tensor.in_pieces else 1.0, of_both
-        each_has_parts = in_parts and not traits.experts.gather_tokens
-        return (
-            self._tensor_s(
-                of_tensor, in_parts, traits.experts.folded, size / context, *shown, traits.tensor.gathers_inputs_again
-            )
-            + self._contexts_s(of_context, traits.context.ways, size / tensor)
-            + self._experts_s(of_experts, size / (context * (tensor if each_has_parts else 1)))
-        )
+        again = traits.tensor.gathers_inputs_again
+        return self._tensor_s(on_nodes(tensor, local), bool(in_parts), traits.experts.folded, size, *shown, again)
+
+    def _of_context_s(self, traits: Traits, micro_batch: int, context: int, local: int, tensor: int) -> Floats:
+        """[K]"""
+        size = micro_batch / self._graph.micro_batch_size / tensor
+        return self._contexts_s(on_nodes(context, local), traits.context.ways, size)
+
+    def _of_experts_s(self, _: Traits, micro_batch: int, expert: int, local: int, parts: int) -> Floats:
+        """[K]"""
+        return self._experts_s(on_nodes(expert, local), micro_batch / self._graph.micro_batch_size / parts)
 
     @cached_method
     def _traits(self, tensor: int, context: int, expert: int, sequence: int, folded: int) -> Traits:

@@ -53,14 +53,9 @@ def block_bounds_s(
     found, layers = LeastLayers(asked.pricer), asked.graph.num_layers
     blocks = space.blocks.at(which)
     pipeline, m = blocks.pipeline, blocks.micro_batches
-    folded = space.folded(blocks)
-    columns = blocks.tensor, blocks.context, blocks.expert, blocks.sequence_parallel, folded, blocks.micro_batch
-    beside_s = copies_s.copy()  # [number of these, K]
-    for price, more in ((found.beside_products_s, ()), (found.collectives_s, space.local(blocks.mesh).T)):
-        keys, at, _ = unique_rows(*columns, *more)
-        beside_s += np.array([price(*key) for key in keys.tolist()], dtype=float).reshape(len(keys), copies_s.shape[1])[
-            at
-        ]
+    degrees = blocks.tensor, blocks.context, blocks.expert, blocks.sequence_parallel, space.folded(blocks)
+    computed_s, collectives_s = found.beside_s(*degrees, blocks.micro_batch, space.local(blocks.mesh))
+    beside_s = copies_s + computed_s + collectives_s  # [number of these, K]
     products_s = found.products_s() / asked.cluster.num_devices
     # Mean over the ranks: work, and the forwards of earlier stages, each with the fewest layers that any cut leaves it.
     shortest = layers // (pipeline * np.maximum(asked.most_stages // pipeline, 1))
