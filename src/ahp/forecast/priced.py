@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ahp.cluster.cells import Cell
@@ -111,7 +111,11 @@ class LayoutPricer(ABC):
         if parallelism.context_parallel_degree > 1:  # choosing a method needs groups; an illegal layout has none
             self.legal_traits(parallelism)
         ways = [parallelism.model_copy(update={"context_parallel_method": way}) for way in self.methods(parallelism)]
-        return faster(map(self._price, ways or [parallelism]))
+        return self._fastest(ways) if len(ways) > 1 else self._price(ways[0] if ways else parallelism)
+
+    def _fastest(self, ways: Sequence[Parallelism]) -> Priced:
+        """Price layouts that leave nothing open; the ``faster`` of them."""
+        return faster(map(self._price, ways))
 
     @abstractmethod
     def methods(self, parallelism: Parallelism) -> list[ContextWay]:

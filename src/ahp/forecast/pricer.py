@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,7 +40,7 @@ from ahp.forecast.group import strided_group
 from ahp.forecast.groups import data_groups, expert_groups
 from ahp.forecast.mesh import PipelineAxis, pipeline_axis
 from ahp.forecast.muon import Between, Muon, places_of
-from ahp.forecast.priced import LayoutPricer, Priced
+from ahp.forecast.priced import LayoutPricer, Priced, faster
 from ahp.forecast.segment import Recompute, SegmentFigures
 from ahp.forecast.sharing import SharedWeights, StageUnits
 from ahp.forecast.stage import StageCost, StageCosts, stage_costs
@@ -51,6 +52,7 @@ from ahp.forecast.units import UnitPricer, Units
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Forecast, Parallelism
+from ahp.schedule.bounds import TimeColumns, lower_bounds_s
 from ahp.schedule.makespan import Makespan
 from ahp.schedule.orders import ranks_of_stages
 from ahp.schedule.simulate import StageTimes
@@ -61,6 +63,16 @@ LOSS_AND_NORM_BYTES = 16
 
 TIED_BYTES = 4
 """Bytes per gradient element of tied weights, which the first and the last stage sum in fp32."""
+
+
+class _Begun(NamedTuple):
+    """A legal layout whose schedule is not run yet."""
+
+    parallelism: Parallelism
+    traits: Traits
+    units: Units
+    stages: tuple[StageCost, ...]
+    times: list[StageTimes]
 
 
 class Pricer(LayoutPricer):
@@ -96,9 +108,46 @@ class Pricer(LayoutPricer):
         return self.unit_pricer.ways(self._axes(parallelism, traits), traits) if len(traits.context.ways) > 1 else []
 
     def _price(self, parallelism: Parallelism) -> Priced:
+        return self._finished(self._begun(parallelism))
+
+    def _fastest(self, ways: Sequence[Parallelism]) -> Priced:
+        """The schedule of a layout that cannot be the fastest is not run."""
+        begun = [self._begun(way) for way in ways]
+        bounds_s = [self._bound_s(one.parallelism, one.times) for one in begun]
+        found: dict[int, Priced] = {}
+        for at in sorted(range(len(ways)), key=bounds_s.__getitem__):
+            best = faster(found.values()).forecast if found else None
+            if best is None or not best.fits or bounds_s[at] <= best.step_time_s:
+                found[at] = self._finished(begun[at])
+        return faster(found[at] for at in sorted(found))
+
+    def bound_s(self, parallelism: Parallelism) -> float:
+        """Lower bound in seconds of the step of a layout that leaves nothing open, found without running its schedule. Raises like ``price``."""
+        return self._bound_s(parallelism, self._begun(parallelism).times)
+
+    def _bound_s(self, parallelism: Parallelism, times: Sequence[StageTimes]) -> float:
+        """``times``: of the layout's stages."""
+        if parallelism.pipeline_parallel_order is not None:
+            return 0.0
+        return self.bounds_s(parallelism, [times])[0]
+
+    def bounds_s(self, parallelism: Parallelism, cuts: Sequence[Sequence[StageTimes]]) -> list[float]:
+        """Lower bound in seconds of a layout's step for each of some cuts, from the times of their stages: the longest path through the
+        schedule that has a closed form."""
+        of = parallelism
+        shape = of.pipeline_parallel_schedule, of.pipeline_parallel_degree, of.virtual_stages_per_rank
+        found = lower_bounds_s(*shape, of.num_micro_batches(self.job), TimeColumns.of(*cuts), turns=self.turns)
+        return (found * self.stretch).tolist()
+
+    def _begun(self, parallelism: Parallelism) -> _Begun:
         traits = self.legal_traits(parallelism)
         units = self.units(parallelism)
-        stages, times = self._timed(parallelism, units, self.data_parallel(parallelism, traits))
+        return _Begun(
+            parallelism, traits, units, *self._timed(parallelism, units, self.data_parallel(parallelism, traits))
+        )
+
+    def _finished(self, begun: _Begun) -> Priced:
+        parallelism, traits, units, stages, times = begun
         stages, span = self._run(parallelism, stages, times)
         stage_memory = self.stage_memory(parallelism, traits)
         update_s, offload_s = self._optimizer_s(parallelism, traits, span, stage_memory)

@@ -99,7 +99,7 @@ def ranking_by_speed(
 
 @dataclass(frozen=True)
 class _EagerRows:
-    """Forecasts with eager blocks for rows that were priced with compiled blocks and may be faster with eager ones."""
+    """Forecasts with eager blocks for rows that were priced with compiled blocks and, by a lower bound, may be faster with eager ones."""
 
     fastest_s: float = float("inf")
     """The shortest step of those that fit."""
@@ -116,10 +116,12 @@ class _EagerRows:
         priced = (place for place, _ in (*found.fitting, *found.misfits, *found.refused))
         rows = [(block, row) for block, row in priced if found.opened[block][row] < best_s]
         rivals = {place: asked.faster_eager(space.layout(*place)) for place in rows}
-        forecasts = {place: [*filter(None, map(asked.eager.price_or_none, rival))] for place, rival in rivals.items()}
-        every = [forecast for of_row in forecasts.values() for forecast in of_row]
-        fastest_s = min((one.step_time_s for one in every if one.fits), default=float("inf"))
-        return cls(fastest_s, len(every), sum(bool(forecasts.get(place)) for place, _ in found.refused))
+        bounds_s = {rival: asked.eager.bound_or_none(rival) for of_row in rivals.values() for rival in of_row}
+        close = [rival for rival, bound_s in bounds_s.items() if bound_s is not None and bound_s < best_s]
+        forecasts = [*filter(None, map(asked.eager.price_or_none, close))]
+        fastest_s = min((one.step_time_s for one in forecasts if one.fits), default=float("inf"))
+        alone = sum(any(bounds_s[rival] is not None for rival in rivals.get(place, ())) for place, _ in found.refused)
+        return cls(fastest_s, len(forecasts), alone)
 
 
 @dataclass(frozen=True)

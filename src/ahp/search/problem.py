@@ -110,6 +110,13 @@ class Problem:
         except (BadInput, NotExpressible):
             return None
 
+    def bound_or_none(self, parallelism: Parallelism) -> float | None:
+        """Lower bound in seconds of the step of one layout on a cluster of one group, quicker than its forecast; None if it is not legal."""
+        try:
+            return self.pricer.bound_s(parallelism)
+        except (BadInput, NotExpressible):
+            return None
+
     def first_alike(self, layout: Parallelism) -> Parallelism:
         """The layout with the lowest ZeRO stage above 0 that the engine runs in the same way: a forecast depends on the stage only through
         the engine's traits (two engines run stages 1 and 2 in the same way under a pipeline)."""

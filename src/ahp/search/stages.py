@@ -20,7 +20,6 @@ from ahp.arrays import Floats, Ints
 from ahp.forecast.turns import least_share
 from ahp.forecast.unit import Unit
 from ahp.plan import Forecast, Parallelism
-from ahp.schedule.bounds import TimeColumns, lower_bounds_s
 from ahp.schedule.orders import splits_backward
 from ahp.schedule.registry import get
 from ahp.schedule.stages import layers_of_stages
@@ -236,11 +235,8 @@ class LayoutCosts:
         return longest_s(found, *self._layers, own) * self._slowed
 
     def bounds_s(self, found: Sequence[Cut]) -> list[float]:
-        """Lower bound in seconds for each cut: the longest path through the schedule that has a closed form."""
-        of, times = self.layout, TimeColumns.of(*self.pricer.stage_times(self.layout, found))
-        shape = of.pipeline_parallel_schedule, of.pipeline_parallel_degree, of.virtual_stages_per_rank, self.m
-        bounds_s = lower_bounds_s(*shape, times, turns=self.pricer.turns)
-        return (bounds_s * self.pricer.stretch).tolist()
+        """Lower bound in seconds for each cut."""
+        return self.pricer.bounds_s(self.layout, self.pricer.stage_times(self.layout, found))
 
     def stage_s(self, cut: Cut) -> Floats:
         """[S] Seconds of each stage on one micro-batch, forward and backward."""
