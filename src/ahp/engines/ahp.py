@@ -83,11 +83,9 @@ class AhpEngine(Engine):
             return reason
         if p.enable_sequence_parallel and all(tensor == 1 for _, tensor in p.widths):
             return "enable_sequence_parallel = True: needs a tensor_parallel_degree above 1 (valid: False)"
-        if p.pipeline_parallel_degree == 1 and p.pipeline_parallel_schedule != PLAIN:
-            rule = "needs a pipeline_parallel_degree above 1"
-            return (
-                f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule} (valid: {PLAIN}, the default)"
-            )
+        if p.num_stages == 1 and p.pipeline_parallel_schedule != PLAIN:
+            rule = f"needs a pipeline_parallel_degree above 1 (valid: {PLAIN}, the default)"
+            return f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule}"
         if job.precision not in PRECISIONS:
             return f"precision = {job.precision!r}: {cannot} (valid: {', '.join(PRECISIONS)})"
         if job.precision == "fp8" and job.lora is not None:

@@ -106,9 +106,9 @@ class MegatronEngine(Engine):
             return releases.has(self.name, feature, choice.version)
 
         fused_loss = has("fused_loss") and fuses_loss(job)
-        in_buffer = (
-            has("gradients_in_buffer") or job.precision == "bf16"
-        )  # whose fp32 gradients have always been in one
+        in_buffer = job.precision == "bf16" or has(
+            "gradients_in_buffer"
+        )  # fp32 gradients of bf16 have always been in one
         together = several and not overlaps
         passes = (3 if together else 1) if in_buffer else 6 if together else 0
         return Traits(
