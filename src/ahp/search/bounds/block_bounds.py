@@ -28,7 +28,7 @@ from ahp.search.space import Space
 
 MULTIPLIED = 256
 """Blocks whose paths are summed in one product: numpy runs so small a product on one thread. [Empirical] DeepSeek-V3 on 2,048 devices, on two busy
-cores: products of all blocks at once took 0.9 to 3.4 s of processor time, most of it threads that wait for each other, these take 0.07."""
+cores: products of all blocks at once took 0.8 to 3.4 s of processor time, most of it threads that wait for each other, these take 0.07."""
 
 
 def layers_before(asked: Problem, p: Floats | Ints | int) -> Any:
