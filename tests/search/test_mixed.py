@@ -28,6 +28,7 @@ from ahp.search.method import Method
 from ahp.search.mixed import explain
 from ahp.search.mixed.balance import share
 from ahp.search.mixed.find import Budget, Finder, MixedOutcome
+from ahp.search.mixed.floors import ShapeKind
 from ahp.search.mixed.lowest import lowest_floor_s
 from ahp.search.mixed.matrices import families, matrices
 from ahp.search.mixed.over_groups import BRIEFLY
@@ -323,6 +324,27 @@ def test_floors_never_fall_from_one_shape_to_the_next() -> None:
         floors_s = [floor_s for floor_s, _ in Queue(finder.floors, kind, float("inf")).popped(float("inf"))]
         assert floors_s
         assert floors_s == sorted(floors_s)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["piped", "several"])
+def test_the_lowest_floor_is_the_least_of_all_that_may_win(kind: ShapeKind) -> None:
+    """Whatever the best time that its limits start from; a floor is known within 0.1 %."""
+    asked = mixed(cluster_of((H100, 1, 4), (A100, 1, 2)), batch=8)
+    finder = Finder(asked, MixedSpace(asked), Budget(), float("inf"))
+    several = kind == "several"
+    known = {
+        shape: floor_s
+        for shape, floor_s in known_floors(finder, LONG_S).items()
+        if shape.pipeline > 1 and (shape.schedule == SEVERAL) == several
+    }
+    assert len(set(known.values())) > 4
+    for left in (set(known), set(sorted(known, key=known.__getitem__)[len(known) // 2 :])):
+        least_s = min(known[shape] for shape in left)
+        for best_s in (1.01 * least_s, 1.2 * least_s, 4 * least_s):
+            found_s = lowest_floor_s(finder.floors, kind, best_s, best_s, left.__contains__)
+            assert found_s == pytest.approx(least_s, rel=2e-3)
+        assert lowest_floor_s(finder.floors, kind, least_s, 0.9 * least_s, left.__contains__) == float("inf")
 
 
 class _AtTheLimit:
