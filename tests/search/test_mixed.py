@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice, permutations, product
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,10 +26,10 @@ from ahp.search.choices import ScheduleChoice, divisors
 from ahp.search.fastest import fastest
 from ahp.search.lost import one_lost
 from ahp.search.method import Method
-from ahp.search.mixed import explain
+from ahp.search.mixed import explain, lowest
 from ahp.search.mixed.balance import share
+from ahp.search.mixed.by_replicas import AT_LIMIT
 from ahp.search.mixed.find import Budget, Finder, MixedOutcome
-from ahp.search.mixed.floors import ShapeKind
 from ahp.search.mixed.lowest import lowest_floor_s
 from ahp.search.mixed.matrices import families, matrices
 from ahp.search.mixed.over_groups import BRIEFLY
@@ -326,25 +327,39 @@ def test_floors_never_fall_from_one_shape_to_the_next() -> None:
         assert floors_s == sorted(floors_s)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["piped", "several"])
-def test_the_lowest_floor_is_the_least_of_all_that_may_win(kind: ShapeKind) -> None:
-    """Whatever the best time that its limits start from; a floor is known within 0.1 %."""
-    asked = mixed(cluster_of((H100, 1, 4), (A100, 1, 2)), batch=8)
-    finder = Finder(asked, MixedSpace(asked), Budget(), float("inf"))
-    several = kind == "several"
-    known = {
-        shape: floor_s
-        for shape, floor_s in known_floors(finder, LONG_S).items()
-        if shape.pipeline > 1 and (shape.schedule == SEVERAL) == several
-    }
-    assert len(set(known.values())) > 4
-    for left in (set(known), set(sorted(known, key=known.__getitem__)[len(known) // 2 :])):
-        least_s = min(known[shape] for shape in left)
-        for best_s in (1.01 * least_s, 1.2 * least_s, 4 * least_s):
-            found_s = lowest_floor_s(finder.floors, kind, best_s, best_s, left.__contains__)
-            assert found_s == pytest.approx(least_s, rel=2e-3)
-        assert lowest_floor_s(finder.floors, kind, least_s, 0.9 * least_s, left.__contains__) == float("inf")
+@dataclass(frozen=True)
+class _Levels:
+    """Shapes that are numbers, whose floors get higher from level to level: by work, by all replicas, closely."""
+
+    levels: np.ndarray[Any, Any]
+    """[3, n]"""
+
+    def by_work(self, kind: str, limit_s: float) -> Shapes:
+        number = np.arange(self.levels.shape[1])
+        found = Shapes(number, number, number, number, np.ones(len(number)), self.levels[0])
+        return found.where(found.floor_s < limit_s).sorted()
+
+    def by_memory(self, kind: str, of: Shapes) -> Shapes:
+        return of
+
+    def by_replicas(self, of: Shapes, limit_s: float, *, closely: bool = False) -> Shapes:
+        return of._replace(floor_s=np.maximum(of.floor_s, np.minimum(self.levels[1 + closely, of.rows], limit_s)))
+
+    def shapes(self, kind: str, of: Shapes, at: int) -> list[int]:
+        return [int(of.rows[at])]
+
+
+@given(st.lists(st.tuples(*[st.floats(0.0, 3.0)] * 3, st.booleans()), min_size=1, max_size=30), st.floats(5.0, 12.0))
+def test_the_lowest_floor_is_the_least_of_all_that_may_win(
+    drawn: list[tuple[float, float, float, bool]], best_s: float
+) -> None:
+    """Whatever floors rise from level to level, and in whatever parts they are looked at."""
+    levels = np.cumsum([one[:3] for one in drawn], axis=1).T + 4.0
+    may_win = [at for at, one in enumerate(drawn) if one[3]]
+    least_s = min((float(levels[2, at]) for at in may_win), default=float("inf"))
+    with mock.patch.object(lowest, "TOGETHER", 3):
+        found_s = lowest_floor_s(_Levels(levels), "piped", best_s, best_s, may_win.__contains__)  # type: ignore[arg-type]
+    assert found_s == pytest.approx(least_s if least_s < best_s * AT_LIMIT else float("inf"), rel=1e-8)
 
 
 class _AtTheLimit:
