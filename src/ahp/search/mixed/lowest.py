@@ -18,7 +18,7 @@ from ahp.search.mixed.shapes import Shapes
 from ahp.search.mixed.space import Shape
 
 FIRST = 0.88
-"""[Empirical] The first limit as a share of the best time: most lowest floors are a little above."""
+"""[Empirical] The first limit as a share of the best time: most lowest floors of large clusters are a little below."""
 
 STEP = 1.03
 """By which factor limits rise."""
