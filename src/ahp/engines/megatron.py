@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ahp.engines import releases, steps
 from ahp.engines.engine import Engine
 from ahp.engines.host import host
@@ -22,6 +24,9 @@ from ahp.engines.traits import (
 )
 from ahp.job import Job
 from ahp.plan import AXES, EngineChoice, Parallelism
+
+Has = Callable[[str], bool]
+"""Whether the release has a feature (releases.yaml)."""
 
 SCHEDULES_OF_ARGUMENTS = ("1F1B", "Interleaved1F1B")
 
@@ -105,15 +110,9 @@ class MegatronEngine(Engine):
         def has(feature: str) -> bool:
             return releases.has(self.name, feature, choice.version)
 
-        fused_loss = has("fused_loss") and fuses_loss(job)
-        in_buffer = job.precision == "bf16" or has(
-            "gradients_in_buffer"
-        )  # fp32 gradients of bf16 have always been in one
-        together = several and not overlaps
-        passes = (3 if together else 1) if in_buffer else 6 if together else 0
         return Traits(
             states=StateTraits(master_weight_bytes=4, optimizer_bytes=8, compute_weight_bytes=2 if half else 0),
-            gradients=_gradients(job, zero, in_buffer=in_buffer, passes=passes),
+            gradients=_gradients(job, zero, has, averages=several and not overlaps),
             gather=GatherTraits(
                 each_weight=one_by_one,
                 copies=one_by_one,  # core/distributed/param_and_grad_buffer.py: weights are views of param_data
@@ -139,36 +138,13 @@ class MegatronEngine(Engine):
                 in_pieces=fp8 if choice.enable_async_tensor_parallel is None else choice.enable_async_tensor_parallel,
                 few_keys="gathered",  # core/transformer/attention.py: num_query_groups below the tensor-parallel size
                 # With sequence parallelism a third, the gathering of the output's gradient, has no product to overlap with.
-                overlap_backward=(2 / 3 if parallelism.enable_sequence_parallel else 1.0)
-                if has("async_all_reduce")
-                else 0.0,
+                overlap_backward=has("async_all_reduce") * (2 / 3 if parallelism.enable_sequence_parallel else 1.0),
             ),
             context=ContextTraits(ways=("ring",)),  # cp_comm_type p2p, the default
-            experts=_experts(
-                parallelism,
-                choice,
-                grouped=has("grouped_experts"),
-                fused_permutation=has("fused_permutation"),
-                one_graph_in_mxfp8=not choice.cuda_graph_modules and has("experts_in_one_graph"),
-            ),
+            experts=_experts(parallelism, choice, has),
             # training/arguments.py sets deallocate_pipeline_outputs: what a stage has sent is freed (core/pipeline_parallel/schedules.py)
             pipeline=PipelineTraits(ends="may_be_empty", sends_split_by_tensor=True, keeps_outputs=False),
-            # --cross-entropy-loss-fusion is off by default, and on in NVIDIA's recipes and in what `ahp export` writes, none of which is in fp16:
-            # there logits are copied to fp32 and go through core/tensor_parallel/cross_entropy.py operator by operator, as in all published runs.
-            kernels=KernelTraits(
-                fusion="fused",
-                fused_loss=fused_loss,
-                loss_keeps_fp32=fused_loss and not has("loss_of_transformer_engine"),
-                recent_cudnn=has("recent_cudnn"),
-                dropout_apart=True,  # core/transformer/dot_product_attention.py: FusedScaleMaskSoftmax, then torch.nn.Dropout
-                # Transformer Engine, common/normalization/*/*_bwd_kernels.cuh, as apex's FastLayerNorm: one kernel sums the weight's gradient too.
-                norms_apart=True,
-                norm_weights_apart=not has("norms_in_one_kernel"),
-                joined_products=True,  # core/transformer/attention.py: linear_qkv; mlp.py: linear_fc1, fusions/fused_bias_swiglu.py
-                gate_apart=not has("fused_gate"),
-                positions_apart=not has("fused_positions"),
-                scaled_apart=has("scaled_apart"),
-            ),
+            kernels=_kernels(job, has),
             host=HostTraits(
                 operators_per_unit=0,
                 launches_per_operator=steps.value("host_launches"),
@@ -193,8 +169,30 @@ def _gradient_bytes(job: Job) -> int:
     return 2 if job.precision in ("fp8", "fp16") else 4
 
 
-def _gradients(job: Job, zero: int, *, in_buffer: bool, passes: int) -> GradientTraits:
-    """``in_buffer``: gradients lie in one buffer. ``passes``: how often all of them are read or written for their reduction on ZeRO stages 0 and 1."""
+def _kernels(job: Job, has: Has) -> KernelTraits:
+    # --cross-entropy-loss-fusion is off by default, and on in NVIDIA's recipes and in what `ahp export` writes, none of which is in fp16:
+    # there logits are copied to fp32 and go through core/tensor_parallel/cross_entropy.py operator by operator, as in all published runs.
+    fused_loss = has("fused_loss") and fuses_loss(job)
+    return KernelTraits(
+        fusion="fused",
+        fused_loss=fused_loss,
+        loss_keeps_fp32=fused_loss and not has("loss_of_transformer_engine"),
+        recent_cudnn=has("recent_cudnn"),
+        dropout_apart=True,  # core/transformer/dot_product_attention.py: FusedScaleMaskSoftmax, then torch.nn.Dropout
+        # Transformer Engine, common/normalization/*/*_bwd_kernels.cuh, as apex's FastLayerNorm: one kernel sums the weight's gradient too.
+        norms_apart=True,
+        norm_weights_apart=not has("norms_in_one_kernel"),
+        joined_products=True,  # core/transformer/attention.py: linear_qkv; mlp.py: linear_fc1, fusions/fused_bias_swiglu.py
+        gate_apart=not has("fused_gate"),
+        positions_apart=not has("fused_positions"),
+        scaled_apart=has("scaled_apart"),
+    )
+
+
+def _gradients(job: Job, zero: int, has: Has, *, averages: bool) -> GradientTraits:
+    """``averages``: gradients are divided by the data ranks before they are sent."""
+    in_buffer = job.precision == "bf16" or has("gradients_in_buffer")  # fp32 gradients of bf16 have always been in one
+    passes = (3 if averages else 1) if in_buffer else 6 if averages else 0
     return GradientTraits(
         element_bytes=_gradient_bytes(job),
         whole=zero < 2,
@@ -209,9 +207,7 @@ def _gradients(job: Job, zero: int, *, in_buffer: bool, passes: int) -> Gradient
     )
 
 
-def _experts(
-    parallelism: Parallelism, choice: EngineChoice, *, grouped: bool, fused_permutation: bool, one_graph_in_mxfp8: bool
-) -> ExpertTraits:
+def _experts(parallelism: Parallelism, choice: EngineChoice, has: Has) -> ExpertTraits:
     overlap = choice.overlap_moe_expert_parallel_comm
     return ExpertTraits(
         folded=SUPPORT.folded(parallelism),
@@ -220,10 +216,10 @@ def _experts(
         tokens_once_to_a_rank=choice.moe_token_dispatcher_type == "flex",
         overlap_between_nodes=0.0 if overlap is False else 1.0,
         overlap_on_a_node=1.0 if overlap else 0.0,
-        fused_permutation=fused_permutation,  # --moe-permute-fusion
+        fused_permutation=has("fused_permutation"),  # --moe-permute-fusion
         # core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher: sort_chunks_by_idxs where a rank has several experts
         sorts_arrived=choice.moe_token_dispatcher_type != "flex",
         launched_one_by_one=True,  # --moe-grouped-gemm: Transformer Engine's GroupedLinear, cuBLAS on several streams
-        one_after_another=not grouped,
-        one_graph_in_mxfp8=one_graph_in_mxfp8,
+        one_after_another=not has("grouped_experts"),
+        one_graph_in_mxfp8=not choice.cuda_graph_modules and has("experts_in_one_graph"),
     )
