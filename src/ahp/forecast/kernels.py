@@ -93,14 +93,7 @@ def kernels(
         made = segment.operators[index].outputs[0]
         saved[index] = saved.get(index, 0.0) / max(1, made.bytes // max(1, made.numel))
     if fusion == "eager":
-        moved = _eager_bytes(segment, masks)
-        of_keys, _ = moved_around_attention(
-            segment, owners(segment), complex_positions=False, repeated_keys=repeated_keys
-        )  # torch's operators turn by cosine and sine, as traced, with as many bytes as by complex numbers
-        for index, more in of_keys.items():
-            moved[index] += more
-        alone = _unvectorized(op for op in segment.operators if op.index in moved)
-        return Kernels(moved, frozenset(moved), saved, 0.0, alone, grouped)
+        return _eager(segment, masks, saved, repeated_keys=repeated_keys, grouped=grouped)
     if fusion == "fused":
         saved = _weighted_before_the_last_product(segment, saved)
     across, by_module = fusion == "fused", fusion == "modules"
@@ -140,6 +133,18 @@ def kernels(
         grouped,
         one_graph=across,
     )
+
+
+def _eager(
+    segment: Segment, masks: dict[int, int], saved: dict[int, float], *, repeated_keys: bool, grouped: GroupedKernel
+) -> Kernels:
+    """PyTorch's own. They turn by cosine and sine, as traced, with as many bytes as by complex numbers."""
+    moved = _eager_bytes(segment, masks)
+    of_keys, _ = moved_around_attention(segment, owners(segment), complex_positions=False, repeated_keys=repeated_keys)
+    for index, more in of_keys.items():
+        moved[index] += more
+    alone = _unvectorized(op for op in segment.operators if op.index in moved)
+    return Kernels(moved, frozenset(moved), saved, 0.0, alone, grouped)
 
 
 def _weighted_before_the_last_product(segment: Segment, saved: dict[int, float]) -> dict[int, float]:
