@@ -13,6 +13,7 @@ from ahp.forecast.step import forecast
 from ahp.graph.kept import analyze
 from ahp.job import Job
 from ahp.plan import Parallelism
+from ahp.search.mixed import widths
 from ahp.search.mixed.balance import share
 from ahp.search.mixed.widths import UnlikeWidths, _Finder, unlike_widths
 from ahp.search.problem import Problem, problem
@@ -47,6 +48,20 @@ def test_what_is_proposed_is_legal_and_costs_what_the_forecast_says() -> None:
         for stage, width in zip(layout.stages or (), layout.widths, strict=True):
             widths.setdefault(str(stage.group), set()).add(width)
         assert all(len(some) == 1 for some in widths.values()), "a group has one width"
+
+
+def test_layouts_that_do_not_fit_take_no_place_of_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    tight = cluster_of((L4, 1, 4), (H100, 1, 2), gbps=100, memory={"a": 1_500_000_000})
+    used = problem(graph("llama"), tight, JOB, {}, {"name": "ahp", "compile": False})
+    finder = _Finder(used, UnlikeWidths())
+    promises = sorted(finder.promising([]), key=lambda one: one.pipeline_s)
+    fits = [finder.priced(finder.layout(promise)) for promise in promises]
+    assert not any(fits[:2])
+    assert any(fits)
+    monkeypatch.setattr(widths, "PRICED", 2)
+    found = unlike_widths(used, [])
+    assert found.fitting
+    assert found.fitting[0][1].step_time_s <= next(filter(None, fits))[0].forecast.step_time_s
 
 
 @pytest.mark.parametrize(
