@@ -106,6 +106,23 @@ def test_megatrons_cudnn_by_container(version: str | None, recent: bool) -> None
     assert traits.kernels.recent_cudnn is recent
 
 
+@pytest.mark.parametrize(
+    ("version", "kernel"),
+    [
+        ("2023-10", "flash2"),
+        ("2024-05", None),
+        ("24.03.01", "flash2"),
+        ("24.07", "flash2"),
+        ("24.09", None),
+        (None, None),
+    ],
+)
+def test_megatrons_attention_by_release(version: str | None, kernel: str | None) -> None:
+    """Transformer Engine's own choice since release 1.2, but not in containers whose recipes set NVTE_FUSED_ATTN to 0."""
+    traits = get("megatron").traits(JOB, Parallelism(), EngineChoice(name="megatron", version=version))
+    assert traits.kernels.attention == kernel
+
+
 @pytest.mark.parametrize(("version", "fused"), [("2025-02-09", False), ("25.02", False), ("25.04", True), (None, True)])
 def test_megatrons_order_of_tokens_by_day(version: str | None, fused: bool) -> None:
     traits = get("megatron").traits(JOB, Parallelism(), EngineChoice(name="megatron", version=version))

@@ -175,6 +175,7 @@ def _kernels(job: Job, has: Has) -> KernelTraits:
     fused_loss = has("fused_loss") and fuses_loss(job)
     return KernelTraits(
         fusion="fused",
+        attention=None if has("cudnn_attention") else "flash2",  # Transformer Engine takes cuDNN's where torch does
         fused_loss=fused_loss,
         loss_keeps_fp32=fused_loss and not has("loss_of_transformer_engine"),
         recent_cudnn=has("recent_cudnn"),
