@@ -60,6 +60,16 @@ def test_every_engine_takes_none() -> None:
         assert get(name).refuses(JOB, Parallelism(), EngineChoice(name=name)) is None  # type: ignore[arg-type]
 
 
+def test_compiled_accelerate_takes_cudnn_with_todays_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flash2_on(*, compiled: bool) -> tuple[str, ...]:
+        choice = EngineChoice(name="accelerate", compile=compiled)
+        return get("accelerate").traits(JOB, Parallelism(), choice).kernels.flash2_on
+
+    assert flash2_on(compiled=True) == flash2_on(compiled=False) == ()
+    monkeypatch.setattr(releases, "has", lambda engine, feature, version: False)  # a program of 2024
+    assert (flash2_on(compiled=True), flash2_on(compiled=False)) == (("hopper", "blackwell"), ())
+
+
 def test_torchtitan_by_day() -> None:
     def traits(version: str | None, *, compiled: bool = True):
         choice = EngineChoice(name="torchtitan", version=version, compile=compiled)

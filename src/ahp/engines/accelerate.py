@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ahp.engines import fsdp2
+from ahp.engines import fsdp2, releases
 from ahp.engines.engine import Engine
 from ahp.engines.host import host
 from ahp.engines.support import Support
@@ -25,6 +25,10 @@ Transformer Engine or torchao; ``ParallelismConfig`` adds tensor and context deg
 BUCKET_BYTES = 25 * 2**20
 """Bytes of gradients that torch's DistributedDataParallel sums at once (torch 2.13, bucket_cap_mb), in buckets that take memory besides the
 gradients (gradient_as_bucket_view is off by default)."""
+
+
+ON_CUDNN = ("hopper", "blackwell")
+"""Generations of GPUs on which torch's scaled_dot_product_attention takes cuDNN."""
 
 
 class AccelerateEngine(Engine):
@@ -85,6 +89,7 @@ class AccelerateEngine(Engine):
             kernels=KernelTraits(
                 fusion="fused" if choice.compile else "modules",
                 attention=None if choice.compile else "flash1",
+                flash2_on=() if not choice.compile or releases.has(self.name, "cudnn_attention", None) else ON_CUDNN,
                 fused_loss=True,
             ),
             host=HostTraits(
