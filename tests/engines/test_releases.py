@@ -140,7 +140,8 @@ def test_megatrons_order_of_tokens_by_day(version: str | None, fused: bool) -> N
 
 
 def test_megatron_of_early_2021() -> None:
-    """8aa4619f: gradients flattened, divided and copied back; an all-reduce that products wait for; apex's own kernel for weights of norms."""
+    """8aa4619f: gradients flattened, divided and copied back; an all-reduce that products wait for; apex's own kernel for weights of
+    norms; every tensor-parallel rank sends all of a stage's output."""
 
     def traits(version: str | None, ranks: int, *, bf16: bool = False):
         layout = Parallelism(data_parallel_replicate_degree=ranks, tensor_parallel_degree=2)
@@ -155,6 +156,7 @@ def test_megatron_of_early_2021() -> None:
     assert (in_fp32.passes, in_fp32.adds_first) == (3, True)
     assert (old.tensor.overlap_backward, new.tensor.overlap_backward) == (0.0, 1.0)
     assert (old.kernels.norm_weights_apart, new.kernels.norm_weights_apart) == (True, False)
+    assert (old.pipeline.sends_split_by_tensor, new.pipeline.sends_split_by_tensor) == (False, True)
 
 
 @pytest.mark.parametrize(

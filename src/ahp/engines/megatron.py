@@ -143,7 +143,9 @@ class MegatronEngine(Engine):
             context=ContextTraits(ways=("ring",)),  # cp_comm_type p2p, the default
             experts=_experts(parallelism, choice, has),
             # training/arguments.py sets deallocate_pipeline_outputs: what a stage has sent is freed (core/pipeline_parallel/schedules.py)
-            pipeline=PipelineTraits(ends="may_be_empty", sends_split_by_tensor=True, keeps_outputs=False),
+            pipeline=PipelineTraits(
+                ends="may_be_empty", sends_split_by_tensor=has("split_messages"), keeps_outputs=False
+            ),
             kernels=_kernels(job, has),
             host=HostTraits(
                 operators_per_unit=0,
