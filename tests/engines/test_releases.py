@@ -82,6 +82,7 @@ def test_torchtitan_by_day() -> None:
     assert (between.recompute.keeps_cudnn_attention, new.recompute.keeps_cudnn_attention) == (False, True)
     assert [traits(day, compiled=False).kernels.fusion for day in ("0.1.0", "2025-08")] == ["eager", "modules"]
     assert all(one.kernels.complex_positions for one in (old, between, new))
+    assert [traits(day).tensor.gathers_normed for day in ("2025-10-13", "2025-10-14", None)] == [True, False, False]
     assert [traits(day).kernels.repeated_keys for day in ("2024-12-31", "0.2.1", "0.2.2", None)] == [
         True,
         True,

@@ -243,6 +243,12 @@ def test_torchtitan_turns_qwen3_by_cosine_and_sine():
     job = Job(sequence_length=SEQUENCE, precision="bf16")
     segment = analyze({"model_type": "qwen3"} | sizes | heads, job, attention="flash").blocks[0]
     assert kernels(segment, "fused", complex_positions=True) == kernels(segment, "fused")
+    # Without compile: ea4989e0d, experiments/qwen3/model/model.py, 20 and 30 bytes an element.
+    plain, turned = (kernels(segment, "modules", complex_positions=own) for own in (False, True))
+    for operators, more in ((segment.phase("forward"), 16), (segment.phase("backward"), 26)):
+        ops = [op.index for op in operators]
+        moved = [sum(run.moved_bytes.get(i, 0.0) for i in ops) for run in (plain, turned)]
+        assert moved[1] - moved[0] == more * SEQUENCE * 32 * (HEADS + KV_HEADS)
 
 
 def test_megatron_turns_gpt_oss_and_adds_its_experts_biases_by_torchs_kernels():

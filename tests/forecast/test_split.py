@@ -152,6 +152,22 @@ def test_what_keys_of_fewer_heads_are_made_by():
     assert gathered.parameters == split(block, "block").parameters
 
 
+def test_heads_that_are_gathered_after_their_norms():
+    """torchtitan f9e8897a6, experiments/qwen3/infra/parallelize.py: what turns queries and keys forward is whole then, and nothing else."""
+    job = Job(sequence_length=16)
+    block = analyze(grouped(2) | {"model_type": "qwen3", "head_dim": 8}, job, attention="flash").blocks[0]
+    apart, gathered = (split(block, "block", gathers_normed=gathers) for gathers in (False, True))
+    assert not apart.normed_heads
+    assert sorted(s.shape for s in gathered.normed_heads) == [(1, 16, 2, 8), (1, 16, 8, 8)]
+    whole = [block.operators[i] for i in gathered.keys]
+    assert {(o.phase, o.module) for o in whole if o.bytes_written} == {("forward", "self_attn")}
+    assert {"aten.cat", "aten.neg"} <= {o.name for o in whole}
+    assert all(o.flops == 0 for o in whole)
+    assert gathered.divided == apart.divided
+    llama = analyze(grouped(2), job, attention="flash").blocks[0]
+    assert split(llama, "block", gathers_normed=True) == split(llama, "block")
+
+
 @pytest.mark.parametrize(
     ("job", "keys", "ways"),
     [

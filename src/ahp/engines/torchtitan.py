@@ -105,6 +105,7 @@ class TorchtitanEngine(Engine):
                 # distributed/compile.py, _maybe_enable_async_tp: inductor's pass over a compiled block; off by default
                 in_pieces=bool(choice.enable_async_tensor_parallel),
                 copies=True,  # torch 2.13 distributed/_functional_collectives.py: all_gather_single, reduce_scatter_single
+                gathers_normed=not has("normed_heads_apart"),
                 # torch 2.13 distributed/tensor/parallel/loss.py, _nll_loss_and_log_softmax_backward: (grad_input + exp(x)) * grad_output
                 loss_copies=None if fused_loss else 3.0,
             ),

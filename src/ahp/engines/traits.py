@@ -173,6 +173,8 @@ class TensorTraits(NamedTuple):
     few_keys: FewKeys = "refused"
     """What happens if there are fewer heads of keys and values than tensor-parallel ranks. whole: every rank computes all heads.
     gathered: the ranks share the products for queries, keys and values, gather the results, and take their heads."""
+    gathers_normed: bool = False
+    """Whether ranks gather queries and keys after norms of each head, and turn and copy those of all heads, before each takes its own."""
     loss_copies: float | None = None
     """Bytes that the loss of a split vocabulary needs at its peak besides what it keeps, over those of the rank's logits in fp32; None = as
     many as the loss of one device."""
@@ -289,7 +291,8 @@ class KernelTraits(NamedTuple):
     scaled_apart: bool = False
     """The same for those whose positions YaRN scales."""
     complex_positions: bool = False
-    """Whether queries and keys are turned as complex numbers of fp32, which torch's compiler fuses with nothing (``forecast/titan_attention.py``)."""
+    """Whether queries and keys are turned as complex numbers of fp32, which torch's compiler fuses with nothing, and those of Qwen3 and gpt-oss by cosine and
+    sine, which it fuses (``forecast/titan_attention.py``)."""
     repeated_keys: bool = False
     """Whether keys and values that several queries share are copied for each of them."""
     loss_chunk_tokens: int | None = None

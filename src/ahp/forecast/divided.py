@@ -152,6 +152,7 @@ class SegmentPricer:
                 whole_biased_experts=how.experts.whole_biased,
                 folded_experts=how.experts.folded,
                 way_of_keys=way,
+                gathers_normed=how.tensor.gathers_normed,
             )
             fusion, fp8 = (how.fusion, how.fp8) if role == "block" else (how.fusion_at_the_ends, None)
             grouped: GroupedKernel = "each" if how.experts.launched_one_by_one else "torch"

@@ -118,7 +118,7 @@ def kernels(
     moved.update(apart.moved_bytes)
     kept = {**kept, **apart.saved_bytes}
     around, pairs = moved_around_attention(
-        segment, chains.owner, complex_positions=complex_positions, repeated_keys=repeated_keys
+        segment, chains.owner, complex_positions=complex_positions, repeated_keys=repeated_keys, compiled=across
     )
     if loss_keeps_fp32:
         kept, moved = loss_in_fp32(segment, chains.owner, kept, moved)
@@ -140,7 +140,9 @@ def _eager(
 ) -> Kernels:
     """PyTorch's own. They turn by cosine and sine, as traced, with as many bytes as by complex numbers."""
     moved = _eager_bytes(segment, masks)
-    of_keys, _ = moved_around_attention(segment, owners(segment), complex_positions=False, repeated_keys=repeated_keys)
+    of_keys, _ = moved_around_attention(
+        segment, owners(segment), complex_positions=False, repeated_keys=repeated_keys, compiled=False
+    )
     for index, more in of_keys.items():
         moved[index] += more
     alone = _unvectorized(op for op in segment.operators if op.index in moved)

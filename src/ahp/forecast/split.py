@@ -50,7 +50,7 @@ class TensorSplit:
     masks: frozenset[int] = frozenset()
     """Operators that make attention masks over pairs of tokens, the same for all heads: whole on every rank."""
     keys: frozenset[int] = frozenset()
-    """Operators that make keys and values of fewer heads than there are ranks, or their gradients."""
+    """Operators that make keys and values of fewer heads than there are ranks, or their gradients; or what every rank does to gathered heads."""
     keys_share: float = 1.0
     """The part of the results of ``keys`` that a rank has."""
     key_gradients: tuple[TensorSpec, ...] = ()
@@ -62,6 +62,8 @@ class TensorSplit:
     """Products of whole experts with the tokens that a tensor-parallel rank has or receives: its part of all rows."""
     gathered_heads: tuple[TensorSpec, ...] = ()
     """Outputs of column products that are gathered before attention; their gradients are reduce-scattered."""
+    normed_heads: tuple[TensorSpec, ...] = ()
+    """Outputs of norms of heads that are gathered before attention; each rank has the gradients of its own heads."""
 
 
 def way_of_keys(block: Segment, degree: int, few: FewKeys) -> KeysWay:
@@ -86,12 +88,14 @@ def split(
     whole_biased_experts: bool = False,
     folded_experts: bool = False,
     way_of_keys: KeysWay = "parts",
+    gathers_normed: bool = False,
 ) -> TensorSplit:
     """The split of one segment; see the module docstring for the rule of a block.
 
     ``embedding``: the table is split by vocabulary and its output reduced. ``head``: the last weight product is
     split by vocabulary and everything after it, the loss included, works on a part of the logits.
     ``whole_biased_experts``, ``folded_experts``: see ``ExpertTraits``. ``way_of_keys``: how ranks make the keys and values of a block.
+    ``gathers_normed``: see ``TensorTraits``.
     """
     forward = list(segment.phase("forward"))
     products = {op.index for op in forward if is_weight_product(op)}
@@ -106,8 +110,10 @@ def split(
         products = products_in_parts(forward, products, split_of_base)
     if folded_experts and role == "block":
         rows = frozenset(op.index for op in segment.operators if op.name in GROUPED)
-        return replace(_divided(segment, forward, products - rows, role, way_of_keys), rows=rows)
-    return _divided(segment, forward, products, role, way_of_keys)
+        found = replace(_divided(segment, forward, products - rows, role, way_of_keys), rows=rows)
+    else:
+        found = _divided(segment, forward, products, role, way_of_keys)
+    return _with_normed_heads(forward, found) if gathers_normed and way_of_keys == "parts" else found
 
 
 def _divided(
@@ -165,6 +171,23 @@ def _with_gathered_heads(segment: Segment, forward: list[Operator], found: Tenso
         keys_share=1.0 / keys.heads,
         gathered_heads=tuple(by_index[i].outputs[0] for i in sorted(before)),
     )
+
+
+def _with_normed_heads(forward: list[Operator], found: TensorSplit) -> TensorSplit:
+    """The split where ranks gather what norms make of their heads, and each works on all heads until it takes its own for attention."""
+    norms = {op.module: op for op in forward if op.index in found.divided and _norms_heads(op)}
+    last, whole = {op.index for op in norms.values()}, set[int]()
+    for op in forward:
+        if op.flops == 0 and (last | whole) & set(op.depends_on):
+            whole.add(op.index)
+    return replace(
+        found, keys=frozenset(whole), keys_share=1.0, normed_heads=tuple(op.outputs[0] for op in norms.values())
+    )
+
+
+def _norms_heads(op: Operator) -> bool:
+    """Whether an operator ends a norm of [batch, tokens, heads, width]."""
+    return op.flops == 0 and op.bytes_written > 0 and bool(op.parameters) and len(op.outputs[0].shape) == 4
 
 
 def _backward_of_keys(segment: Segment) -> set[int]:

@@ -94,13 +94,17 @@ class TensorCollectives:
 
     def _heads_s(self, parts: TensorSplit, group: Group, context: int) -> tuple[float, float]:
         """Seconds, forward and backward, due to keys with fewer heads than ranks: to sum the gradients of whole keys, or to gather
-        all heads, put them together from the ranks' columns, and cut their gradients into these columns."""
+        all heads, put them together from the ranks' columns, and cut their gradients into these columns. Normed heads are gathered too."""
         forward, backward = 0.0, 0.0
         if parts.gathered_heads:
             sent = sum(spec.bytes for spec in parts.gathered_heads) / context
             copies_s = self._rates.element_wise_s(2 * sent, 0.0, parts.gathered_heads[0].dtype)
             forward = self._network.time_s("all_gather", sent, group) + copies_s
             backward = self._network.time_s("reduce_scatter", sent, group) + copies_s
+        for spec in parts.normed_heads if group.size > 1 else ():
+            sent = spec.bytes / context
+            forward += self._network.time_s("all_gather", sent, group)
+            forward += self._rates.element_wise_s(2 * sent, 0.0, spec.dtype)
         for spec in parts.key_gradients:
             backward += self._network.time_s("all_reduce", spec.bytes / context, group)
         return forward, backward
