@@ -14,6 +14,7 @@ from ahp.cluster.model import (
     MemorySample,
     ProductPhase,
 )
+from ahp.engines.traits import KernelTraits
 from ahp.forecast.compute import BACKWARD_LAUNCHES, Launched, is_causal, operator_s, reads_mask
 from ahp.forecast.division import Division, product_phase
 from ahp.forecast.efficiency import CPU_ATTENTION, Rates
@@ -77,7 +78,7 @@ def test_each_product_of_a_block_has_its_phase():
 
 def whole(segment, degree=1):
     """What ``operator_s`` needs beside the operator: the kernels as traced, and the division of one rank."""
-    return kernels(segment, "traced"), Division(split(segment, "block"), degree)
+    return kernels(segment, KernelTraits("traced")), Division(split(segment, "block"), degree)
 
 
 def test_operators_take_the_longer_of_both(mlp_block):
@@ -167,7 +168,9 @@ def test_element_wise_follows_size_dtype_and_exponentials():
 
 def times(segment, fusion="eager", rates=None, **axes):
     division = Division(split(segment, "block"), **axes)
-    return Launched(segment, kernels(segment, fusion), causal=True).times(division, rates or Rates(DEVICE, None, 8))
+    return Launched(segment, kernels(segment, KernelTraits(fusion)), causal=True).times(
+        division, rates or Rates(DEVICE, None, 8)
+    )
 
 
 def test_tensor_parallelism_divides_products(tiny):
@@ -236,7 +239,9 @@ def test_a_kernel_that_reads_a_mask_computes_all_scores():
         block = graph.blocks[0]
         attention = next(one for one in block.operators if "attention" in one.name and one.phase == phase)
         assert reads_mask(attention) == (graph is windows)
-        return operator_s(attention, kernels(block, "modules"), Division(split(block, "block")), rates, causal=True)
+        return operator_s(
+            attention, kernels(block, KernelTraits("modules")), Division(split(block, "block")), rates, causal=True
+        )
 
     for phase in ("forward", "backward"):
         alike: dict[str, Any] = {"sequence": 128, "head_dim": 64, "precision": "bf16", "backward": phase == "backward"}

@@ -6,6 +6,7 @@ import pytest
 
 from ahp.cluster.catalogue import find
 from ahp.engines.fp8 import NVIDIAS_FP8
+from ahp.engines.traits import KernelTraits
 from ahp.forecast.compute import Launched
 from ahp.forecast.division import GROUPED, Division, is_weight_gradient
 from ahp.forecast.efficiency import Rates
@@ -28,13 +29,21 @@ def block():
 def times(block, *, fused_permutation=False, **recipe):
     fp8 = replace(NVIDIAS_FP8, **recipe)
     run = Launched(
-        block, kernels(block, "fused"), causal=True, fp8=fp8, accumulates=True, fused_permutation=fused_permutation
+        block,
+        kernels(block, KernelTraits("fused")),
+        causal=True,
+        fp8=fp8,
+        accumulates=True,
+        fused_permutation=fused_permutation,
     )
     return run.times(Division(split(block, "block"), expert=8), RATES)
 
 
 def test_activations_lie_between_products_and_copies_around_them(block):
-    found, by_index = ExpertOperators.of(block, kernels(block, "fused")), {op.index: op for op in block.operators}
+    found, by_index = (
+        ExpertOperators.of(block, kernels(block, KernelTraits("fused"))),
+        {op.index: op for op in block.operators},
+    )
     assert not found.between & found.permuting
     assert any("silu" in by_index[i].name for i in found.between)
     assert any("index" in by_index[i].name for i in found.permuting if by_index[i].phase == "forward")

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from ahp.engines.traits import KernelTraits
 from ahp.errors import AhpError, BadInput
 from ahp.forecast.division import GROUPED, Division, expert_parameters, is_weight_gradient
 from ahp.forecast.groups import expert_ranks, expert_shards
@@ -70,7 +71,7 @@ def test_what_experts_make_is_not_kept_for_their_weighting(mixture):
     last = [op for op in block.phase("forward") if op.name in GROUPED][-1]
     tokens, hidden = JOB.sequence_length * mixture.micro_batch_size, 256
     assert last.outputs[0].numel == 2 * tokens * hidden  # a hidden state for each of the two experts of a token
-    eager, fused = kernels(block, "eager").saved_bytes, kernels(block, "fused").saved_bytes
+    eager, fused = kernels(block, KernelTraits("eager")).saved_bytes, kernels(block, KernelTraits("fused")).saved_bytes
     assert eager[last.index] == last.outputs[0].bytes
     assert last.index not in fused
     reads = {op.index for op in block.operators if op.name in GROUPED and op.phase == "forward"} - {last.index}
@@ -81,9 +82,9 @@ def test_what_experts_make_is_not_kept_for_their_weighting(mixture):
 def test_a_router_in_fp32_keeps_no_wider_copy(latent):
     block = latent.blocks[1]
     casts = [op for op in block.phase("forward") if op.name == CAST and op.module.endswith("gate")]
-    kept = kernels(block, "eager").saved_bytes
+    kept = kernels(block, KernelTraits("eager")).saved_bytes
     assert any(op.index in kept for op in casts)
-    assert not any(op.index in kernels(block, "fused").saved_bytes for op in casts)
+    assert not any(op.index in kernels(block, KernelTraits("fused")).saved_bytes for op in casts)
 
 
 def test_empty_gradients_are_of_one_expert(mixture):

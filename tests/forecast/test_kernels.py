@@ -7,6 +7,7 @@ import pytest
 
 from ahp.cluster.model import Cluster
 from ahp.engines.registry import get
+from ahp.engines.traits import KernelTraits
 from ahp.forecast.axes import axes_of
 from ahp.forecast.communication import Network
 from ahp.forecast.division import Division, is_weight_gradient
@@ -40,7 +41,7 @@ def block(family, attention):
 
 
 def kept(segment, **axes):
-    run, division = kernels(segment, "fused"), Division(split(segment, "block"), **axes)
+    run, division = kernels(segment, KernelTraits("fused")), Division(split(segment, "block"), **axes)
     ops = segment.operators
     saved = sum(count * division.output_share(ops[i]) for i, count in run.saved_bytes.items())
     return saved + run.saved_input_bytes * division.hidden_share
@@ -75,7 +76,7 @@ def test_context_parallelism_divides_what_is_kept():
 
 def test_a_mask_on_a_gpu_is_of_bytes():
     segment = block("gpt2", "flash")
-    traced, eager = kernels(segment, "traced"), kernels(segment, "eager")
+    traced, eager = kernels(segment, KernelTraits("traced")), kernels(segment, KernelTraits("eager"))
     masks = [op for op in segment.operators if op.name == "aten.div_" and op.phase == "forward"]
     assert len(masks) == 2
     for mask in masks:
@@ -88,7 +89,7 @@ def test_a_mask_on_a_gpu_is_of_bytes():
 def test_dropout_writes_its_mask_forward_and_reads_it_backward(fusion, apart):
     """torch's kernel draws the mask in registers: 2 bytes read, 2 + 1 written; backward 2 + 1 read, 2 written."""
     segment = block("gpt2", "math")
-    moved = kernels(segment, fusion, dropout_apart=apart).moved_bytes
+    moved = kernels(segment, KernelTraits(fusion, dropout_apart=apart)).moved_bytes
     mask = next(op for op in segment.operators if op.name == "aten.div_" and "dropout" not in op.module)
     uses = [op for op in segment.operators if op.name == "aten.mul" and mask.index in op.depends_on]
     assert [op.phase for op in uses] == ["forward", "backward"]
@@ -101,7 +102,7 @@ def test_dropout_writes_its_mask_forward_and_reads_it_backward(fusion, apart):
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_fusion_moves_and_launches_less_and_touches_no_product(family):
     segment = block(family, "flash")
-    eager, fused = kernels(segment, "eager"), kernels(segment, "fused")
+    eager, fused = kernels(segment, KernelTraits("eager")), kernels(segment, KernelTraits("fused"))
     assert len(fused.launched) < 0.75 * len(eager.launched)
     assert sum(fused.moved_bytes.values()) < sum(eager.moved_bytes.values())
     for op in segment.operators:
@@ -112,7 +113,7 @@ def test_fusion_moves_and_launches_less_and_touches_no_product(family):
 def test_the_backward_pass_of_a_fused_activation_reads_two_tensors_and_writes_one():
     """As Megatron's bias_gelu_back, and a compiler's kernel: what is made from the kept input alone is made in the same kernel."""
     segment = block("gpt2", "flash")
-    run = kernels(segment, "fused")
+    run = kernels(segment, KernelTraits("fused"))
     moved = sum(run.moved_bytes.get(op.index, 0.0) for op in segment.phase("backward") if op.module == "mlp.act")
     assert moved == 3 * 2 * SEQUENCE * 4 * HIDDEN
     assert len([op for op in segment.phase("backward") if op.module == "mlp.act" and op.index in run.launched]) == 1
@@ -139,7 +140,7 @@ def test_the_backward_pass_of_a_norm_has_the_passes_over_memory_of_its_kernels(
     family, norms, apart, weights_apart, passes
 ):
     segment = block(family, "flash")
-    run = kernels(segment, "fused", norms_apart=apart, norm_weights_apart=weights_apart)
+    run = kernels(segment, KernelTraits("fused", norms_apart=apart, norm_weights_apart=weights_apart))
     for norm, products in zip(norms, (3, 2), strict=True):
         # llama: queries, keys and values each give a part of the gradient, as gate and up do
         moved = _backward_bytes(segment, run, norm, *(OF_NORM[norm] if family == "llama" else ()))
@@ -151,7 +152,7 @@ def test_the_backward_pass_of_a_norm_has_the_passes_over_memory_of_its_kernels(
 def test_a_norm_of_torch_alone_reads_its_input_and_gradient_twice(family, norms):
     """ATen/native/cuda/layer_norm_kernel.cu: one kernel for the input's gradient, GammaBetaBackward for the weight's."""
     segment = block(family, "flash")
-    run = kernels(segment, "modules")
+    run = kernels(segment, KernelTraits("modules"))
     for norm in norms:
         assert _backward_bytes(segment, run, norm) == pytest.approx((5 + 3) * HIDDEN_BYTES, rel=0.01)
 
@@ -171,8 +172,8 @@ def test_joined_products_move_the_bytes_of_megatrons_kernels():
         2 * SEQUENCE * HIDDEN,
         2 * SEQUENCE * 64,
     )
-    apart = kernels(segment, "fused", norms_apart=True).moved_bytes
-    joined = kernels(segment, "fused", norms_apart=True, joined_products=True).moved_bytes
+    apart = kernels(segment, KernelTraits("fused", norms_apart=True)).moved_bytes
+    joined = kernels(segment, KernelTraits("fused", norms_apart=True, joined_products=True)).moved_bytes
 
     def moved(found, phase, *modules):
         ops = (op for op in segment.phase(phase) if op.flops == 0 and op.module in modules)
@@ -196,7 +197,7 @@ def test_megatron_before_2024_turns_queries_and_computes_gates_by_torchs_kernels
     """core_v0.4.0: rotary_pos_embedding.py, 24 and 34 bytes an element instead of 4; transformer/mlp.py, glu, 10 and 26 instead of 6 and 10."""
     segment = block("llama", "flash")
     fused, turned, gated = (
-        kernels(segment, "fused", joined_products=True, positions_apart=positions, gate_apart=gate)
+        kernels(segment, KernelTraits("fused", joined_products=True, positions_apart=positions, gate_apart=gate))
         for positions, gate in ((False, False), (True, False), (False, True))
     )
 
@@ -210,7 +211,8 @@ def test_megatron_before_2024_turns_queries_and_computes_gates_by_torchs_kernels
     assert sum(gated.saved_bytes.values()) - sum(fused.saved_bytes.values()) == 2 * gates  # the activation's result
     learned = block("gpt2", "flash")  # neither turned nor gated
     plain, apart = (
-        kernels(learned, "fused", joined_products=True, positions_apart=on, gate_apart=on) for on in (False, True)
+        kernels(learned, KernelTraits("fused", joined_products=True, positions_apart=on, gate_apart=on))
+        for on in (False, True)
     )
     assert apart == plain
 
@@ -220,7 +222,7 @@ def test_torchtitan_turns_by_complex_numbers_and_copies_keys(fusion, complex_byt
     """torchtitan b5bcd76: models/common/rope.py, 6 + 8 + 6 bytes an element; before 2026, repeat_kv, 4 bytes for each element of queries."""
     segment = block("llama", "flash")
     plain, pairs, copied = (
-        kernels(segment, fusion, complex_positions=turns, repeated_keys=copies)
+        kernels(segment, KernelTraits(fusion, complex_positions=turns, repeated_keys=copies))
         for turns, copies in ((False, False), (True, False), (False, True))
     )
 
@@ -242,9 +244,9 @@ def test_torchtitan_turns_qwen3_by_cosine_and_sine():
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "vocab_size": 1024}
     job = Job(sequence_length=SEQUENCE, precision="bf16")
     segment = analyze({"model_type": "qwen3"} | sizes | heads, job, attention="flash").blocks[0]
-    assert kernels(segment, "fused", complex_positions=True) == kernels(segment, "fused")
+    assert kernels(segment, KernelTraits("fused", complex_positions=True)) == kernels(segment, KernelTraits("fused"))
     # Without compile: ea4989e0d, experiments/qwen3/model/model.py, 20 and 30 bytes an element.
-    plain, turned = (kernels(segment, "modules", complex_positions=own) for own in (False, True))
+    plain, turned = (kernels(segment, KernelTraits("modules", complex_positions=own)) for own in (False, True))
     for operators, more in ((segment.phase("forward"), 16), (segment.phase("backward"), 26)):
         ops = [op.index for op in operators]
         moved = [sum(run.moved_bytes.get(i, 0.0) for i in ops) for run in (plain, turned)]
@@ -268,8 +270,10 @@ def test_megatron_turns_gpt_oss_and_adds_its_experts_biases_by_torchs_kernels():
     }
     job = Job(sequence_length=SEQUENCE, precision="bf16")
     segment = analyze({"model_type": "gpt_oss"} | sizes | heads, job, attention="engine").blocks[0]
-    plain = kernels(segment, "fused", joined_products=True, biases_apart=False)
-    fused, apart = (kernels(segment, "fused", joined_products=True, scaled_apart=scaled) for scaled in (False, True))
+    plain = kernels(segment, KernelTraits("fused", joined_products=True), biases_apart=False)
+    fused, apart = (
+        kernels(segment, KernelTraits("fused", joined_products=True, scaled_apart=scaled)) for scaled in (False, True)
+    )
 
     def moved(run, phase, module):
         ops = [op for op in segment.phase(phase) if op.module == module and op.flops == 0]
@@ -292,14 +296,17 @@ def test_megatron_turns_gpt_oss_and_adds_its_experts_biases_by_torchs_kernels():
     other = replace(segment, operators=tuple(
         replace(op, module="act") if op.index in named - {added.index} else op for op in segment.operators
     ))  # fmt: skip
-    run = kernels(other, "fused", joined_products=True)
+    run = kernels(other, KernelTraits("fused", joined_products=True))
     assert run.moved_bytes[added.index] == 34 * copies * HIDDEN
 
 
 def test_what_is_no_joined_product_moves_what_it_did():
     """gpt2 has one product for queries, keys and values, whose gradients it joins itself."""
     segment = block("gpt2", "flash")
-    assert kernels(segment, "fused", joined_products=True).moved_bytes == kernels(segment, "fused").moved_bytes
+    assert (
+        kernels(segment, KernelTraits("fused", joined_products=True)).moved_bytes
+        == kernels(segment, KernelTraits("fused")).moved_bytes
+    )
     assert moved_where_joined(segment, owners(segment)) == {}
 
 
@@ -313,7 +320,7 @@ def test_rows_that_are_written_out_of_order_need_zeros_in_memory_first():
     experts = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 32}
     config = {"model_type": "qwen3_moe", "vocab_size": 1024, "intermediate_size": FFN, **sizes, **experts}
     segment = analyze(config, Job(sequence_length=SEQUENCE, precision="bf16"), attention="flash").blocks[0]
-    run = kernels(segment, "fused")
+    run = kernels(segment, KernelTraits("fused"))
     zeros = [op for op in segment.phase("backward") if op.name == "aten.new_zeros"]
     rows = max(zeros, key=lambda op: op.outputs[0].numel)
     assert rows.outputs[0].shape == (2 * SEQUENCE, HIDDEN)
@@ -323,7 +330,7 @@ def test_rows_that_are_written_out_of_order_need_zeros_in_memory_first():
 def test_dropout_apart_from_the_softmax_writes_its_gradient_and_reads_it_again():
     """Megatron-LM core/transformer/dot_product_attention.py: FusedScaleMaskSoftmax, then torch.nn.Dropout."""
     segment = block("gpt2", "math")
-    one, two = (kernels(segment, "fused", dropout_apart=apart) for apart in (False, True))
+    one, two = (kernels(segment, KernelTraits("fused", dropout_apart=apart)) for apart in (False, True))
     scores = HEADS * SEQUENCE * SEQUENCE
     assert sum(two.moved_bytes.values()) - sum(one.moved_bytes.values()) == 2 * 2 * scores
     assert len(two.launched) == len(one.launched) + 1
@@ -338,14 +345,19 @@ def test_every_weight_has_one_gradient_product(family):
 
 
 def test_a_loss_that_is_not_fused_keeps_its_logits_in_fp32(tiny):
-    kept = {fused: sum(kernels(tiny.head, "fused", fused_loss=fused).saved_bytes.values()) for fused in (True, False)}
+    kept = {
+        fused: sum(kernels(tiny.head, KernelTraits("fused", fused_loss=fused)).saved_bytes.values())
+        for fused in (True, False)
+    }
     logits = next(op.outputs[0].numel for op in tiny.head.phase("forward") if op.flops > 0)
     assert kept[False] - kept[True] >= 4 * logits - 2 * logits
 
 
 def test_megatrons_own_fusion_of_the_loss_keeps_the_softmax_in_fp32(tiny):
     logits = next(op.outputs[0].numel for op in tiny.head.phase("forward") if op.flops > 0)
-    one, own = (kernels(tiny.head, "fused", fused_loss=True, loss_keeps_fp32=fp32) for fp32 in (False, True))
+    one, own = (
+        kernels(tiny.head, KernelTraits("fused", fused_loss=True, loss_keeps_fp32=fp32)) for fp32 in (False, True)
+    )
     assert sum(own.saved_bytes.values()) - sum(one.saved_bytes.values()) == (4 - 2) * logits
     # Logits are read in 2 bytes, written in 4, and changed in place twice; then the softmax is changed in place, and the gradient is written in 2.
     assert sum(own.moved_bytes.values()) - sum(one.moved_bytes.values()) == (4 + 8 + 8 + 8) * logits
@@ -354,7 +366,7 @@ def test_megatrons_own_fusion_of_the_loss_keeps_the_softmax_in_fp32(tiny):
 
 def test_eager_kernels_that_compute_addresses_are_casts_to_wider_types_and_products_with_something_repeated():
     segment = block("llama", "flash")
-    run = kernels(segment, "eager")
+    run = kernels(segment, KernelTraits("eager"))
     found = {(op.name, op.module) for op in segment.phase("forward") if op.index in run.unvectorized}
     norms = {("aten._to_copy", norm) for norm in ("input_layernorm", "post_attention_layernorm")}
     norms |= {("aten.mul", norm) for _, norm in norms}  # with one number a token, and with the weight
@@ -362,7 +374,7 @@ def test_eager_kernels_that_compute_addresses_are_casts_to_wider_types_and_produ
     narrower = [op for op in segment.operators if op.name == "aten._to_copy" and op.outputs[0].dtype == "bfloat16"]
     assert narrower
     assert not run.unvectorized.keys() & {op.index for op in narrower}
-    assert not kernels(segment, "fused").unvectorized
+    assert not kernels(segment, KernelTraits("fused")).unvectorized
 
 
 @pytest.mark.parametrize("engine", ["ahp", "torchtitan"])

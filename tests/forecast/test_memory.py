@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ahp.engines.ahp import AhpEngine
 from ahp.engines.megatron import MegatronEngine
 from ahp.engines.registry import get
+from ahp.engines.traits import KernelTraits
 from ahp.forecast.activations import ActivationLiveness, SegmentMemory
 from ahp.forecast.assembly import num_groups
 from ahp.forecast.division import Division
@@ -29,7 +30,7 @@ from .conftest import make_cluster
 
 
 def held(segment, division, fusion="traced", **how) -> SegmentMemory:
-    return ActivationLiveness(segment, kernels(segment, fusion), division.split).on(division, **how)
+    return ActivationLiveness(segment, kernels(segment, KernelTraits(fusion)), division.split).on(division, **how)
 
 
 def of_rank(segment, **axes):

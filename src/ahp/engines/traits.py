@@ -12,7 +12,7 @@ from ahp.engines.fp8 import NVIDIAS_FP8, Fp8Recipe
 from ahp.schedule.stages import Ends
 
 ContextWay = Literal["gather", "ring", "all-to-all"]
-Fusion = Literal["eager", "modules", "fused"]
+Fusion = Literal["traced", "eager", "modules", "fused"]
 Gathers = Literal["never", "per_step", "per_micro_batch"]
 Selective = Literal["core", "beside_products", "every_second_product"]
 SendsAgain = Literal["nothing", "gathers", "all"]

@@ -154,25 +154,12 @@ class SegmentPricer:
                 way_of_keys=way,
                 gathers_normed=how.tensor.gathers_normed,
             )
-            fusion, fp8 = (how.fusion, how.fp8) if role == "block" else (how.fusion_at_the_ends, None)
+            own, fp8 = how.kernels, how.fp8
+            if role != "block":
+                own, fp8 = own._replace(fusion=own.fusion_at_the_ends or own.fusion), None
+            biases_apart = how.experts.launched_one_by_one and (fp8 is None or not fp8.fused_experts)
             grouped: GroupedKernel = "each" if how.experts.launched_one_by_one else "torch"
-            run = kernels(
-                segment,
-                fusion,
-                fused_loss=how.fused_loss,
-                loss_keeps_fp32=how.loss_keeps_fp32,
-                dropout_apart=how.dropout_apart,
-                norms_apart=how.norms_apart,
-                norm_weights_apart=how.norm_weights_apart,
-                joined_products=how.joined_products,
-                gate_apart=how.gate_apart,
-                positions_apart=how.positions_apart,
-                scaled_apart=how.scaled_apart,
-                complex_positions=how.complex_positions,
-                repeated_keys=how.repeated_keys,
-                biases_apart=how.experts.launched_one_by_one and (fp8 is None or not fp8.fused_experts),
-                grouped=grouped,
-            )
+            run = kernels(segment, own, biases_apart=biases_apart, grouped=grouped)
             self._runs[alike] = _Run(segment, parts, run, how, fp8, self._causal)
         return self._runs[alike]
 

@@ -6,28 +6,15 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ahp.engines.fp8 import Fp8Recipe
-from ahp.engines.traits import ContextWay, ExpertTraits, TensorTraits, Traits
+from ahp.engines.traits import ContextWay, ExpertTraits, Fusion, KernelTraits, TensorTraits, Traits
 from ahp.forecast.gpu import AttentionKernel, kernel_of_lengths, takes_cudnn
-from ahp.forecast.kernels import Fusion
 
 
 class KernelOptions(NamedTuple):
     """The kernels of an engine."""
 
-    fusion: Fusion
-    """The fusion of blocks."""
-    fusion_at_the_ends: Fusion
-    fused_loss: bool
-    loss_keeps_fp32: bool
-    dropout_apart: bool
-    norms_apart: bool
-    norm_weights_apart: bool
-    joined_products: bool
-    gate_apart: bool
-    positions_apart: bool
-    scaled_apart: bool
-    complex_positions: bool
-    repeated_keys: bool
+    kernels: KernelTraits
+    """The engine's, with the fusion that the device has."""
     attention: AttentionKernel | None
     by_lengths: bool
     """Attention goes by the lengths of documents, so that the graph with their starts is the one that runs."""
@@ -39,7 +26,6 @@ class KernelOptions(NamedTuple):
     experts: ExpertTraits
     context: ContextWay
     context_sums_bytes: int
-    loss_chunk_tokens: int | None
     weight_bytes: int
     """Bytes of one weight element in the type that computes."""
     keeps_outputs: bool
@@ -72,16 +58,16 @@ class KernelOptions(NamedTuple):
         """The kernels of an engine. ``generation``: of the GPU (kernels.yaml), None on a CPU; ``in_fp8``: whether the job's
         precision is fp8; ``has_experts``: whether the model has experts; ``whole_documents``: whether the model allows attention by the
         lengths of documents, and a rank has whole documents."""
-        on_cpu = generation is None
-        flash2 = generation in traits.kernels.flash2_on
+        own, on_cpu = traits.kernels, generation is None
+        flash2 = generation in own.flash2_on
         in_mxfp8 = in_fp8 and generation == "blackwell"
         one_graph = in_mxfp8 and has_experts and traits.experts.one_graph_in_mxfp8
         fp8 = traits.fp8 if in_fp8 else None
         if fp8 is not None and one_graph:
             fp8 = replace(fp8, attention=True, fused_experts=True)
 
-        recent: AttentionKernel | None = "recent" if traits.kernels.recent_cudnn else None
-        attention = traits.kernels.attention or recent
+        recent: AttentionKernel | None = "recent" if own.recent_cudnn else None
+        attention = own.attention or recent
         of_lengths = kernel_of_lengths(generation) if attention == "lengths" and whole_documents else None
         if attention == "lengths":
             attention = of_lengths or recent
@@ -91,19 +77,9 @@ class KernelOptions(NamedTuple):
             return "traced" if on_cpu and fusion != "fused" else fusion
 
         return cls(
-            fusion=on_device(traits.kernels.fusion),
-            fusion_at_the_ends=on_device(traits.kernels.fusion_at_the_ends or traits.kernels.fusion),
-            fused_loss=traits.kernels.fused_loss,
-            loss_keeps_fp32=traits.kernels.loss_keeps_fp32,
-            dropout_apart=traits.kernels.dropout_apart,
-            norms_apart=traits.kernels.norms_apart,
-            norm_weights_apart=traits.kernels.norm_weights_apart,
-            joined_products=traits.kernels.joined_products,
-            gate_apart=traits.kernels.gate_apart,
-            positions_apart=traits.kernels.positions_apart,
-            scaled_apart=traits.kernels.scaled_apart,
-            complex_positions=traits.kernels.complex_positions,
-            repeated_keys=traits.kernels.repeated_keys,
+            kernels=own._replace(
+                fusion=on_device(own.fusion), fusion_at_the_ends=on_device(own.fusion_at_the_ends or own.fusion)
+            ),
             attention="torch_flash2" if flash2 else attention,
             by_lengths=of_lengths is not None,
             attention_again=takes_cudnn(generation)
@@ -114,7 +90,6 @@ class KernelOptions(NamedTuple):
             experts=traits.experts._replace(overlap_between_nodes=0.0) if on_cpu else traits.experts,
             context=way,
             context_sums_bytes=traits.context.sums_bytes,
-            loss_chunk_tokens=traits.kernels.loss_chunk_tokens,
             weight_bytes=traits.states.compute_weight_bytes or traits.states.master_weight_bytes,
             keeps_outputs=traits.pipeline.keeps_outputs,
             one_graph=one_graph,

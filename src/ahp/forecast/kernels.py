@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
+from ahp.engines.traits import KernelTraits
 from ahp.forecast.division import GROUPED
 from ahp.forecast.efficiency import kind_of
 from ahp.forecast.fp32_loss import loss_in_fp32
@@ -21,8 +21,6 @@ from ahp.forecast.norms import in_norms, read_for_weights, reads_besides
 from ahp.forecast.one_by_one import one_by_one
 from ahp.forecast.titan_attention import moved_around_attention
 from ahp.graph.operators import LOSS, Operator, Segment
-
-Fusion = Literal["traced", "eager", "modules", "fused"]
 
 MASKS = ("bernoulli", "dropout")
 """Parts of the names of operators that make random masks, which cannot be recomputed."""
@@ -59,68 +57,57 @@ class Kernels:
 
 
 def kernels(
-    segment: Segment,
-    fusion: Fusion,
-    *,
-    fused_loss: bool = False,
-    loss_keeps_fp32: bool = False,
-    dropout_apart: bool = False,
-    norms_apart: bool = False,
-    norm_weights_apart: bool = False,
-    joined_products: bool = False,
-    gate_apart: bool = False,
-    positions_apart: bool = False,
-    scaled_apart: bool = False,
-    complex_positions: bool = False,
-    repeated_keys: bool = False,
-    biases_apart: bool = True,
-    grouped: GroupedKernel = "torch",
+    segment: Segment, how: KernelTraits, *, biases_apart: bool = True, grouped: GroupedKernel = "torch"
 ) -> Kernels:
     """The kernels of one segment.
 
-    ``traced``: one for each operator, as on a CPU. ``eager``: as PyTorch on a GPU. ``modules``: the element-wise operators of
-    one module are one kernel (norms, activation functions). ``fused``: those of a chain are one kernel, whatever their modules.
-    ``fused_loss``: cross-entropy is one kernel under ``modules`` too. ``loss_keeps_fp32``, ``dropout_apart``, ``norms_apart``, ``norm_weights_apart``,
-    ``joined_products``, ``gate_apart``, ``positions_apart``, ``scaled_apart``, ``complex_positions``, ``repeated_keys``: see ``KernelTraits``; under
-    ``modules`` norms are torch's own kernels, for which both hold (ATen/native/cuda/layer_norm_kernel.cu).
+    By ``how.fusion``: ``traced``: one for each operator, as on a CPU. ``eager``: as PyTorch on a GPU. ``modules``: the element-wise operators of
+    one module are one kernel (norms, activation functions); norms are torch's own kernels, so that their backward passes and the gradients of their weights
+    are kernels apart (ATen/native/cuda/layer_norm_kernel.cu). ``fused``: those of a chain are one kernel, whatever their modules.
+    ``biases_apart``: whether the biases of joined products are added by a kernel of their own.
     """
     saved = {op.index: float(op.saved_bytes) for op in segment.operators if op.saved_bytes}
-    if fusion == "traced":
+    if how.fusion == "traced":
         moved = {op.index: float(op.bytes_read + op.bytes_written) for op in segment.operators if _runs(op)}
         return Kernels(moved, frozenset(moved), saved, 0.0)
     masks = _masks(segment)
     for index in masks.values():
         made = segment.operators[index].outputs[0]
         saved[index] = saved.get(index, 0.0) / max(1, made.bytes // max(1, made.numel))
-    if fusion == "eager":
-        return _eager(segment, masks, saved, repeated_keys=repeated_keys, grouped=grouped)
-    if fusion == "fused":
+    if how.fusion == "eager":
+        return _eager(segment, masks, saved, repeated_keys=how.repeated_keys, grouped=grouped)
+    if how.fusion == "fused":
         saved = _weighted_before_the_last_product(segment, saved)
-    across, by_module = fusion == "fused", fusion == "modules"
+    across, by_module = how.fusion == "fused", how.fusion == "modules"
     chains = _Chains(
         segment,
         masks,
         across_modules=across,
-        fused_loss=fused_loss,
-        dropout_apart=dropout_apart,
-        norms=in_norms(segment) if norms_apart or by_module else frozenset(),
-        joined=joined_products,
+        fused_loss=how.fused_loss,
+        dropout_apart=how.dropout_apart,
+        norms=in_norms(segment) if how.norms_apart or by_module else frozenset(),
+        joined=how.joined_products,
     )
     kept, input_bytes = chains.kept(saved)
-    alone = () if fused_loss else (op for op in segment.operators if op.module == LOSS)
+    alone = () if how.fused_loss else (op for op in segment.operators if op.module == LOSS)
     moved = chains.moved_bytes(kept)
-    of_weights = read_for_weights(segment) if norm_weights_apart or by_module else {}
-    of_joined = moved_where_joined(segment, chains.owner) if joined_products else {}
-    biased = joined_products and biases_apart
+    of_weights = read_for_weights(segment) if how.norm_weights_apart or by_module else {}
+    of_joined = moved_where_joined(segment, chains.owner) if how.joined_products else {}
+    biased = how.joined_products and biases_apart
     apart = one_by_one(
-        segment, chains.owner, positions=positions_apart, scaled=scaled_apart, biased=biased, gates=gate_apart
+        segment,
+        chains.owner,
+        positions=how.positions_apart,
+        scaled=how.scaled_apart,
+        biased=biased,
+        gates=how.gate_apart,
     )
     moved.update(apart.moved_bytes)
     kept = {**kept, **apart.saved_bytes}
     around, pairs = moved_around_attention(
-        segment, chains.owner, complex_positions=complex_positions, repeated_keys=repeated_keys, compiled=across
+        segment, chains.owner, complex_positions=how.complex_positions, repeated_keys=how.repeated_keys, compiled=across
     )
-    if loss_keeps_fp32:
+    if how.loss_keeps_fp32:
         kept, moved = loss_in_fp32(segment, chains.owner, kept, moved)
     for index, more in (*of_weights.items(), *of_joined.items(), *apart.more_bytes.items(), *around.items()):
         moved[index] = moved.get(index, 0.0) + more

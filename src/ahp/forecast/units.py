@@ -168,9 +168,11 @@ class UnitPricer:
         )
 
     def _head(self, graph: ModelGraph, axes: Axes, how: KernelOptions, hidden_bytes: int) -> Unit:
-        if how.loss_chunk_tokens is None:
+        if how.kernels.loss_chunk_tokens is None:
             return self._unit(graph, graph.head, "head", 0, axes, how)
-        count = num_chunks(graph.micro_batch_size, graph.sequence_length // axes.context.size, how.loss_chunk_tokens)
+        count = num_chunks(
+            graph.micro_batch_size, graph.sequence_length // axes.context.size, how.kernels.loss_chunk_tokens
+        )
         # Chunks divide the micro-batch in the same way as context-parallel ranks do.
         context = replace(axes.context, size=axes.context.size * count)
         one = self._unit(graph, graph.head, "head", 0, axes._replace(context=context), how)

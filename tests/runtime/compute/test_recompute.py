@@ -14,10 +14,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from ahp.engines.traits import Fusion, KernelTraits
 from ahp.errors import BadInput
 from ahp.forecast.activations import ActivationLiveness, SegmentMemory
 from ahp.forecast.division import Division
-from ahp.forecast.kernels import Fusion, kernels
+from ahp.forecast.kernels import kernels
 from ahp.forecast.selective import last_read
 from ahp.forecast.split import is_weight_product, split
 from ahp.graph.blocks import find_blocks
@@ -236,7 +237,7 @@ def memories(name: str, fusion: Fusion, tensor: int = 1, **job: Any) -> tuple[li
     graph = traced(name, **job)
     divisions = [Division(split(block, "block"), tensor) for block in graph.blocks]
     of_kinds = [
-        ActivationLiveness(block, kernels(block, fusion), division.split).on(division)
+        ActivationLiveness(block, kernels(block, KernelTraits(fusion)), division.split).on(division)
         for block, division in zip(graph.blocks, divisions, strict=True)
     ]
     assert graph.blocks[0].output is not None

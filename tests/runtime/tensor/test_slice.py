@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ahp.engines.traits import KernelTraits
 from ahp.forecast.activations import ActivationLiveness
 from ahp.forecast.division import Division
 from ahp.forecast.kernels import kernels
@@ -232,7 +233,7 @@ def test_a_rank_holds_what_the_forecast_says(pool: Pool, heads: int, in_parts: b
     parts = split(block, "block", way_of_keys=way_of_keys(block, 4, "whole"))
     elements = sum(p.numel // (4 if p.name in parts.parameters else 1) for p in block.parameters)
     division = Division(parts, 4, in_parts)
-    memory = ActivationLiveness(block, kernels(block, "traced"), parts).on(division, keeps_gathered=True)
+    memory = ActivationLiveness(block, kernels(block, KernelTraits("traced")), parts).on(division, keeps_gathered=True)
     assert block.output is not None
     handed_on = round(block.output.bytes * division.hidden_share)  # what the next block keeps
     for result in pool.run(held_of_a_block, 4, heads, in_parts):

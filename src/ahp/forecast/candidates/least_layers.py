@@ -16,13 +16,12 @@ import numpy as np
 
 from ahp.arrays import Floats, Ints, unique_rows
 from ahp.cached_method import cached_method
-from ahp.engines.traits import ContextWay, Traits
+from ahp.engines.traits import ContextWay, KernelTraits, Traits
 from ahp.forecast.compute import is_causal, reads_mask
 from ahp.forecast.dispatch import Routed, pass_waits_s
 from ahp.forecast.division import GROUPED, expert_parameters, is_weight_gradient
-from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.group import CollectiveKind, Group, on_nodes
-from ahp.forecast.kernels import Fusion, kernels
+from ahp.forecast.kernels import kernels
 from ahp.forecast.overlap import shown_s
 from ahp.forecast.pricer import Pricer
 from ahp.forecast.split import KeysWay, TensorSplit, split, way_of_keys
@@ -51,10 +50,11 @@ class LeastLayers:
     @cached_property
     def kept_bytes(self) -> float:
         """Bytes of a micro-batch as traced that a layer keeps on a single device, however much of it is recomputed."""
-        blocks, traits = self._graph.blocks, self._of_engine.kernels
-        fusion: Fusion = "traced" if is_cpu(self._pricer.nodes.device) and traits.fusion != "fused" else traits.fusion
+        blocks, own = self._graph.blocks, self._how.kernels
         hidden = blocks[0].output.bytes if blocks and blocks[0].output else 0
-        inputs = (kernels(block, fusion, fused_loss=traits.fused_loss).saved_input_bytes for block in blocks)
+        inputs = (
+            kernels(block, KernelTraits(own.fusion, fused_loss=own.fused_loss)).saved_input_bytes for block in blocks
+        )
         return min([hidden, *inputs])
 
     @cached_property
