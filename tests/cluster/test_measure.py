@@ -1,6 +1,5 @@
 """probe: the list of tasks, how samples become a cluster, failing workers; the real thing in a slow test."""
 
-import dataclasses
 import json
 import time
 from itertools import pairwise
@@ -14,6 +13,7 @@ from ahp.cluster.gpus import Gpu
 from ahp.cluster.model import Cluster, CollectiveSample, Host, MatmulSample, Measurements, MemorySample, ProductPhase
 from ahp.cluster.tasks import COLLECTIVES, Task, tasks, worker_counts
 from ahp.errors import AhpError, BadInput
+from tests.cluster.small_probe import small_probe
 
 
 @pytest.fixture(autouse=True)
@@ -226,10 +226,9 @@ def test_a_worker_that_fails_is_quoted() -> None:
 
 
 @pytest.mark.slow
-def test_real_quick_probe_of_two_workers(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Every task is gone through in the first round whatever the time; only how often each is repeated shrinks.
-    monkeypatch.setattr(measure, "QUICK", dataclasses.replace(measure.QUICK, total_s=6.0, disk_bytes=2**24))
-    cluster = measure.probe(quick=True, workers=2, folder=tmp_path)
+def test_real_quick_probe_of_two_workers(tmp_path: Any) -> None:
+    with small_probe():
+        cluster = measure.probe(quick=True, workers=2, folder=tmp_path)
     (group,) = cluster.groups
     measured = group.measured
     assert measured is not None

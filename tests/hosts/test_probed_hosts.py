@@ -45,7 +45,7 @@ def test_hosts_are_sensed_and_workers_placed_by_what_they_are(
 ) -> None:
     with hosts(two_to_one) as made:
         slow, fast = made
-        words = ["ahp", "probe", "--quick", "--nodes", "2", "--rendezvous", slow.address]
+        words = ["tests.cluster.small_probe", "probe", "--quick", "--nodes", "2", "--rendezvous", slow.address]
         on_each(dict.fromkeys(made, words), tmp_path)
         cluster = Cluster.load(tmp_path / "cluster.yaml")
         assert [group.hosts for group in cluster.groups] == [(fast.name,), (slow.name,)], "the fastest first"
