@@ -23,6 +23,8 @@ from ahp import run_history
 from ahp.run_files import read_metrics, read_status
 from ahp.run_history import Start
 
+CLUSTER = "cluster.yaml"
+"""File beside the folders of all runs: each start would measure a copy for it, a second of processor time."""
 EVERY = 5
 """Steps between checkpoints: so few that some failures come while one is written."""
 POLL_S = 0.02
@@ -118,7 +120,7 @@ class Run:
             yaml.safe_dump(
                 {
                     "model": layout.model,
-                    "cluster": {"nodes": 2, "devices_per_node": 1, "device": "cpu", "inter_node_gbps": 10},
+                    "cluster": str(folder.parent / CLUSTER),
                     "job": {
                         "data": str(text), "steps": steps, "global_batch_size": 8, "sequence_length": 64, "precision": "fp32",
                         "optimizer": {"schedule": "constant"},

@@ -30,6 +30,7 @@ from pathlib import Path
 import psutil
 from failure_kinds import KINDS, Kind, cut_network, small_disk, start_on, why_not
 from failure_run import (
+    CLUSTER,
     ENDLESS,
     LAYOUTS,
     PATIENCE_S,
@@ -45,11 +46,15 @@ from failure_run import (
 from failure_trials import Trial, append, read, tables
 from machine import machine
 from namespaces import HostSpec, hosts
+from own_cache import own_cache
 from page import require
 from page import write as write_page
 
+from ahp.cluster.model import Cluster
+
 MARKER, AGAIN = "failures", "some failures again"
 STOP = signal.SIGTERM, signal.SIGINT
+TWO_CORES = {"nodes": 2, "devices_per_node": 1, "device": "cpu", "inter_node_gbps": 10}
 
 
 @dataclass(frozen=True)
@@ -278,6 +283,8 @@ def main() -> int:
         ThreadPoolExecutor(form.beside) as threads,
         ended_by_signals(over),
     ):
+        own_cache(Path(folder))
+        Cluster.resolve(TWO_CORES).save(Path(folder) / CLUSTER)
         text = Path(folder) / "text.txt"
         text.write_text(
             "".join(Path(module).read_text() for module in (argparse.__file__, json.__file__, tempfile.__file__))

@@ -13,11 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.own_cache import own_cache
 from tests.runtime.slow import CONFIG
 
 
 def started(tmp_path: Path, *options: str) -> subprocess.Popen[str]:
-    folders = {"AHP_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "aside")}
+    folders = {"AHP_CACHE": own_cache(tmp_path), "TMPDIR": str(tmp_path / "aside")}
     (tmp_path / "aside").mkdir()
     (tmp_path / "text.txt").write_text("a few words, again and again\n" * 500)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

@@ -15,15 +15,16 @@ from ahp.cluster.model import Cluster
 from ahp.plan import Plan
 from ahp.run_files import read_metrics
 from benchmarks.namespaces import Host, HostSpec, hosts
+from benchmarks.own_cache import own_cache
 from tests.runtime.run.test_trainer import MODEL
 from tests.runtime.run.test_trainer import text as text  # a fixture
 
 pytestmark = pytest.mark.slow
 
 
-def on_each(commands: Mapping[Host, Sequence[str]], folder: Path) -> None:
+def on_each(commands: Mapping[Host, Sequence[str]], folder: Path, cache: str) -> None:
     """A module of Python's on each of some hosts at once, all of which have to end well."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "AHP_CACHE": str(folder / "cache")}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "AHP_CACHE": cache}
     processes = [
         subprocess.Popen(
             [*host.prefix, sys.executable, "-m", *words], cwd=folder,
@@ -43,10 +44,11 @@ def on_each(commands: Mapping[Host, Sequence[str]], folder: Path) -> None:
 def test_hosts_are_sensed_and_workers_placed_by_what_they_are(
     two_to_one: list[HostSpec], text: Path, tmp_path: Path
 ) -> None:
+    cache = own_cache(tmp_path)
     with hosts(two_to_one) as made:
         slow, fast = made
         words = ["tests.cluster.small_probe", "probe", "--quick", "--nodes", "2", "--rendezvous", slow.address]
-        on_each(dict.fromkeys(made, words), tmp_path)
+        on_each(dict.fromkeys(made, words), tmp_path, cache)
         cluster = Cluster.load(tmp_path / "cluster.yaml")
         assert [group.hosts for group in cluster.groups] == [(fast.name,), (slow.name,)], "the fastest first"
         assert [group.host.processors for group in cluster.groups] == [0.8, 0.4]
@@ -71,7 +73,7 @@ def test_hosts_are_sensed_and_workers_placed_by_what_they_are(
         }  # fmt: skip
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
         words = ["ahp", "train", "config.yaml", "--nodes", "2", "--rendezvous", slow.address, "--workers-per-node", "1"]
-        on_each(dict.fromkeys(made, words), tmp_path)
+        on_each(dict.fromkeys(made, words), tmp_path, cache)
         run = tmp_path / "run"
         assert Plan.load(run).parallelism.micro_batches_per_replica == (4, 2), "the first rank has the larger part"
         assert len(read_metrics(run / "metrics.jsonl")) == 4
@@ -80,6 +82,8 @@ def test_hosts_are_sensed_and_workers_placed_by_what_they_are(
         places = [[f"{number}@{first.address}:{port}" for number in order] for first, order, port in
                   ((slow, (0, 1), 29501), (fast, (1, 0), 29502))]  # fmt: skip
         words = ["tests.hosts.placed", str(run / "plan.yaml"), str(tmp_path)]
-        on_each({host: [*words, *own] for host, own in zip(made, zip(*places, strict=True), strict=True)}, tmp_path)
+        on_each(
+            {host: [*words, *own] for host, own in zip(made, zip(*places, strict=True), strict=True)}, tmp_path, cache
+        )
         assert (tmp_path / fast.name).read_text() == "0 0", "whichever host is the launcher's first"
         assert (tmp_path / slow.name).read_text() == "1 1"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ahp.cli.main import main
+from benchmarks.own_cache import own_cache
 from tests.docs.pages import ROOT, blocks
 from tests.docs.test_commands import NAMED, told
 from tests.search.small import cpu_workers
@@ -21,7 +22,7 @@ def test_its_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     """On a little text of its own and a machine that is not measured: a tokenizer and a probe take half a minute each. Its cores are none for bf16:
     where a processor has no units for it, torch takes up to a hundred times as long for a gradient as in fp32."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("AHP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("AHP_CACHE", own_cache(tmp_path))
     cpu_workers(2, 2, precisions=("fp32",)).save(tmp_path / "cluster.yaml")
     (tmp_path / "text.txt").write_text(TEXT * 400)
     done = []

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from ahp import run_history
+from ahp.cluster.model import Cluster
 from ahp.runtime.ranks.watch import OWN_CAUSE_S
 from ahp.runtime.run.folder import RunFolder
 from benchmarks.namespaces import Host, HostSpec, hosts, why_not
@@ -26,6 +27,7 @@ from tests.runtime.run.test_trainer import text as text  # a fixture
 from tests.runtime.workers import free_port, listened_on
 
 STEPS, EVERY = 2500, 50
+TWO_CORES = {"nodes": 2, "devices_per_node": 1, "device": "cpu", "inter_node_gbps": 10}
 PATIENCE_S = 180.0
 
 
@@ -49,7 +51,7 @@ class Nodes:
         self.run, self.workers = folder / "run", workers
         config = {
             "model": model or MODEL,
-            "cluster": {"nodes": 2, "devices_per_node": 1, "device": "cpu", "inter_node_gbps": 10},
+            "cluster": Cluster.resolve(TWO_CORES).plain(),
             "job": job,
             "parallelism": layout or "auto",
             "run": {"folder": str(self.run), "sample": False, **run},

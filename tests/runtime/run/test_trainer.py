@@ -39,6 +39,7 @@ from ahp.runtime.run.generate import Sampling, generate
 from ahp.runtime.run.given import with_kept_model
 from ahp.runtime.run.same_job import check_same_job
 from ahp.runtime.run.trainer import Outcome, Trainer
+from benchmarks.own_cache import own_cache
 from tests.runtime import hanging
 from tests.runtime.weights.test_initial import Drawing
 from tests.runtime.workers import Pool, listened_on, place
@@ -63,7 +64,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.copy(json.__file__, folder / "a.txt")
     shutil.copy(shutil.__file__, folder / "b.txt")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AHP_CACHE", str(folder / "cache"))
+        patch.setenv("AHP_CACHE", own_cache(folder))
         yield folder
 
 
