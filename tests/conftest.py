@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,9 +36,13 @@ NEW_OBJECTS = 50_000
 it, 0.04 s and more: 638 tests of search and commands took 104 s of processor time, and so take 84 s with the same peak memory."""
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """What is collected stays to the end: looking through it for garbage again and again takes a third of the collection."""
     gc.disable()
+    if not hasattr(config, "workerinput"):  # this process starts those that run tests
+        found = tempfile.TemporaryDirectory(prefix="ahp-tests-")
+        os.environ["AHP_TESTS_FOUND"] = found.name  # what ranks of the pool find for each other (tests/runtime/warm.py)
+        config.add_cleanup(found.cleanup)
 
 
 def pytest_collection_finish() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 from unittest import mock
 
 import pytest
+import torch
 
 from ahp.graph.outline import _Record
-from tests.runtime.models import JOB, MODELS
+from ahp.job import Job
+from tests.runtime.models import JOB, MODELS, SEQUENCE
 from tests.runtime.workers import Pool
 
 
@@ -23,3 +26,18 @@ def set_up(rank: int, world: int, name: str) -> bool:
 @pytest.mark.parametrize("name", MODELS)
 def test_what_the_server_has_traced_no_worker_traces(pool: Pool, name: str) -> None:
     assert pool.run(set_up, 2, name) == [True, True]
+
+
+def parts(rank: int, world: int, name: str) -> bytes:
+    """Runs in each worker, which finds them itself: ``kept_parts`` has the ranks take what one of them found."""
+    from tests.runtime import warm
+
+    module = MODELS[name]()
+    found = warm.outline(module, batch_size=1, sequence_length=SEQUENCE, dtype=torch.float32)
+    return pickle.dumps(warm._parts_of_kinds(module, found, Job(sequence_length=SEQUENCE), None))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_ranks_find_the_same_parts(pool: Pool, name: str) -> None:
+    one, other = pool.run(parts, 2, name)
+    assert one == other

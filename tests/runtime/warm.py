@@ -7,7 +7,14 @@ three models of the equality tests, and torch's own caches that tracing fills, c
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import hashlib
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +30,8 @@ from ahp.search.slicing.model import slice_outline
 from ahp.search.slicing.token_parts import TokenParts
 from tests.runtime.models import MODELS, SEQUENCE
 
+FOUND = Path(os.environ["AHP_TESTS_FOUND"])
+"""A folder of this run of the tests (tests/conftest.py)."""
 _kept: dict[Any, Outline] = {}
 _kept_parts: dict[Any, tuple[TokenParts, ...]] = {}
 outline, _parts_of_kinds = inside.outline, own_tokens._parts_of_kinds
@@ -45,11 +54,26 @@ def kept_outline(
 
 
 def kept_parts(module: nn.Module, found: Outline, job: Job, documents: Documents | None) -> tuple[TokenParts, ...]:
-    """``_parts_of_kinds``, found once for modules that are alike, whose outlines in one dtype are alike too."""
+    """``_parts_of_kinds``, found once for modules that are alike, whose outlines in one dtype are alike too: by one rank for all ranks, too."""
     key = _likeness(module), found.hidden.dtype, job.sequence_length, documents
     if key not in _kept_parts:
-        _kept_parts[key] = _parts_of_kinds(module, found, job, documents)
+        _kept_parts[key] = by_one_rank(module, repr(key), lambda: _parts_of_kinds(module, found, job, documents))
     return _kept_parts[key]
+
+
+def by_one_rank(module: nn.Module, key: str, find: Callable[[], Any]) -> Any:
+    """Plain data that the first rank finds while the others wait for it, as long as the module's class is the same in all processes."""
+    kind = type(module)
+    same = getattr(sys.modules[kind.__module__], kind.__qualname__, None) is kind and " at 0x" not in key
+    if not (same and kind.__module__.startswith(("tests.", "transformers."))):
+        return find()
+    with (FOUND / hashlib.sha256(key.encode()).hexdigest()).open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if content := file.read():
+            return pickle.loads(content)
+        file.write(pickle.dumps(value := find()))
+        return value
 
 
 def _likeness(module: nn.Module) -> Any:
