@@ -1,7 +1,7 @@
 """``ahp`` with a probe of small shapes, as on a machine of small caches: every kind of task, with each dtype and number of workers, and little else.
 
-[Empirical] On two cores that report a cache of 260 MB a quick probe of two workers takes 40 s of processor time, 14 s of them for pages of
-a tensor of four caches, and so takes 11 s.
+[Empirical] On two cores that report a cache of 260 MB a quick probe of two workers takes 42 s of processor time, 14 s of them for pages of
+tensors of four caches, and so takes 14 s.
 """
 
 from __future__ import annotations
