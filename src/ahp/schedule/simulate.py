@@ -137,11 +137,17 @@ class Run:
             Kind.INPUT_GRADIENT: [t.input_gradient_s for t in times],
             Kind.WEIGHT_GRADIENT: [t.weight_gradient_s for t in times],
         }
-        self._forward_end: list[list[float | None]] = [[None] * m for _ in range(stages)]
-        self._gradient_end: list[list[float | None]] = [[None] * m for _ in range(stages)]
-        self._output_there: list[list[float | None]] = [[None] * m for _ in range(stages)]
-        """When the output of each stage has arrived at the next one, per micro-batch."""
-        self._gradient_there: list[list[float | None]] = [[None] * m for _ in range(stages)]
+        none: list[list[list[float | None]]] = [[[None] * m for _ in range(stages)] for _ in range(3)]
+        self._outputs, self._gradients, self._deferred = none
+        """When each stage's input, gradient and own input gradient are on its rank, per micro-batch; None while that is not known. The last
+        stage has its gradient when its forward ends."""
+        self._outputs[0] = [0.0] * m
+        self._ready: dict[str, list[list[float | None]]] = {
+            Kind.FORWARD: self._outputs,
+            Kind.BACKWARD: self._gradients,
+            Kind.INPUT_GRADIENT: self._gradients,
+            Kind.WEIGHT_GRADIENT: self._deferred,
+        }
         left = sum(map(len, orders))
         while left:
             done = sum(self._advance(rank, order) for rank, order in enumerate(orders))
@@ -162,38 +168,41 @@ class Run:
         starts, ends = self.starts_s[rank], self.ends_s[rank]
         before = len(ends)
         now = ends[-1] if ends else 0.0
+        times, ready, seconds = self.times, self._ready, self._seconds
         for at in range(before, len(order)):  # not islice, which steps through all earlier actions
             letter, stage, micro_batch = order[at]
-            arrived = self._arrival(letter, stage, micro_batch)
+            arrived = ready[letter][stage][micro_batch]
             if arrived is None:
                 break
             start = now if now > arrived else arrived
-            if letter == "F" and micro_batch == 0 and (gathered_s := self.times[stage].gathered_s) > start:
+            first = letter == "F" and micro_batch == 0
+            if first and (gathered_s := times[stage].gathered_s) > start:
                 self.gathering_s[rank] += gathered_s - start
                 start = gathered_s
-            now = start + self._seconds[letter][stage]
-            if letter == "F" and micro_batch == 0:
-                now += self.times[stage].first_forward_extra_s
+            now = start + seconds[letter][stage]
+            if first:
+                now += times[stage].first_forward_extra_s
             if start < (until := self.reduced_s[rank]):
-                slowed_s = self.times[stage].slowed_s(start, now, until)
+                slowed_s = times[stage].slowed_s(start, now, until)
                 self.slowed_s[rank] += slowed_s
                 now += slowed_s
             if letter == "F":
-                self._forward_end[stage][micro_batch] = now
                 if stage < self._last_stage:
-                    taken_s = self.times[stage].send_forward_s
-                    self._output_there[stage][micro_batch] = self._sent(self._links[0][stage], now, taken_s)
+                    sent_s = self._sent(self._links[0][stage], now, times[stage].send_forward_s)
+                    self._outputs[stage + 1][micro_batch] = sent_s
+                else:
+                    self._gradients[stage][micro_batch] = now
             else:
                 if letter != "W":
-                    self._gradient_end[stage][micro_batch] = now
+                    self._deferred[stage][micro_batch] = now
                     if stage:
-                        taken_s = self.times[stage].send_backward_s
-                        self._gradient_there[stage][micro_batch] = self._sent(self._links[1][stage], now, taken_s)
+                        sent_s = self._sent(self._links[1][stage], now, times[stage].send_backward_s)
+                        self._gradients[stage - 1][micro_batch] = sent_s
                 if letter != "I":
                     self._gradients_left[stage] -= 1
                     if not self._gradients_left[stage]:
-                        now += self.times[stage].last_backward_extra_s
-                        self.reduced_s[rank] = max(now, self.reduced_s[rank]) + self.times[stage].reduce_s
+                        now += times[stage].last_backward_extra_s
+                        self.reduced_s[rank] = max(now, self.reduced_s[rank]) + times[stage].reduce_s
             starts.append(start)
             ends.append(now)
         return len(ends) - before
@@ -204,16 +213,6 @@ class Run:
         arrived_s = (at_s if at_s > free_s else free_s) + seconds
         self._free_s[link] = arrived_s
         return arrived_s
-
-    def _arrival(self, letter: str, stage: int, micro_batch: int) -> float | None:
-        """When everything the action reads is on its rank; None while it is not known."""
-        if letter == "F":
-            return self._output_there[stage - 1][micro_batch] if stage else 0.0
-        own = (self._gradient_end if letter == "W" else self._forward_end)[stage][micro_batch]
-        if own is None or letter == "W" or stage == self._last_stage:
-            return own
-        there = self._gradient_there[stage + 1][micro_batch]
-        return None if there is None else max(there, own)
 
 
 def peak_in_flight(
