@@ -61,6 +61,8 @@ def least_of(ways: list[Units]) -> Units:
 
 def _least(alike: Sequence[Unit]) -> Unit:
     """The least of each figure of a segment's units that hold the same weights."""
+    if all(unit is alike[0] for unit in alike):
+        return alike[0]
     context = SharedTokens(*map(min, zip(*(unit.context for unit in alike), strict=True)))
     one = replace(alike[0], context=context)
     if all(unit.times is one.times and unit.memory is one.memory for unit in alike):
@@ -121,6 +123,7 @@ class UnitPricer:
     def _shared_tokens(self, of: Divided, group: Group, way: ContextWay, sums_bytes: int) -> SharedTokens:
         return shared_tokens_s(of.attention, of.division, group, of.times, way, sums_bytes, self.rates, self._network)
 
+    @cached_method
     def how(self, traits: Traits, way: ContextWay, context: int) -> KernelOptions:
         """The kernels of an engine on these devices, where ``context`` ranks share each sequence."""
         return KernelOptions.of(
@@ -190,9 +193,9 @@ class UnitPricer:
     ) -> Unit:  # fmt: skip
         of = self._segments_of(how).divided(graph, segment, role, number, axes, how)
         fp8 = how.fp8 if role == "block" else None  # engines leave the head in the compute type
-        context = axes.context if of.attention or fp8 is not None else None
+        context = (axes.context, how.context) if of.attention or fp8 is not None else None
         expert = (axes.expert, axes.beside_opposite) if of.grouped else None
-        key = of, axes.tensor, axes.sequence_parallel, context, how.context, expert
+        key = of, axes.tensor, axes.sequence_parallel, context, expert
         if key not in self._communicating:
             self._communicating[key] = self._in_groups(of, graph.micro_batch_size, segment, axes, how, fp8)
         return self._communicating[key]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from ahp.schedule.actions import Action, Kind, Schedule
 from ahp.schedule.simulate import StageTimes, simulate
@@ -57,20 +58,24 @@ def with_messages(schedule: Schedule, *, receives_first: bool = False) -> tuple[
 
 def waiting(schedule: Schedule) -> tuple[int, ...]:
     """The most messages that each rank has asked for at once and that no action has read yet, with messages in the order above."""
-    return tuple(map(_most_waiting, with_messages(schedule)))
-
-
-def _most_waiting(steps: Sequence[Step]) -> int:
-    most = 0
-    waits: set[tuple[bool, int, int]] = set()
-    """Whether it is an output, the stage that reads it, and the micro-batch."""
-    for step in steps:
-        if isinstance(step, Action):
-            waits.discard((step.kind is Kind.FORWARD, step.stage, step.micro_batch))
-        elif _is_receive(step):
-            waits.add((step.kind == "RECV_F", step.stage, step.micro_batch))
-            most = max(most, len(waits))
-    return most
+    timeline = simulate(schedule, [USUAL] * schedule.num_stages)
+    received: list[list[float]] = [[] for _ in schedule.ranks]
+    read: list[list[float]] = [[] for _ in schedule.ranks]
+    rank_of = (*schedule.stage_rank, None)  # there is no stage after the last, nor, at -1, before the first
+    for rank, actions in enumerate(schedule.ranks):
+        times = zip(timeline.starts_s[rank], timeline.ends_s[rank], strict=True)
+        for (kind, stage, _), (start_s, end_s) in zip(actions, times, strict=True):
+            if kind is Kind.WEIGHT_GRADIENT:
+                continue
+            source, target = rank_of[stage - 1], rank_of[stage + 1]
+            source, target = (source, target) if kind is Kind.FORWARD else (target, source)
+            if target is not None and target != rank:
+                received[target].append(end_s)
+            if source is not None and source != rank:
+                read[rank].append(start_s)
+    # An action reads after all messages that come when it starts.
+    before = (np.searchsorted(np.sort(own), np.sort(ends)) for own, ends in zip(read, received, strict=True))
+    return tuple(int((np.arange(1, len(own) + 1) - own).max(initial=0)) for own in before)
 
 
 def _is_receive(step: Step) -> bool:

@@ -73,7 +73,7 @@ class Shared(NamedTuple):
     @property
     def of_states(self) -> Shared:
         """These keys without those that only decide whether a configuration file can express the layout."""
-        return self._replace(tensor=1, sequence_parallel=0)
+        return Shared(*self[:3])
 
 
 class MeshDegrees(NamedTuple):

@@ -53,10 +53,6 @@ class Degrees:
     folded: bool = False
 
     @cached_property
-    def by_axis(self) -> dict[Axis, int]:
-        return dict(zip(AXES, self.of, strict=True))
-
-    @cached_property
     def nest(self) -> bool:
         """Whether the ranks that share experts are whole axes and an even part of one more, in any order of axes."""
         return self.expert == 1 or all(degree & (degree - 1) == 0 for degree in (*self.of, self.expert))
@@ -93,13 +89,11 @@ class Orders:
 
     @cached_method
     def _different(self, degrees: Degrees, usual: Order) -> tuple[Ordered, ...]:
-        if math.prod(degrees.of) <= self.devices_per_node or self._only_usual(usual):
-            return (Ordered(None, _lie(self.devices_per_node, degrees, usual)[0]),)
         found: dict[object, Ordered] = {}
-        for order in self._from_inside(degrees, usual):
-            if order == usual or not self.refused(order):
-                place = _lie(self.devices_per_node, degrees, order)
-                found.setdefault(place, Ordered(None if order == usual else order, place[0]))
+        alone = math.prod(degrees.of) <= self.devices_per_node or self._only_usual(usual)
+        for order in (usual,) if alone else self._orders(degrees.of, usual, degrees.nest):
+            place = _lie(self.devices_per_node, degrees, order)
+            found.setdefault(place, Ordered(None if order == usual else order, place[0]))
         return tuple(found.values())
 
     @cached_method
@@ -107,49 +101,67 @@ class Orders:
         """Whether the engine numbers ranks along these axes in the usual order alone."""
         return all(order == usual or self.refused(order) for order in permutations(usual))
 
-    def _from_inside(self, degrees: Degrees, usual: Order, inner: Order = (), stride: int = 1) -> Iterator[Order]:
+    @cached_method
+    def _orders(self, of: tuple[int, ...], usual: Order, nest: bool) -> tuple[Order, ...]:
+        """The orders of these degrees that can place ranks differently and that the engine does not refuse; ``nest``: see ``Degrees``."""
+        orders = self._from_inside(dict(zip(AXES, of, strict=True)), usual, nest)
+        return tuple(order for order in orders if order == usual or not self.refused(order))
+
+    def _from_inside(
+        self, degree_of: dict[Axis, int], usual: Order, nest: bool, inner: Order = (), stride: int = 1
+    ) -> Iterator[Order]:
         outer: Order = tuple(axis for axis in usual if axis not in inner)
-        if not outer or (degrees.nest and stride % self.devices_per_node == 0):
+        if not outer or (nest and stride % self.devices_per_node == 0):
             yield outer + inner
             return
         for axis in reversed(outer):
-            degree = degrees.by_axis[axis]
-            yield from self._from_inside(degrees, usual, (axis, *inner), stride * degree)
+            yield from self._from_inside(degree_of, usual, nest, (axis, *inner), stride * degree_of[axis])
+
+
+def _lie(per_node: int, degrees: Degrees, order: Order) -> tuple[Within, object]:
+    """Where the ranks of a replica lie, and a key for where the ranks that hold the same weights lie."""
+    axes, expert, alike = _axes(per_node, degrees.of, order, degrees.folded), 1, ()
+    if degrees.expert > 1:
+        shards = max(1, axes.holders // degrees.expert)
+        expert, alike = _share_nodes(per_node, axes.holding, axes.replicas, degrees.expert, shards)
+    # If every axis fills nodes evenly, the counts per node say everything; otherwise every order is taken as different.
+    key = axes.data, alike, None if axes.even and degrees.nest else order
+    return axes.within._replace(expert=expert), key
+
+
+class _Axes(NamedTuple):
+    """Where the ranks along each axis lie, however many share the experts."""
+
+    even: bool
+    """Whether every axis fills nodes evenly."""
+    data: tuple[int, int]
+    """How many replicas share a node, of those with shards of one replica's states, and of those with whole states."""
+    within: Within
+    """With one rank in each group that shares the experts."""
+    holding: tuple[Run, ...]
+    """The ranks of a replica that can share experts."""
+    replicas: tuple[Run, ...]
+    holders: int
+    """How many ranks of a replica can share experts."""
 
 
 @lru_cache(maxsize=1 << 16)
-def _lie(per_node: int, degrees: Degrees, order: Order) -> tuple[Within, object]:
-    """Where the ranks of a replica lie, and a key for where the ranks that hold the same weights lie."""
-    stride, even = 1, True
+def _axes(per_node: int, of: tuple[int, ...], order: Order, folded: bool) -> _Axes:
+    stride, even, degree_of = 1, True, dict(zip(AXES, of, strict=True))
     strides, local = dict.fromkeys(AXES, 0), dict.fromkeys(AXES, 1)
     for axis in reversed(order):
-        degree = degrees.by_axis[axis]
+        degree = degree_of[axis]
         strides[axis], local[axis] = min(stride, per_node), min(degree, max(1, per_node // stride))
         if stride < per_node:
             whole = stride * degree
             even &= per_node % stride == 0 and (per_node % whole == 0 if whole < per_node else whole % per_node == 0)
         stride *= degree
-    expert, alike = _experts(per_node, degrees, order)
-    # If every axis fills nodes evenly, the counts per node say everything; otherwise every order is taken as different.
-    uneven: tuple[tuple[Axis, int], ...] = () if even else tuple((axis, degrees.by_axis[axis]) for axis in order)
-    within = Within(local["tp"], local["cp"], expert, (local["pp"], 0 if even else strides["pp"]), uneven)
-    data = local["dp_replicate"], local["dp_shard"]
-    return within, (data, alike, None if even and degrees.nest else order)
-
-
-def _experts(per_node: int, degrees: Degrees, order: Order) -> tuple[int, tuple[int, ...]]:
-    """How many ranks share a node, of those that share the experts and of those that hold the same experts (all, sharded, replicated)."""
-    if degrees.expert == 1:
-        return 1, ()
-
-    degree_of = degrees.by_axis.__getitem__
-
-    def runs(*axes: Axis) -> tuple[Run, ...]:
-        return numbered_runs(order, degree_of, axes)
-
-    axes = (*OF_A_REPLICA, "tp") if degrees.folded else OF_A_REPLICA
-    shards = max(1, math.prod(map(degree_of, axes)) // degrees.expert)
-    return _share_nodes(per_node, runs(*axes), runs("dp_replicate"), degrees.expert, shards)
+    uneven: tuple[tuple[Axis, int], ...] = () if even else tuple((axis, degree_of[axis]) for axis in order)
+    within = Within(local["tp"], local["cp"], 1, (local["pp"], 0 if even else strides["pp"]), uneven)
+    axes: tuple[Axis, ...] = (*OF_A_REPLICA, "tp") if folded else OF_A_REPLICA
+    data, degree = (local["dp_replicate"], local["dp_shard"]), degree_of.__getitem__
+    holding, replicas = numbered_runs(order, degree, axes), numbered_runs(order, degree, ("dp_replicate",))
+    return _Axes(even, data, within, holding, replicas, math.prod(map(degree, axes)))
 
 
 @lru_cache(maxsize=1 << 16)

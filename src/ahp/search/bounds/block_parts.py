@@ -64,6 +64,7 @@ class BlockLayers:
         self._some = problem.constraints.recomputed_layers_per_stage is not None
         """Whether the user recomputes some layers of a stage and not others."""
 
+    @cached_method
     def of(self, block: int) -> LayerColumns:
         """The layers of one block."""
         # How replicas share states changes no layer, so any of the ways will do; so will any groups of data-parallel ranks.
