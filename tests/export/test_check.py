@@ -127,6 +127,26 @@ def test_a_megatron_script_is_judged(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["forecast"]["step_time_low_s"] < found["forecast"]["step_time_s"]
 
 
+MISSING = (
+    "--cross-entropy-loss-fusion",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--ddp-average-in-collective",
+)
+
+
+def test_what_the_forecast_counts_on_and_a_script_lacks_is_listed(tmp_path: Path) -> None:
+    def missing(text: str) -> tuple[str, ...]:
+        file = tmp_path / "pretrain.sh"
+        file.write_text(text)
+        return read_foreign(str(file), None, None, 8).read.missing
+
+    assert missing(MEGATRON) == MISSING
+    experts = MEGATRON.replace("--num-layers", "--num-experts 8 --moe-grouped-gemm --num-layers", 1)
+    assert missing(experts) == ("--moe-permute-fusion", *MISSING)
+    assert missing(MEGATRON.replace("--fancy-new-thing 3", " ".join(MISSING))) == ()
+
+
 @pytest.mark.slow
 def test_the_next_command_names_a_model_that_it_can_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It was ``ahp plan MODEL`` where the file has the sizes of the model and no name."""

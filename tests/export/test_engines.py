@@ -16,7 +16,7 @@ from ahp.engines import registry as engines
 from ahp.errors import BadInput, NotExpressible
 from ahp.export import accelerate, deepspeed, megatron, torchtitan
 from ahp.export.engine_target import Format
-from ahp.export.megatron_keys import EXPERTS, GRAPH_RULE, LOSS_RULE
+from ahp.export.megatron_keys import DATA, EXPERTS, GRAPH_RULE, LOSS_RULE, RECIPE_RULE
 from ahp.export.table import Subject, Unreadable, plan_of
 from ahp.export.target import Shape
 from ahp.job import Job, Optimizer
@@ -132,6 +132,7 @@ def test_what_is_written_is_read_as_the_same_plan(engine: str, version: str, key
     assert engines.get(engine).refuses(job, plan.parallelism, plan.engine) is None
     found = form.dialect.read(form.parse(text))
     assert found.not_understood == ()
+    assert found.missing == ()
     read = plan_of(form.dialect, found.fields, MODEL, None)
     before, after = what_counts(engine, plan.parallelism), what_counts(engine, read.parallelism)
     for name in form.dialect.beside:
@@ -353,6 +354,73 @@ def test_the_loss_is_fused_in_the_script_where_the_forecast_counts_on_it(job: di
     assert (traits.kernels.fused_loss, bool(written.get("--cross-entropy-loss-fusion"))) == (fused, fused)
     if fused:  # without --cross-entropy-fusion-impl it is Megatron-LM's own
         assert traits.kernels.loss_keeps_fp32
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "averages"),
+    [
+        ({"data_parallel_shard_degree": 8, "zero_stage": 1}, "bf16", True),
+        ({"data_parallel_replicate_degree": 8}, "bf16", False),
+        ({"data_parallel_replicate_degree": 8}, "fp8", True),
+        ({"data_parallel_shard_degree": 8, "zero_stage": 3}, "bf16", False),
+        ({"tensor_parallel_degree": 8}, "fp8", False),
+    ],
+)
+def test_gradients_are_averaged_in_the_collective_where_the_forecast_counts_on_it(
+    layout: dict[str, Any], precision: Any, averages: bool
+) -> None:
+    job, p, engine = Job(precision=precision), Parallelism(**layout), EngineChoice(name="megatron")
+    written = DATA.write(Subject(Plan(model=MODEL, job=job, parallelism=p, engine=engine), LAYERS, ""))
+    assert bool(written.get("--ddp-average-in-collective")) == averages
+    if averages:
+        assert engines.get("megatron").traits(job, p, engine).gradients.passes == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "layout", "written"),
+    [
+        ("B200", {"zero_stage": 1}, ["--fp8-format e4m3", "--fp8-param-gather", "--fp8-recipe mxfp8", "--reuse-grad-buf-for-mxfp8-param-ag"]),
+        ("B200", {"zero_stage": 3}, ["--fp8-format e4m3", "--fp8-param-gather", "--fp8-recipe mxfp8"]),
+        ("H100", {"zero_stage": 1}, ["--fp8-format hybrid", "--fp8-param-gather"]),
+    ],
+)  # fmt: skip
+def test_products_in_8_bits_are_those_of_the_devices_recipes(
+    device: str, layout: dict[str, Any], written: list[str], tmp_path: Path
+) -> None:
+    parallelism = {"data_parallel_shard_degree": 8, **layout}
+    path = a_plan(tmp_path, "megatron", parallelism=parallelism, job={"precision": "fp8"}, cluster=f"1x8x{device}")
+    assert run(["megatron", path, "-o", str(tmp_path / "s.sh")]) == 0
+    lines = [line.strip() for line in (tmp_path / "s.sh").read_text().splitlines()]
+    assert sorted(line for line in lines if "fp8" in line and line.startswith("--")) == sorted(written)
+    with pytest.raises(Unreadable, match="--fp8-recipe = 'blockwise'"):
+        RECIPE_RULE.read({"--fp8-recipe": "blockwise"})
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "graph"), [("B200", "fp8", True), ("B200", "bf16", False), ("H100", "fp8", False)]
+)
+def test_a_script_of_experts_in_mxfp8_says_that_the_forecast_has_one_graph(
+    device: str, precision: str, graph: bool, tmp_path: Path
+) -> None:
+    layout = {"data_parallel_shard_degree": 8, "zero_stage": 1, "expert_parallel_degree": 8}
+    job = {"precision": precision}
+    path = a_plan(tmp_path, "megatron", model="mixtral-8x7b", parallelism=layout, job=job, cluster=f"1x8x{device}")
+    assert run(["megatron", path, "-o", str(tmp_path / "s.sh")]) == 0
+    assert ("a step is one CUDA graph" in (tmp_path / "s.sh").read_text()) == graph
+
+
+@pytest.mark.parametrize(("device", "grouped"), [("V100-SXM-32GB", False), ("A100-SXM-80GB", True)])
+def test_experts_are_grouped_on_devices_that_megatron_groups_them_on(
+    device: str, grouped: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script ended in an assertion of Megatron-LM's."""
+    layout = {"data_parallel_shard_degree": 8, "zero_stage": 1, "expert_parallel_degree": 8}
+    job = {"precision": "fp16"}
+    path = a_plan(tmp_path, "megatron", model="mixtral-8x7b", parallelism=layout, job=job, cluster=f"1x8x{device}")
+    assert run(["megatron", path, "-o", str(tmp_path / "s.sh")]) == 0
+    assert ("\n  --moe-grouped-gemm\n" in (tmp_path / "s.sh").read_text()) == grouped
+    said = "--moe-grouped-gemm: Megatron-LM refuses it below compute capability 8.0" in capsys.readouterr().err
+    assert said != grouped
 
 
 def test_graphs_of_attention_and_router_are_written_and_read() -> None:

@@ -353,6 +353,7 @@ def _plain(found: Checked) -> dict[str, Any]:
         "saves": found.saves,
         "changes": [asdict(change) for change in found.changes],
         "not_understood": list(found.foreign.read.not_understood),
+        "counted_on_but_missing": list(found.foreign.read.missing),
     }
 
 
@@ -379,6 +380,9 @@ def _judgement(found: Checked) -> Iterator[tuple[str, str]]:
         values = [f"{name} = {plan[record][key]}" for name in found.assumed for record, key in [name.split(".")]]
         flags, another = [_flag(name) for name in found.assumed], "another" if len(found.assumed) == 1 else "others"
         yield "Assumed", f"{', '.join(values)}: the file does not say {them}; give {another} as {', '.join(flags)}"
+    if missing := found.foreign.read.missing:
+        keys, them = ", ".join(missing), "it" if len(missing) == 1 else "them"
+        yield "Assumed", f"{keys}: the forecast counts on {them}, and the file does not have {them}"
     yield "Layout", found.plan.parallelism.short()
     if today is None:
         yield "Cost", "" if found.current is None else found.current.against_best

@@ -112,7 +112,7 @@ class MegatronEngine(Engine):
 
         return Traits(
             states=StateTraits(master_weight_bytes=4, optimizer_bytes=8, compute_weight_bytes=2 if half else 0),
-            gradients=_gradients(job, zero, has, averages=several and not overlaps),
+            gradients=_gradients(job, zero, has, averages=several and not averages_in_collective(job, parallelism)),
             gather=GatherTraits(
                 each_weight=one_by_one,
                 copies=one_by_one,  # core/distributed/param_and_grad_buffer.py: weights are views of param_data
@@ -166,6 +166,13 @@ def fuses_loss(job: Job) -> bool:
     return job.precision in ("bf16", "fp8") and not job.deterministic
 
 
+def averages_in_collective(job: Job, p: Parallelism) -> bool:
+    """Whether the collective that sums gradients over the data ranks divides them too (``--ddp-average-in-collective``): off by default, and on in
+    the published recipes, which overlap it with the computation. Megatron-FSDP has a scale of its own."""
+    zero = p.zero_stage if p.weight_shards > 1 else 0
+    return p.weight_shards * p.weight_replicas > 1 and zero < 2 and (zero == 1 or job.precision == "fp8")
+
+
 def _gradient_bytes(job: Job) -> int:
     """Bytes of an element of the gradients that are summed and sent."""
     return 2 if job.precision in ("fp8", "fp16") else 4
@@ -201,8 +208,8 @@ def _gradients(job: Job, zero: int, has: Has, *, averages: bool) -> GradientTrai
         whole=zero < 2,
         fused_accumulation=job.precision in ("fp8", "bf16"),
         # core/distributed: a hook adds each gradient to main_grad, which zero_grad_buffer sets to zero. start_grad_sync divides it by
-        # the data ranks, but not in the recipes, which average in the collective (average_in_collective). Without a buffer (8aa4619f,
-        # model/distributed.py) gradients are flattened, divided and copied back.
+        # the data ranks unless it averages in the collective. Without a buffer (8aa4619f, model/distributed.py) gradients are flattened,
+        # divided and copied back.
         adds_first=in_buffer and zero < 2,
         passes=0 if zero >= 2 else passes,
         # core/optimizer: _copy_model_grads_to_main_grads (the update then reads 4 bytes), _unscale_main_grads_and_check_for_nan

@@ -8,14 +8,19 @@ from dataclasses import replace
 from ahp.errors import BadInput
 from ahp.export.engine_target import EngineTarget, Format, commented, torchrun
 from ahp.export.launch_line import sizes
-from ahp.export.megatron_keys import DIALECT, DISPATCHER, FSDP, GRAPHED
-from ahp.export.megatron_model import MODEL_KEYS, model_settings
+from ahp.export.megatron_keys import DIALECT, DISPATCHER, FSDP, GRAPHED, RECIPE
+from ahp.export.megatron_model import MODEL_KEYS, NUM_EXPERTS, model_settings, on_generation
 from ahp.export.model_shape import keys_of
 from ahp.export.shell import arguments, words
 from ahp.export.table import Rule, Settings, Subject
-from ahp.export.target import Shape
+from ahp.export.target import Shape, generation_of
 
-MODEL = Rule(MODEL_KEYS, (), lambda s: model_settings(keys_of(s.plan.model)), lambda settings: {})
+
+def _write_model(s: Subject) -> Settings:
+    return on_generation(model_settings(keys_of(s.plan.model)), generation_of(s.plan))
+
+
+MODEL = Rule(MODEL_KEYS, (), _write_model, lambda settings: {})
 WITH_MODEL = replace(DIALECT, rules=(MODEL, *DIALECT.rules))
 
 
@@ -25,6 +30,12 @@ SENDS_LEFT_OPEN = (
     "--engine.moe_token_dispatcher_type alltoall --engine.overlap_moe_expert_parallel_comm false.",
 )
 """Lines above a script whose plan leaves open how tokens are sent."""
+GRAPH_LEFT_OPEN = (
+    "For experts in MXFP8 the forecast takes what NVIDIA's recipes have: a step is one CUDA graph (--cuda-graph-impl full_iteration, --moe-paged-stash,",
+    "--use-transformer-engine-op-fuser, --fp8-dot-product-attention), which Megatron-Core calls experimental and this script leaves out. The forecast",
+    "without it is that of --engine.version 26.04.",
+)
+"""Lines above a script of experts in MXFP8."""
 
 
 def _render(settings: Settings, subject: Subject, shape: Shape, head: list[str]) -> str:
@@ -32,6 +43,8 @@ def _render(settings: Settings, subject: Subject, shape: Shape, head: list[str])
     left_open = None in (choice.moe_token_dispatcher_type, choice.overlap_moe_expert_parallel_comm)
     if DISPATCHER in settings and shape.most > 1 and left_open:
         head = [*head, *SENDS_LEFT_OPEN]
+    if RECIPE in settings and NUM_EXPERTS in settings and not choice.cuda_graph_modules:
+        head = [*head, *GRAPH_LEFT_OPEN]
     words = [
         key if value is True else f"{key} {value if key == GRAPHED else shlex.quote(str(value))}"
         for key, value in settings.items()

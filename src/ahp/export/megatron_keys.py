@@ -7,12 +7,13 @@ As in Megatron-LM d98e8a6 (Megatron-Core 0.20): training/arguments.py and the co
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
-from ahp.engines.megatron import SUPPORT, fuses_loss
+from ahp.engines.megatron import SUPPORT, averages_in_collective, fuses_loss
 from ahp.errors import NotExpressible
 from ahp.export.launch_line import EACH, NODES
 from ahp.export.megatron_job import RULES as OPTIMIZER_RULES
-from ahp.export.megatron_model import LAYERS
+from ahp.export.megatron_model import GROUPED, LAYERS, NUM_EXPERTS, PERMUTED
 from ahp.export.table import (
     STATES,
     Dialect,
@@ -27,6 +28,7 @@ from ahp.export.table import (
     size,
     whole,
 )
+from ahp.export.target import generation_of
 from ahp.plan import DEGREE
 from ahp.schedule.stages import layers_of_stages
 
@@ -36,6 +38,7 @@ TENSOR, PIPE, CONTEXT, EXPERT = (
 )
 OPTIMIZER, FSDP, STRATEGY = "--use-distributed-optimizer", "--use-megatron-fsdp", "--data-parallel-sharding-strategy"
 INSTANCES, OVERLAP, GATHER = "--num-distributed-optimizer-instances", "--overlap-grad-reduce", "--overlap-param-gather"
+AVERAGE = "--ddp-average-in-collective"
 LAYOUT, VIRTUAL, PER_VIRTUAL = (
     "--pipeline-model-parallel-layout",
     "--num-virtual-stages-per-pipeline-rank",
@@ -56,6 +59,8 @@ def _write_data(s: Subject) -> Settings:
     p = s.p
     zero = p.zero_stage if p.weight_shards > 1 else 0
     overlaps = {OVERLAP: True} if zero or s.job.precision == "fp8" else {}
+    if averages_in_collective(s.job, p):
+        overlaps[AVERAGE] = True
     several: Settings = (
         {INSTANCES: p.data_parallel_replicate_degree} if zero and p.data_parallel_replicate_degree > 1 else {}
     )
@@ -108,6 +113,7 @@ DATA = Rule(
         FSDP,
         STRATEGY,
         OVERLAP,
+        AVERAGE,
         GATHER,
         INSTANCES,
         OUTER,
@@ -212,14 +218,25 @@ RECOMPUTE = Rule(
     _write_recompute,
     _read_recompute,
 )
-EIGHT = {"--bf16": True, "--fp8-format": "hybrid", "--grad-reduce-in-bf16": True}
+FORMAT, RECIPE, REUSE = "--fp8-format", "--fp8-recipe", "--reuse-grad-buf-for-mxfp8-param-ag"
+EIGHT = {"--bf16": True, FORMAT: "hybrid", "--grad-reduce-in-bf16": True}
+BLACKWELLS = {FORMAT: "e4m3", RECIPE: "mxfp8"}
+"""What NVIDIA's recipes set on Blackwell instead (Megatron-Bridge 067f987d, training/mixed_precision.py, bf16_with_mxfp8_mixed)."""
 
 
 def _write_precision(s: Subject) -> Settings:
-    kind = s.job.precision
+    kind, p = s.job.precision, s.p
     if kind != "fp8":
         return {} if kind == "fp32" else {f"--{kind}": True}
-    return EIGHT | ({"--fp8-param-gather": True} if s.p.weight_shards > 1 and s.p.zero_stage else {})
+    found: Settings = dict(EIGHT)
+    if p.weight_shards > 1 and p.zero_stage:
+        found["--fp8-param-gather"] = True
+    if generation_of(s.plan) == "blackwell":
+        found |= BLACKWELLS
+        # Without it weights in MXFP8 take much more memory (core/optimizer/optimizer_config.py); Megatron-FSDP has no such buffer.
+        if p.weight_shards > 1 and p.zero_stage == 1:
+            found[REUSE] = True
+    return found
 
 
 def _read_precision(settings: Settings) -> Fields:
@@ -228,7 +245,16 @@ def _read_precision(settings: Settings) -> Fields:
     return {J + "precision": next((kind for kind in ("bf16", "fp16") if settings.get(f"--{kind}")), "fp32")}
 
 
-TYPES = Rule(("--fp16", "--fp8-param-gather", *EIGHT), (J + "precision",), _write_precision, _read_precision)
+TYPES = Rule(("--fp16", "--fp8-param-gather", REUSE, *EIGHT), (J + "precision",), _write_precision, _read_precision)
+
+
+def _read_recipe(settings: Settings) -> Fields:
+    if (kind := settings.get(RECIPE, "delayed")) not in ("delayed", "mxfp8"):
+        raise Unreadable(f"{RECIPE} = {kind!r}: the forecast is that of delayed, or of mxfp8 on Blackwell")
+    return {}
+
+
+RECIPE_RULE = Rule((RECIPE,), (), lambda s: {}, _read_recipe)
 
 
 LOSS = "--cross-entropy-loss-fusion"
@@ -346,6 +372,20 @@ def _count(key: str, name: str, default: int | None = None) -> Rule:
     return Rule(plain.keys, plain.fields, plain.write, read)
 
 
+def _counted(settings: Settings, fields: Fields) -> Iterator[str]:
+    """Arguments that are off by default and on in the forecast, as in NVIDIA's recipes."""
+    if NUM_EXPERTS in settings:
+        yield from (GROUPED, PERMUTED)
+    if (FORMAT in settings or "--bf16" in settings) and "--deterministic-mode" not in settings:
+        yield LOSS
+    stage, shares = fields.get(P + "zero_stage", 0), (DEGREE["dp_replicate"], DEGREE["dp_shard"], DEGREE["cp"])
+    if all(fields.get(P + name, 1) == 1 for name in shares) or (stage == 0 and FORMAT not in settings):
+        return
+    yield from (OVERLAP, GATHER) if stage else (OVERLAP,)
+    if stage < 2:
+        yield AVERAGE
+
+
 DIALECT = Dialect(
     engine="megatron",
     version="0.20",
@@ -365,6 +405,7 @@ DIALECT = Dialect(
         Rule((MAPPING,), (P + "mesh_order",), _write_order, _read_order),
         Rule(("--tp-comm-overlap",), ("engine.enable_async_tensor_parallel",), _write_overlap, _read_overlap),
         TYPES,
+        RECIPE_RULE,
         LOSS_RULE,
         _count("--micro-batch-size", P + "micro_batch_size"),
         _count("--global-batch-size", J + "global_batch_size"),
@@ -379,4 +420,5 @@ DIALECT = Dialect(
            "--tokenizer", "--vocab-file", "--merge-file", "--data-cache", "--mock-data", "--profile", "--num-workers", "--exit-", "--timing", "--manual-gc",
            "--use-mcore-models", "--transformer-impl", "--no-load", "--no-save", "--ckpt-", "--async-save", "--init-method-std", "--no-mmap", "--dist-ckpt",
            "--no-create-attention", "--cross-entropy-fusion-impl", "--local-ranks", "--role", "--tee"),
+    counted=_counted,
 )  # fmt: skip

@@ -129,8 +129,22 @@ EXPERT_SIZE, SOFTMAX_FIRST = "--moe-ffn-hidden-size", "--moe-router-pre-softmax"
 def _experts(keys: Keys, count: int) -> Settings:
     """The last two have Transformer Engine's grouped products and one kernel that orders tokens, as the forecast prices them; Megatron-LM's default
     is one expert after the other."""
-    found = {"--num-experts": count, "--moe-router-topk": keys["num_experts_per_tok"]}
-    return {**found, "--moe-grouped-gemm": True, "--moe-permute-fusion": True}
+    found = {NUM_EXPERTS: count, "--moe-router-topk": keys["num_experts_per_tok"]}
+    return {**found, GROUPED: True, PERMUTED: True}
+
+
+NUM_EXPERTS, GROUPED, PERMUTED = "--num-experts", "--moe-grouped-gemm", "--moe-permute-fusion"
+BEFORE_AMPERE = ("volta", "turing")
+
+
+def on_generation(settings: Settings, generation: str | None) -> Settings:
+    """A model's arguments for a generation of GPUs, None = not known: products of experts are grouped from Ampere on (training/arguments.py)."""
+    if GROUPED not in settings or generation not in BEFORE_AMPERE:
+        return settings
+    notice = f"Megatron-LM refuses it below compute capability 8.0 ({generation}), and the forecast counts on it: experts run one after another"
+    return {key: value for key, value in settings.items() if key != GROUPED} | {
+        f"{NOTICE}grouped": f"{GROUPED}: {notice}"
+    }
 
 
 def _balance(keys: Keys) -> Settings:
@@ -233,7 +247,7 @@ FAMILIES: dict[str, Callable[[Keys], Settings]] = {
 MODEL_KEYS = (LAYERS, "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--kv-channels", "--group-query-attention", "--num-query-groups",
               "--max-position-embeddings", "--position-embedding-type", "--rotary-base", "--rotary-percent", "--use-rope-scaling", "--rope-scaling-factor",
               "--normalization", "--norm-epsilon", "--swiglu", "--disable-bias-linear", "--attention-dropout", "--hidden-dropout", "--add-qkv-bias",
-              "--qk-layernorm", UNTIED, "--num-experts", "--moe-router-topk", "--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-load-balancing-type",
+              "--qk-layernorm", UNTIED, NUM_EXPERTS, "--moe-router-topk", GROUPED, PERMUTED, "--moe-router-load-balancing-type",
               "--window-size", "--no-bias-gelu-fusion",
               "--moe-aux-loss-coeff", "--vocab-size", "--make-vocab-size-divisible-by", "--use-rotary-position-embeddings", "--attention-backend",
               "--multi-latent-attention", "--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim", "--rope-type",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,8 @@ class Read:
     not_understood: tuple[str, ...]
     unread: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Settings that no plan can express: why, and the fields that they stand for, which keep AHP's default."""
+    missing: tuple[str, ...] = ()
+    """Keys that the forecast counts on, and the file does not have."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class Dialect:
     """The program whose files these are, if AHP has no engine of that name: it is priced as ``engine``."""
     why_priced: str = "AHP has no engine of it"
     """Why it is priced as ``engine``."""
+    counted: Callable[[Settings, Fields], Iterable[str]] = lambda settings, fields: ()
+    """Keys that the forecast counts on for a file with these settings and fields of a plan, and that no field sets."""
     spaces: tuple[Mapping[str, Any], ...] = ({},)
     """Keys of a layout with the values that the program has, if fewer than the engine's; together they cover all its layouts."""
 
@@ -153,7 +157,8 @@ class Dialect:
                 given = ", ".join(f"{key} = {settings[key]!r}" for key in rule.keys if key in settings)
                 unread.append((f"{given}: not a value that {self.name} takes", rule.fields))
         ignored += [why for why, _ in unread]
-        return Read(fields, tuple(dict.fromkeys(ignored)), tuple(unread))
+        missing = tuple(key for key in self.counted(settings, fields) if not settings.get(key))
+        return Read(fields, tuple(dict.fromkeys(ignored)), tuple(unread), missing)
 
 
 def refuse_what_has_no_key(s: Subject) -> None:

@@ -133,6 +133,17 @@ def shape_of_plan(plan: Plan, file: Path) -> Shape:
     return _of_cluster(Cluster.resolve(plan.cluster), plan.parallelism.world_size, str(file))
 
 
+def generation_of(plan: Plan) -> str | None:
+    """The generation of a plan's GPUs, as the forecast names it (kernels.yaml); None on cores, and for a plan without a cluster or of several."""
+    from ahp.cluster.model import Cluster
+    from ahp.forecast.efficiency import is_cpu
+    from ahp.forecast.gpu import Gpu
+
+    groups = () if plan.cluster is None else Cluster.resolve(plan.cluster).groups
+    kinds = {None if is_cpu(group.device) else Gpu(group.device).generation for group in groups}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
 def _of_cluster(cluster: Any, workers: int | None, where: str) -> Shape:
     """The nodes of a cluster that ``workers`` fill, one on each device; None = all devices."""
     if cluster.is_mixed:
