@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -91,6 +92,22 @@ class Table(Numbered):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x * self.table)
+
+
+class InContainers(Numbered):
+    """Tables in a dict, a tuple, a call that waits for its last argument, and an object."""
+
+    def prepare(self, number: int) -> None:
+        self.tables = {"scale": (torch.linspace(0.5, 1.0 + number, WIDTH), None)}
+        self.shift = partial(torch.add, torch.linspace(-0.1, 0.1, WIDTH))
+        self.notes = Notes()
+        self.notes.first = torch.linspace(1.0, 0.5, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.tables["scale"][0]
+        assert scale is not None
+        assert self.notes.first is not None
+        return super().forward(self.shift(x * scale)) * self.notes.first
 
 
 class Buffered(Numbered):
@@ -232,6 +249,20 @@ class HeadTwice(Own):
 class Centred(Own):
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         return super().embed(input_ids) - self.tokens.weight.mean(0)
+
+
+class TableAfter(Own):
+    """What follows the blocks reads a table that is no attribute."""
+
+    def __init__(self, kind: Callable[[int], nn.Module]) -> None:
+        super().__init__(kind)
+        self.tables = [torch.linspace(0.5, 1.5, WIDTH)]
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x) * self.tables[0])
 
 
 class ReadsAfter(Own):
@@ -480,6 +511,8 @@ EQUAL: list[tuple[type[Own], type[Numbered], str]] = [
     *((Own, Composed, layout) for layout in ("tp", "context")),
     (Own, ComputedWeight, "zero-bubble"),
     (ReadsBeside, Beside, "sequence"),
+    *((Own, InContainers, layout) for layout in ("tp", "1f1b", "context")),
+    (TableAfter, Numbered, "context"),
     *((kind, WithFirst, layout) for kind in (GivesFirst, GivesFirstDetached) for layout in ("1f1b", "tp")),
     (EmbedsAgain, Numbered, "1f1b"),
     (HeadTwice, Numbered, "tp"),

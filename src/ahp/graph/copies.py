@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -14,9 +17,30 @@ from ahp.graph.host_numbers import Generators
 
 
 def plain_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
-    """Tensors that are plain attributes, neither parameters nor buffers, keyed by their id."""
-    held = (value for part in module.modules() for value in vars(part).values())
-    return {id(value): value for value in held if isinstance(value, torch.Tensor)}
+    """Tensors in plain attributes, neither parameters nor buffers, also inside lists, dicts and objects; keyed by their id."""
+    waiting: list[Any] = [v for part in module.modules() for name, v in vars(part).items() if name not in _OF_MODULES]
+    found, seen = {}, {id(each) for each in (*module.modules(), *module.parameters(), *module.buffers())}
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, _ATOMS):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            found[id(value)] = value
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            waiting += value
+        elif isinstance(value, partial):
+            waiting += [value.args, value.keywords]
+        else:
+            waiting.append(getattr(value, "__dict__", None))
+    return found
+
+
+_OF_MODULES = frozenset(("_parameters", "_buffers", "_modules"))
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, MethodType, ModuleType)
+"""Values that a copy shares, or that hold no tensors besides those of the module."""
 
 
 def _generators(module: nn.Module) -> dict[int, Any]:
@@ -31,11 +55,15 @@ def fake_copy(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     read from autograd's graph.
     """
     memo = _generators(module)
-    held = plain_tensors(module).values()  # such as TrOCR's table of positions
-    for tensor in [*module.parameters(), *module.buffers(), *held]:
+    own, held = (
+        [*module.parameters(), *module.buffers()],
+        plain_tensors(module),
+    )  # held: such as TrOCR's table of positions
+    for tensor in [*own, *held.values()]:
         to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         fake = torch.empty(tensor.shape, dtype=to)
-        memo[id(tensor)] = nn.Parameter(fake, fake.is_floating_point()) if isinstance(tensor, nn.Parameter) else fake
+        trained = tensor.requires_grad if id(tensor) in held else fake.is_floating_point()
+        memo[id(tensor)] = nn.Parameter(fake, trained) if isinstance(tensor, nn.Parameter) else fake
     return copy.deepcopy(module, memo)
 
 

@@ -85,6 +85,10 @@ class Outline:
     experts: tuple[str, ...] = ()
     """Modules of the blocks that hold a mixture's experts (``ahp.graph.experts``)."""
     recomputes: frozenset[Recompute] = frozenset()
+    keeps: str | None = None
+    """A weight that code keeps apart from ``self`` (a closure, a weak reference), in words: copies of the module compute with the module's own."""
+    blocks_keep: str | None = None
+    """The same of a weight that a block computes with."""
 
     @property
     def num_layers(self) -> int:
@@ -110,6 +114,7 @@ def outline(
         fake = fake_copy(module, dtype)
     found = find_blocks(module)  # where tensors have values
     record = _Record(fake, found.path, found.kinds())
+    record.weights.watch_kept(module)
     counts = _where(fake.get_submodule(found.path), counting_keys(found.blocks))
     with watched({part: {name: vars(part)[name] for name in names} for part, names in counts.items()}) as read:
         logits = _run(record, mode, batch_size, sequence_length, documents)
@@ -341,6 +346,8 @@ class _Record:
             reads_blocks=self.weights.of_blocks(),
             experts=self.experts.found(),
             recomputes=frozenset(self.flow.recomputes),
+            keeps=self.weights.keeps(),
+            blocks_keep=self.weights.keeps(in_blocks=True),
             captures=tuple(self._capture(kind, mode) for kind in range(max(self.kinds) + 1)),
         )
 

@@ -37,6 +37,9 @@ class WeightReads:
         self._elsewhere: dict[int, set[Place]] = {}
         self.unseen: tuple[int, str] | None = None
         """A block, and a weight of another module that it reads although it is not among its arguments."""
+        self._originals: dict[int, str] = {}
+        self._kept: dict[bool, str] = {}
+        """Weights of the original model that its copy reads, outside of blocks and in them: the first of each."""
         for path, part in model.named_modules():
             for name, weight in part.named_parameters(recurse=False):
                 held = self._weights.setdefault(memory_of(weight), _Weight(f"{path}.{name}" if path else name))
@@ -48,9 +51,23 @@ class WeightReads:
                 part.register_forward_pre_hook(self._begin)
                 part.register_forward_hook(self._end)
 
+    def watch_kept(self, original: nn.Module) -> None:
+        """``original``: the module that ``model`` is a copy of."""
+        self._originals = {memory_of(weight): name for name, weight in original.named_parameters()}
+
+    def keeps(self, *, in_blocks: bool = False) -> str | None:
+        """A weight that code keeps apart from ``self``, in words; None without one. ``in_blocks``: only one that a block computes with."""
+        name = self._kept.get(True) or (None if in_blocks else self._kept.get(False))
+        return (
+            name
+            and f"{name} is read through a closure, a default argument or a weak reference, which keep it as it came"
+        )
+
     def note(self, memory: int, place: Place, *, given: bool) -> None:
         """An operator reads this memory. ``given``: whether it is an argument of the block that runs."""
         held = self._weights.get(memory)
+        if (original := self._originals.get(memory)) is not None:
+            self._kept.setdefault(isinstance(place, int), original)
         if held is None:
             return
         if isinstance(place, int):

@@ -110,6 +110,7 @@ def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | N
         raise BadInput(reason)
     if found:
         _refuse_own_recompute(found, plan)
+        _refuse_kept_weights(found, plan)
     if plan.engine.loss_chunk_tokens is not None:
         _refuse_chunks(plan.engine.loss_chunk_tokens, module, found, plan.job)
 
@@ -127,6 +128,18 @@ def _refuse_own_recompute(found: Outline, plan: Plan) -> None:
         raise bad_input("pipeline_parallel_schedule", p.pipeline_parallel_schedule, rule, [PLAIN, *own])
     if p.num_stages > 1 and "reentrant around blocks" in found.recomputes:
         raise bad_input("pipeline_parallel_degree", p.pipeline_parallel_degree, rule, [1, "use_reentrant=False", *own])
+
+
+def _refuse_kept_weights(found: Outline, plan: Plan) -> None:
+    """Stages are copies of the module's parts, and under FSDP2 their weights are other tensors than those that the module's code keeps."""
+    p = plan.parallelism
+    if p.num_stages == 1 or found.keeps is None:
+        return
+    rule = f"{found.keeps}, and stages of a pipeline would compute with another"
+    if any(each.weight_shards > 1 for each in p.layouts_of_ranks):
+        raise bad_input("zero_stage", p.zero_stage, rule, [0, "self of a method"])
+    if plan.job.casts_weights:
+        raise bad_input("job.precision", plan.job.precision, rule, ["fp32", "self of a method"])
 
 
 def refuse_what_stays_outside(plan: Plan, sliced: ModelSlicing | None, method: ContextMethod | None) -> None:

@@ -162,7 +162,7 @@ def check_after_blocks(module: nn.Module, found: Outline, job: Job) -> tuple[int
 def _after_blocks(module: nn.Module, found: Outline, length: int, dtype: torch.dtype) -> Capture:
     """The graph of what runs after the blocks, for sequences of ``length``."""
     num_layers = found.num_layers
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         end = cut(fake_copy(module, dtype), replace(found, before=()), range(num_layers, num_layers), dtype)
         hidden = torch.empty((BATCH, length, *found.hidden.shape[2:]), dtype=found.hidden.dtype)
         ids = torch.empty(BATCH, length, dtype=torch.int64)

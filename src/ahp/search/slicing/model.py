@@ -65,6 +65,9 @@ def slice_outline(found: Outline, degree: int, *, enable_sequence_parallel: bool
         raise bad_input(
             "tensor_parallel_degree", degree, f"{reason}, and a sliced block is a graph of its forward", [1]
         )
+    if found.blocks_keep is not None:
+        rule = f"{found.blocks_keep}, and a sliced block is a graph with weights of its own"
+        raise bad_input("tensor_parallel_degree", degree, rule, [1, "self of a method"])
     if found.reads_blocks is not None:
         raise bad_input("tensor_parallel_degree", degree, f"{found.reads_blocks}, and a rank has a part of it", [1])
     for captured in found.captures:
