@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import UserDict
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ahp.errors import BadInput
-from tests.runtime.models import BUILDERS, VOCABULARY, Block, Custom
+from ahp.graph.trace import analyze
+from tests.runtime.models import BUILDERS, VOCABULARY, Block, Custom, batch
 from tests.runtime.test_equality import LAYOUTS, assert_same_curve, assert_same_weights, train, world_size
 from tests.runtime.test_families import CALM, EPS
 from tests.runtime.workers import Pool
@@ -263,6 +265,14 @@ class TableAfter(Own):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x) * self.tables[0])
+
+
+class LastToken(Own):
+    """nanoGPT's, which is given no targets."""
+
+    def forward(self, input_ids: torch.Tensor, targets: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        logits = super().forward(input_ids)
+        return (logits[:, [-1]] if targets is None else logits), None
 
 
 class ReadsAfter(Own):
@@ -525,7 +535,9 @@ EQUAL: list[tuple[type[Own], type[Numbered], str]] = [
     *((GivesMapping, Leaving, layout) for layout in ("tp", "1f1b")),
     *((WritesLogits, Numbered, layout) for layout in ("tp", "context")),
 ]
+ALL_TOKENS = ", and a loss needs those of every token (valid: "
 REFUSED: list[tuple[type[Own], type[Numbered], str, str]] = [
+    *((LastToken, Numbered, layout, ALL_TOKENS) for layout in ("tp", "1f1b")),
     (Lends, Borrowing, "tp", "block 0 of blocks reads tokens.weight, which is neither its own nor among its arguments"),
     *(
         (ReadsBlock, Numbered, layout, "the model reads blocks.0.out.weight outside of the block that holds it")
@@ -593,6 +605,22 @@ def test_what_a_layout_would_compute_otherwise_is_refused(
 ) -> None:
     for message in pool.run(why_refused, world_size(MORE[layout]), name_of(kind, block), layout):
         assert told in message
+
+
+def first_step(rank: int, world: int, name: str) -> str:
+    from ahp.runtime.parallel import parallelize
+
+    parallel = parallelize(BUILDERS[name](), {"job": CALM, "parallelism": {}})
+    with pytest.raises(BadInput) as refused:
+        parallel.step(parallel.shard(batch(0)))
+    return str(refused.value)
+
+
+def test_logits_of_some_tokens_are_refused_where_no_look_at_the_model_is_needed(pool: Pool) -> None:
+    (said,) = pool.run(first_step, 1, name_of(LastToken, Numbered))
+    assert f"returned logits [1, 1, 128] for tokens [1, 16]{ALL_TOKENS}" in said
+    with pytest.raises(BadInput, match=re.escape(ALL_TOKENS)):
+        analyze(built(LastToken, Numbered)(), {"sequence_length": 16, "precision": "fp32"})
 
 
 def test_vocabulary_size_divides() -> None:

@@ -97,10 +97,10 @@ def call_model(
     return module(*args, **kwargs)
 
 
-def logits_of(output: Any) -> torch.Tensor:
+def logits_of(output: Any, ids: torch.Tensor | None = None) -> torch.Tensor:
     """The logits [B, S, V] in a model's output: the tensor itself, ``.logits``, ``["logits"]`` or a tuple's first.
 
-    Raises BadInput when there are none, or when they are of another shape.
+    ``ids``: the token ids [B, S], if the logits must be of all of them. Raises BadInput when there are none, or when they are of another shape.
     """
     if isinstance(output, dict) and "logits" in output:
         output = output["logits"]
@@ -108,6 +108,15 @@ def logits_of(output: Any) -> torch.Tensor:
     if isinstance(output, (tuple, list)) and output:
         output = output[0]
     if isinstance(output, torch.Tensor) and output.dim() == 3:
+        if ids is not None:
+            refuse_other_tokens(output, ids)
         return output
     what = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
     raise BadInput(f"model: its forward returned {what}; logits [batch, sequence, vocabulary] were expected")
+
+
+def refuse_other_tokens(logits: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Raises BadInput unless logits [B, S, V] are of tokens [B, S]. nanoGPT's forward, which is given no targets, has those of the last one alone."""
+    if logits.shape[:-1] != tokens.shape:
+        rule = f"its forward returned logits {list(logits.shape)} for tokens {list(tokens.shape)}, and a loss needs those of every token"
+        raise BadInput(f"model: {rule} (valid: a forward that gives them when it gets token ids alone)")

@@ -93,7 +93,8 @@ def _prepared(
 
         def forward() -> torch.Tensor:
             with _FusedAttention() if subject.fused_attention else nullcontext():
-                return logits_of(torch.func.functional_call(subject.module, (parameters, buffers), args, kwargs))
+                output = torch.func.functional_call(subject.module, (parameters, buffers), args, kwargs)
+                return logits_of(output, input_ids)
 
         yield parameters, buffers, forward
 

@@ -157,7 +157,7 @@ def _run(
         position_ids = torch.zeros_like(input_ids) if documents else None
         record.draws.enter()
         try:
-            logits = logits_of(call_model(record.fake, input_ids, position_ids, documents))
+            logits = logits_of(call_model(record.fake, input_ids, position_ids, documents), input_ids)
             record.draws.leave()
             return logits
         except (_NoHidden, BadInput):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ahp.graph.call import refuse_other_tokens
 from ahp.runtime.torch_compat import refuse_outside
 
 if TYPE_CHECKING:
@@ -69,7 +70,10 @@ class Loss:
         targets = shifted(labels) if self.causal else labels
         if self.context is not None:
             targets = self.context.own(targets, 1)
-        return self._share(output, targets) if self.tail is None else self.tail.loss(output, targets, self._share)
+        if self.tail is not None:
+            return self.tail.loss(output, targets, self._share)
+        refuse_other_tokens(output, targets)
+        return self._share(output, targets)
 
     def _share(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The share of these tokens in the mean over the global batch; ``targets`` [batch, sequence] of the same tokens."""
