@@ -27,6 +27,7 @@ from ahp.graph.flow import BEFORE, Flow, Recompute
 from ahp.graph.host_numbers import Generators
 from ahp.graph.likeness import ModulesUsed, watched
 from ahp.graph.torch_compat import FakeTensorMode, pytree
+from ahp.graph.two_types import is_of_two_types
 from ahp.graph.weight_reads import WeightReads
 
 OF_OPERATORS = "GeneratedBackwardFor_"
@@ -165,9 +166,10 @@ def _run(
         except Exception as error:
             if type(error).__name__ in DEPENDS_ON_VALUES:
                 raise NeedsValues(type(record.fake).__name__, str(error)) from error
-            raise BadInput(
-                f"model = {type(record.fake).__name__}: its forward(input_ids) fails on fake tensors: {error}"
-            ) from error
+            rule = "its forward(input_ids) fails on fake tensors"
+            if isinstance(error, RuntimeError) and is_of_two_types(error):
+                rule = "it mixes an fp32 tensor, such as a buffer, with weights in 16 bits (valid: cast the tensor with .to(x.dtype); or job.precision fp32)"
+            raise BadInput(f"model = {type(record.fake).__name__}: {rule}: {error}") from error
 
 
 def why_uncuttable(module: nn.Module, *, sequence_length: int, documents: Documents | None = None) -> str | None:

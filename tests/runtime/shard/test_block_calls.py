@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ahp.errors import BadInput
+from ahp.graph.outline import outline
 from tests.marks import cases
 from tests.runtime.compute import test_bf16
 from tests.runtime.graphs import no_kernels
@@ -38,6 +39,18 @@ class Own(Custom):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(self.inner(input_ids, self.embed(input_ids))))
+
+
+class ScalesEmbedding(Own):
+    """Its first norm gets fp32, which torch refuses on a CPU in other words than a product does."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__(blocks)
+        self.first = nn.LayerNorm(WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.first(super().embed(input_ids) * self.get_buffer("scale"))
 
 
 class LeavesOut(Own):
@@ -130,6 +143,7 @@ MODELS: dict[str, tuple[type[Own], type[Block]]] = {
     "calls a method": (CallsMethod, Block),
     "in place": (Own, InPlace),
     "two types": (Own, Decays),
+    "scaled": (ScalesEmbedding, Block),
 }
 
 
@@ -264,6 +278,23 @@ def test_a_buffer_that_meets_16_bits_is_told_by_the_models_line(pool: Pool) -> N
     assert f"{Decays.forward.__code__.co_filename}:" in message
     assert "mixes an fp32 tensor, such as a buffer" in message
     assert message.endswith("(valid: cast the tensor with .to(x.dtype); or job.precision fp32)")
+    (of_norm,) = {*pool.run(why_refused, 2, "scaled", "bf16")}
+    assert f"{ScalesEmbedding.embed.__code__.co_filename}:" in of_norm
+    assert of_norm.endswith("(valid: cast the tensor with .to(x.dtype); or job.precision fp32)")
+
+
+class TurnsQueries(Block):
+    """By a table that its forward makes in fp32, as hand-written rotary positions do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return F.scaled_dot_product_attention(q * torch.ones(WIDTH), k * torch.ones(WIDTH), v)
+
+
+def test_a_look_at_a_model_names_two_types() -> None:
+    module = Own([TurnsQueries(WIDTH, 4) for _ in range(NUM_BLOCKS)])
+    with pytest.raises(BadInput, match=r"it mixes an fp32 tensor, such as a buffer, .* job\.precision fp32\): "):
+        outline(module, batch_size=1, sequence_length=16, dtype=torch.bfloat16)
 
 
 def test_the_data_leave_out_each_block_and_none() -> None:
