@@ -126,6 +126,8 @@ class InPlace(Block):
 class Decays(Block):
     """As the lightning attention of MiniMax: its tables are buffers."""
 
+    decay: torch.Tensor
+
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
         self.register_buffer("decay", torch.eye(sizes[0]))
@@ -281,6 +283,22 @@ def test_a_buffer_that_meets_16_bits_is_told_by_the_models_line(pool: Pool) -> N
     (of_norm,) = {*pool.run(why_refused, 2, "scaled", "bf16")}
     assert f"{ScalesEmbedding.embed.__code__.co_filename}:" in of_norm
     assert of_norm.endswith("(valid: cast the tensor with .to(x.dtype); or job.precision fp32)")
+
+
+def in_16_bits(rank: int, world: int) -> str:
+    """Weights that are held in bf16 on one rank, which no FSDP2 casts."""
+    from ahp.runtime.parallel import parallelize
+
+    parallel = parallelize(build("two types"), {"job": {**JOB, "precision": "bf16", "dtype": "bf16"}})
+    with pytest.raises(BadInput) as refused:
+        parallel.step(parallel.shard(batch(0)))
+    return str(refused.value)
+
+
+def test_a_buffer_that_meets_weights_held_in_16_bits_is_told_by_the_models_line(pool: Pool) -> None:
+    (message,) = pool.run(in_16_bits, 1)
+    assert f"{Decays.forward.__code__.co_filename}:" in message
+    assert "mixes an fp32 tensor, such as a buffer" in message
 
 
 class TurnsQueries(Block):

@@ -24,7 +24,7 @@ from ahp.runtime.experts.balance_loss import Routers
 from ahp.runtime.parameters import our_call
 from ahp.runtime.pipeline.borders import Border
 from ahp.runtime.pipeline.weight_gradients import Deferring, WeightGradients
-from ahp.runtime.shard.block_calls import BlockCalls
+from ahp.runtime.shard.block_calls import BlockCalls, named
 from ahp.runtime.shard.ends import GatheredOnce
 from ahp.runtime.transformers_compat import consecutive_positions
 
@@ -80,7 +80,8 @@ class Stage(nn.Module):
         numbered_by_model = nullcontext() if "position_ids" in inputs else consecutive_positions()
         try:
             with self.forward_context(), numbered_by_model, self.after_blocks:
-                return self._logits(inputs) if self.calls is None else self.calls.run(lambda: self._logits(inputs))
+                run = named if self.calls is None else self.calls.run
+                return run(lambda: self._logits(inputs))
         except StopForward as stop:
             return stop.hidden
         finally:

@@ -38,13 +38,7 @@ class BlockCalls:
     def run(self, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
         """What a forward returns. Raises BadInput for what FSDP2 does not let a forward do."""
         self.passed = 0
-        try:
-            output = forward()
-        except RuntimeError as error:
-            if (fault := why_fsdp2_refused(error)) is not None:
-                raise BadInput(f"module: {_own_line(error)} {_FAULTS[fault]} job.precision fp32)") from error
-            raise
-        return self._pass_to(len(self.blocks), output)
+        return self._pass_to(len(self.blocks), named(forward))
 
     def _before(self, place: int) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -65,6 +59,16 @@ class BlockCalls:
             assert isinstance(block, FSDPModule)
             hidden = pass_through(block, hidden)
         return hidden
+
+
+def named(forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What a forward returns. Raises BadInput with the model's line for what FSDP2, or weights in 16 bits, do not let it do."""
+    try:
+        return forward()
+    except RuntimeError as error:
+        if (fault := why_fsdp2_refused(error)) is not None:
+            raise BadInput(f"module: {_own_line(error)} {_FAULTS[fault]} job.precision fp32)") from error
+        raise
 
 
 def _without_views(_: nn.Module, given: tuple[Any, ...], output: Any) -> Any:
