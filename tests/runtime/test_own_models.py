@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 from ahp.errors import BadInput
 from ahp.graph.trace import analyze
@@ -94,6 +95,11 @@ class Table(Numbered):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x * self.table)
+
+
+class Pruned(Numbered):
+    def prepare(self, number: int) -> None:
+        prune.l1_unstructured(self.up, "weight", 0.5)
 
 
 class InContainers(Numbered):
@@ -521,6 +527,7 @@ EQUAL: list[tuple[type[Own], type[Numbered], str]] = [
     *((Own, Composed, layout) for layout in ("tp", "context")),
     (Own, ComputedWeight, "zero-bubble"),
     (ReadsBeside, Beside, "sequence"),
+    *((Own, Pruned, layout) for layout in ("tp", "1f1b", "zero3")),
     *((Own, InContainers, layout) for layout in ("tp", "1f1b", "context")),
     (TableAfter, Numbered, "context"),
     *((kind, WithFirst, layout) for kind in (GivesFirst, GivesFirstDetached) for layout in ("1f1b", "tp")),
