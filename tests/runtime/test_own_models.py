@@ -102,6 +102,13 @@ class Pruned(Numbered):
         prune.l1_unstructured(self.up, "weight", 0.5)
 
 
+class MakesMask(Numbered):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm_1(x)).unflatten(2, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        return x + F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2).flatten(2)
+
+
 class InContainers(Numbered):
     """Tables in a dict, a tuple, a call that waits for its last argument, and an object."""
 
@@ -563,6 +570,7 @@ REFUSED: list[tuple[type[Own], type[Numbered], str, str]] = [
     (GivesNotes, Noting, "tp", "reads a tensor that was computed before it and is not among its arguments"),
     (Own, ByLength, "context", "gets a number computed from the sequence's length"),
     (Own, OverRows, "context", "aten.mean.dim reads other tokens than its own"),
+    (Own, MakesMask, "context", "a block makes the mask of its attention from the sequence's length"),
     (Own, RollsRows, "context", "aten.roll.default reads other tokens than its own"),
     (Own, AddsUpRows, "context", "aten.matmul.default reads other tokens than its own"),
     *((Renormed, Numbered, layout, "tokens has a max_norm") for layout in ("zero0", "zero3")),

@@ -124,7 +124,13 @@ def check_tokens_apart(capture: Capture, dims: tuple[int | None, ...], length: i
         placed[node] = R if dim is None else Split(dim, (length,), tokens=True)
     for node in capture.nodes:
         if node.op == "call_function":
-            place = _placed(node, [placed[i] for i in tensor_inputs(node)], context)
+            inputs = [placed[i] for i in tensor_inputs(node)]
+            place = _placed(node, inputs, context)
+            if node.target is ATTENTION and inputs[3:] == [MADE]:
+                raise BadInput(
+                    "a block makes the mask of its attention from the sequence's length, so it would differ for a part; is_causal=True, or a mask "
+                    "that the model gives its blocks, does not"
+                )
             if place is None and not is_known(node):
                 raise BadInput(
                     f"{node.target} has no rule that says whether it reads other tokens than its own, so it does not run on a part of the sequence"
