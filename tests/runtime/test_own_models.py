@@ -109,20 +109,29 @@ class MakesMask(Numbered):
         return x + F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2).flatten(2)
 
 
+class Scale:
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.table
+
+
 class InContainers(Numbered):
-    """Tables in a dict, a tuple, a call that waits for its last argument, and an object."""
+    """Tables in a dict, a tuple, a call that waits for its last argument, an object, and one of which only a method is kept."""
 
     def prepare(self, number: int) -> None:
         self.tables = {"scale": (torch.linspace(0.5, 1.0 + number, WIDTH), None)}
         self.shift = partial(torch.add, torch.linspace(-0.1, 0.1, WIDTH))
         self.notes = Notes()
         self.notes.first = torch.linspace(1.0, 0.5, WIDTH)
+        self.scaled = Scale(torch.linspace(0.5, 1.5, WIDTH)).of
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = self.tables["scale"][0]
         assert scale is not None
         assert self.notes.first is not None
-        return super().forward(self.shift(x * scale)) * self.notes.first
+        return self.scaled(super().forward(self.shift(x * scale)) * self.notes.first)
 
 
 class Buffered(Numbered):

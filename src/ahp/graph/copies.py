@@ -31,6 +31,8 @@ def plain_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
             waiting += value.values()
         elif isinstance(value, (list, tuple, set, frozenset, deque)):
             waiting += value
+        elif isinstance(value, MethodType):
+            waiting.append(value.__self__)
         elif isinstance(value, partial):
             waiting += [value.args, value.keywords]
         else:
@@ -39,7 +41,7 @@ def plain_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
 
 
 _OF_MODULES = frozenset(("_parameters", "_buffers", "_modules"))
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, MethodType, ModuleType)
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, ModuleType)
 """Values that a copy shares, or that hold no tensors besides those of the module."""
 
 
