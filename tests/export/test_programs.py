@@ -165,6 +165,7 @@ def test_nemo_and_bridge_are_megatron_under_other_names(tmp_path: Path) -> None:
     assert (plan.job.sequence_length, plan.job.precision, plan.job.optimizer.betas) == (4096, "bf16", (0.9, 0.98))
     assert found.read.not_understood == ()
     found = foreign(tmp_path, "bridge.yaml", BRIDGE, devices=16)
+    assert found.read.missing == ()  # arguments of Megatron-LM's command line, which this program sets by itself
     plan = layout(found)
     assert (found.form.dialect.name, plan.engine.name) == ("bridge", "megatron")
     assert (plan.parallelism.short(), plan.job.sequence_length) == ("dp1x4 zero1 tp4+sp mb1", 8192)

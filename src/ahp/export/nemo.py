@@ -39,6 +39,7 @@ BRIDGE = {m.NODES: m.NODES, m.EACH: m.EACH} | {f"model.{name}": f"--{name.replac
     "scheduler.lr_warmup_iters": "--lr-warmup-iters", "scheduler.lr_decay_style": "--lr-decay-style", "scheduler.lr_decay_iters": "--lr-decay-iters",
     "ddp.use_distributed_optimizer": m.OPTIMIZER, "ddp.use_megatron_fsdp": m.FSDP, "ddp.data_parallel_sharding_strategy": m.STRATEGY,
     "ddp.overlap_grad_reduce": m.OVERLAP, "ddp.overlap_param_gather": m.GATHER, "ddp.num_distributed_optimizer_instances": m.INSTANCES, "rng.seed": "--seed",
+    "ddp.average_in_collective": m.AVERAGE,
     "comm_overlap.tp_comm_overlap": "--tp-comm-overlap",
 }  # fmt: skip
 BRIDGE_DEFAULTS = {m.OPTIMIZER: True, m.OVERLAP: True, m.GATHER: True, "--bf16": True, "--train-iters": 300_000, "--global-batch-size": 32,
@@ -102,6 +103,7 @@ class Names:
             rules=(*rules, understood(*(key for key in self.of if key not in read))),
             other=other,
             launcher=launcher,
+            counted=lambda settings, fields: (),  # the program's own defaults hold
         )
 
 
@@ -123,7 +125,8 @@ def _nemo(settings: Settings) -> Settings:
 
 
 IMPLIED = ("--overlap-grad-reduce", "--overlap-param-gather", "--lr-decay-iters", "--lr-decay-style", "--optimizer", "--adam-beta1", "--adam-beta2",
-           "--adam-eps", m.LOSS, "--moe-token-dispatcher-type", "--grad-reduce-in-bf16", "--ckpt-format", "--init-model-with-meta-device", "--fp8-param-gather")  # fmt: skip
+           "--adam-eps", m.LOSS, "--moe-token-dispatcher-type", "--grad-reduce-in-bf16", "--ckpt-format", "--init-model-with-meta-device", "--fp8-param-gather",
+           m.AVERAGE, m.RECIPE, m.REUSE)  # fmt: skip
 """Arguments that a program sets by itself, or that do not concern a layout."""
 
 
