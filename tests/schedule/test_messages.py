@@ -8,7 +8,7 @@ import pytest
 from ahp.errors import BadInput
 from ahp.schedule.actions import Action, Kind, Schedule
 from ahp.schedule.legal import why_not
-from ahp.schedule.messages import Message, Step, with_messages
+from ahp.schedule.messages import Message, Step, waiting, with_messages
 from ahp.schedule.orders import order_text, read_order
 from ahp.schedule.patterns import illegal, make
 from ahp.schedule.registry import SCHEDULES
@@ -59,6 +59,25 @@ def test_receives_come_first_and_all_else_stays_in_its_order():
                 for first in (True, False)
             )
             assert early == (*receives, *others)
+
+
+def test_messages_that_wait_are_those_of_the_order_that_runs():
+    random, patterns = Random(7), [(name, 3, v, 6) for name in SCHEDULES for v in (1, 2)]
+    orders = [random_order(random, random_placement(random, 3, 6), 4, split=split) for split in (0.0, 1.0) * 40]
+    for schedule in [*orders, *(make(*pattern) for pattern in patterns if illegal(*pattern) is None)]:
+        assert waiting(schedule) == tuple(map(most_asked_for, with_messages(schedule)))
+
+
+def most_asked_for(steps: Sequence[Step]) -> int:
+    """The most messages that a rank has asked for at once and not read yet."""
+    most, waits = 0, set[tuple[bool, int, int]]()
+    for step in steps:
+        if isinstance(step, Action):
+            waits.discard((step.kind is Kind.FORWARD, step.stage, step.micro_batch))
+        elif step.kind.startswith("RECV"):
+            waits.add((step.kind == "RECV_F", step.stage, step.micro_batch))
+            most = max(most, len(waits))
+    return most
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
