@@ -258,7 +258,9 @@ class _Finder:
         """The layout if it can run and fits, with the lightest kind of recompute that fits and as few layers recomputed as possible."""
         given = self.asked.constraints.given.get("activation_checkpoint")
         kinds, found = ("selective", "full") if given is None else (given,), []
-        for kind in kinds if self._holds(layout.model_copy(update={"activation_checkpoint": kinds[-1]})) else ():
+        if not self._holds(layout.model_copy(update={"activation_checkpoint": kinds[-1]})):
+            return []
+        for kind in kinds:
             whole = layout.model_copy(update={"activation_checkpoint": kind})
             try:
                 lightest = self._lightest(whole)
