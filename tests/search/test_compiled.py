@@ -225,6 +225,18 @@ def never_slower(asked: Problem, first: int) -> None:
                 no_more(compiled, eager)
 
 
+def test_what_an_update_takes_is_not_added_to_what_a_reduction_took_before() -> None:
+    """Else compiled blocks, which keep less, would need more memory than eager ones."""
+    asked = small("llama", Cluster.parse("4xA100-SXM-40GB"), batch=1)
+    optimizer = asked.job.optimizer.model_copy(update={"name": "muon"})
+    asked = replace(asked, job=asked.job.model_copy(update={"optimizer": optimizer}))
+    layout = Parallelism(tensor_parallel_degree=2, pipeline_parallel_degree=2, pipeline_parallel_schedule="GPipe")
+    compiled, eager = (forecast_of(with_compile(asked, blocks), layout) for blocks in (True, False))
+    assert compiled is not None
+    assert eager is not None
+    no_more(compiled, eager)
+
+
 def forecast_of(asked: Problem, layout: Parallelism) -> Forecast | None:
     try:
         return asked.priced(layout).forecast

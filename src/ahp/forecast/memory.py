@@ -122,8 +122,8 @@ def while_training(
     micro_batches: int,
     visiting: Figures = 0.0,
 ) -> dict[str, Figures]:
-    """Bytes that ranks allocate, part by part. When the activations are gone, the last unit is reduced, and ``visiting`` states come for
-    the update."""
+    """Bytes that ranks allocate, part by part. When the activations are gone, the last unit is reduced, and after that ``visiting`` states come
+    for the update."""
     gradients = states["gradients"]
     kept_gradients, kept_activations = gradients, activations
     if micro_batches == 1:
@@ -135,7 +135,7 @@ def while_training(
     has_flat = np.any(states.get("flat_copies", 0.0))  # only one engine has any
     return {
         **{part: count for part, count in states.items() if part != "flat_copies" or has_flat},
-        "optimizer_states": states["optimizer_states"] + np.maximum(0.0, visiting - gone),
+        "optimizer_states": states["optimizer_states"] + np.maximum(0.0, visiting - np.maximum(gone, units.last)),
         "gathered_weights": states["gathered_weights"] + peak.gathered,
         "gradients": kept_gradients,
         "reduce_buffers": states["reduce_buffers"] + peak.reduced + np.maximum(0.0, units.last - gone),
