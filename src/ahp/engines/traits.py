@@ -262,7 +262,8 @@ class KernelTraits(NamedTuple):
     """Which kernels compute a block and the loss."""
 
     fusion: Fusion
-    """Which element-wise operators run as one kernel: none, those of one module (a norm, an activation), whole chains."""
+    """Which element-wise operators run as one kernel: none (traced: as the graph has them, on a CPU), those of one module (a norm, an activation),
+    whole chains."""
     fusion_at_the_ends: Fusion | None = None
     """The same for the embedding, the last norm, the head and the loss; None = as in blocks."""
     attention: Literal["flash1", "flash2", "cudnn", "lengths"] | None = None

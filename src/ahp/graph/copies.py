@@ -57,11 +57,8 @@ def fake_copy(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     read from autograd's graph.
     """
     memo = _generators(module)
-    own, held = (
-        [*module.parameters(), *module.buffers()],
-        plain_tensors(module),
-    )  # held: such as TrOCR's table of positions
-    for tensor in [*own, *held.values()]:
+    held = plain_tensors(module)  # such as TrOCR's table of positions
+    for tensor in [*module.parameters(), *module.buffers(), *held.values()]:
         to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         fake = torch.empty(tensor.shape, dtype=to)
         trained = tensor.requires_grad if id(tensor) in held else fake.is_floating_point()

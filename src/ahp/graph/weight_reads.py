@@ -58,10 +58,8 @@ class WeightReads:
     def keeps(self, *, in_blocks: bool = False) -> str | None:
         """A weight that code keeps apart from ``self``, in words; None without one. ``in_blocks``: only one that a block computes with."""
         name = self._kept.get(True) or (None if in_blocks else self._kept.get(False))
-        return (
-            name
-            and f"{name} is read through a closure, a default argument or a weak reference, which keep it as it came"
-        )
+        how = "is read through a closure, a default argument or a weak reference, which keep it as it came"
+        return None if name is None else f"{name} {how}"
 
     def note(self, memory: int, place: Place, *, given: bool) -> None:
         """An operator reads this memory. ``given``: whether it is an argument of the block that runs."""

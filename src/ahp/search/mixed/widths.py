@@ -46,7 +46,7 @@ MOST_WAYS = 3
 """The most ways to share sequences that are tried: not sharing them, and the ways of the fastest layouts with cells alike."""
 LOOKED_AT, PRICED, IMPROVED, MOVES = 512, 64, 4, 12
 """How many of the most promising layouts are looked at, until so many fit and are priced; how many of the fastest are improved, and the most
-layers moved. [Empirical] On three types of devices x 256 with compiled blocks the first 146 do not fit, and the fastest is the 61st that does."""
+layers moved. [Empirical] On three types of devices x 256 with compiled blocks the first 146 do not fit, and the 28th that does leads to the fastest plan."""
 
 
 @dataclass(frozen=True)
