@@ -61,7 +61,7 @@ def of(
 def units(graph: ModelGraph, devices: str, layout: Parallelism, job: Job = PACKED) -> Units:
     found = pricer(graph, Cluster.parse(devices), job)
     assert isinstance(found, Pricer)
-    return found.units(layout)
+    return found.group.units(layout)
 
 
 def masks(graph: ModelGraph) -> int:
@@ -171,7 +171,7 @@ def test_prices_follow_the_reason_that_people_are_told(
         for graph in (packed, replace(packed, by_lengths=None, needs_masks="of its blocks")):
             found, traits = pricer(graph, cluster, job, choice), get("ahp").traits(job, layout, choice)
             assert isinstance(found, Pricer)
-            how = found.unit_pricer.how(traits, traits.context.ways[0], layout.context_parallel_degree)
+            how = found.group.unit_pricer.how(traits, traits.context.ways[0], layout.context_parallel_degree)
             reason = needs_masks(graph, cluster.groups[0].device, job, layout, choice)
             assert how.by_lengths == (reason is None)
             assert (how.attention == "torch_flash2") == (reason is None)

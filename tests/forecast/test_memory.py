@@ -417,7 +417,7 @@ def test_probability_falls_with_the_need(capacity, need, more):
 def test_megatron_frees_what_a_stage_has_sent(tiny, engine, kept):
     layout = Parallelism(pipeline_parallel_degree=2)
     job = Job(sequence_length=tiny.sequence_length, global_batch_size=4, precision="bf16")
-    found = pricer(tiny, make_cluster(per_node=2), job, EngineChoice(name=engine, compile=False)).units(layout)
+    found = pricer(tiny, make_cluster(per_node=2), job, EngineChoice(name=engine, compile=False)).group.units(layout)
     stages = StageTable.of(tiny.layers, len(tiny.blocks), [(1, 1, False, False), (1, 1, False, True)])
     middle, last = kept_beside_layers(found, stages).tolist()
     assert middle == kept * found.hidden_bytes

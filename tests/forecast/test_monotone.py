@@ -49,13 +49,13 @@ class Stages:
     def __init__(self, engine: str, keys: dict[str, Any], precision: str, kind: str, host: float) -> None:
         asked, layout = case(engine, keys, kind, precision)
         pricer, traits = asked.pricer, get(engine).traits(asked.job, layout, asked.engine)
-        self.units: Units = pricer.units(layout)
-        data = pricer.data_parallel(layout, traits)
+        self.units: Units = pricer.group.units(layout)
+        data = pricer.group.data_parallel(layout, traits)
         self.data: DataParallel = replace(data, operator_s=host * data.operator_s)
-        self.table: StageTable = pricer.table(STAGES, [1, 0, 2, 0, 3])
-        self.shared = SharedWeights.of(StageUnits.of(self.units, traits, self.table), self.data, pricer.network)
+        self.table: StageTable = pricer.group.table(STAGES, [1, 0, 2, 0, 3])
+        self.shared = SharedWeights.of(StageUnits.of(self.units, traits, self.table), self.data, pricer.group.network)
         self.recompute = recompute_of(kind, traits, self.units)
-        self.bytes_per_s = pricer.unit_pricer.rates.bytes_per_s
+        self.bytes_per_s = pricer.group.unit_pricer.rates.bytes_per_s
 
     def costs(self, units: Units, shared: SharedWeights, bytes_per_s: float) -> StageCosts:
         figures = SegmentFigures(units, [self.recompute], self.data)

@@ -44,14 +44,14 @@ def test_stages_together_take_what_each_takes_alone(
 ) -> None:
     asked, layout = case(engine, keys, kind, precision)
     pricer, traits = asked.pricer, get(engine).traits(asked.job, layout, asked.engine)
-    units, data = pricer.units(layout), pricer.data_parallel(layout, traits)
+    units, data = pricer.group.units(layout), pricer.group.data_parallel(layout, traits)
     recompute = recompute_of(kind, traits, units)
     some, behind = [1, 0, 2, 0, 3], np.array([0, 2, 1, 3, 0])
-    stages = pricer.table(STAGES, some)
-    together = pricer.stage_costs(units, stages, data, recompute, passes_behind=behind).rows(stages)
+    stages = pricer.group.table(STAGES, some)
+    together = pricer.group.stage_costs(units, stages, data, recompute, passes_behind=behind).rows(stages)
     for stage, count, passes, found in zip(STAGES, some, behind.tolist(), together, strict=True):
-        table = pricer.table([stage], [count])
-        assert pricer.stage_costs(units, table, data, recompute, passes_behind=passes).rows(table) == [found]
+        table = pricer.group.table([stage], [count])
+        assert pricer.group.stage_costs(units, table, data, recompute, passes_behind=passes).rows(table) == [found]
     # What is recomputed and gathered was not left out of all.
     assert any("recompute" in cost.backward for cost in together) == (kind != "none")
     assert all(cost.seconds[0] > 0 for cost in together)
@@ -62,19 +62,19 @@ def test_columns_of_the_search_are_the_forecasts(engine: str, keys: dict[str, An
     """Equal, but where a collective takes several units: the search does not know how large it is, and takes the largest."""
     asked, layout = case(engine, keys)
     pricer, traits = asked.pricer, get(engine).traits(asked.job, layout, asked.engine)
-    units, m = pricer.units(layout), layout.num_micro_batches(asked.job)
+    units, m = pricer.group.units(layout), layout.num_micro_batches(asked.job)
     kinds = ["none", "full"]
-    shardings = Shardings([layout, layout], [traits, traits], pricer.nodes, pricer.network)
+    shardings = Shardings([layout, layout], [traits, traits], pricer.group.nodes, pricer.group.network)
     stages = LayerColumns(units, [recompute_of(kind, traits, units) for kind in kinds], shardings.data(0, 1))
-    table, behind = pricer.table(STAGES), np.zeros(len(STAGES), dtype=np.int64)
-    bytes_per_s = pricer.unit_pricer.rates.bytes_per_s
+    table, behind = pricer.group.table(STAGES), np.zeros(len(STAGES), dtype=np.int64)
+    bytes_per_s = pricer.group.unit_pricer.rates.bytes_per_s
     found = stages.seconds(shardings, [0, 1], m, table, behind, bytes_per_s)
     shape = 2, len(kinds), len(STAGES)
     columns = np.stack([np.broadcast_to(seconds, shape) for seconds in found.values()], axis=-1)
     for split, (at, kind) in product(range(2), enumerate(stages.recompute)):
-        data = pricer.data_parallel(layout, traits)
-        costs = pricer.stage_costs(units, table, data, kind).rows(table)
-        gathered = gathers_s(units, table, data, pricer.network)
+        data = pricer.group.data_parallel(layout, traits)
+        costs = pricer.group.stage_costs(units, table, data, kind).rows(table)
+        gathered = gathers_s(units, table, data, pricer.group.network)
         beside = [
             (c.first_forward.get("weight_gather", 0.0), s, c.forward["host"])
             for c, s in zip(costs, gathered, strict=True)

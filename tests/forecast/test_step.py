@@ -45,7 +45,7 @@ def test_the_same_devices_share_what_kernels_take(tiny):
     """However many there are, and whatever the engine; but what was measured is about so many workers of a node."""
 
     def segments(engine=None, **cluster):
-        return pricer(tiny, make_cluster(**cluster), JOB, engine or EngineChoice()).unit_pricer.segments
+        return pricer(tiny, make_cluster(**cluster), JOB, engine or EngineChoice()).group.unit_pricer.segments
 
     one = segments(per_node=8)
     assert segments(per_node=7) is segments(nodes=3) is segments(EngineChoice(name="megatron")) is one
@@ -337,7 +337,7 @@ def test_the_host_that_recomputes_eager_blocks_is_waited_for(tiny):
     none, full, selective = map(host_s, ("none", "full", "selective"))
     launches = sum(
         pricer(tiny, cluster, job, EngineChoice(compile=False))
-        .units(Parallelism(micro_batch_size=8))
+        .group.units(Parallelism(micro_batch_size=8))
         .blocks[kind]
         .times.forward.launches
         for kind in tiny.layers

@@ -1,6 +1,6 @@
 """Prices layouts on a cluster of several kinds of devices: every cell with the tables of its own device.
 
-Each group of nodes has an ordinary ``Pricer``, which prices the stages of the group's cells; gradients are summed over all
+Each group of nodes has a ``GroupPricer``, which prices the stages of the group's cells; gradients are summed over all
 cells of a stage. Each replica's pipeline is simulated with its own stage times and its own number of micro-batches; the
 slowest replica and the slowest update after it make the step. What replicas share is computed once.
 """
@@ -8,7 +8,7 @@ slowest replica and the slowest update after it make the step. What replicas sha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -37,10 +37,10 @@ from ahp.forecast.beside_stages import BesideStages, gathers_beside, gathers_s, 
 from ahp.forecast.constants import margins
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.group import CollectiveKind, Group, strided_group
+from ahp.forecast.group_pricer import LOSS_AND_NORM_BYTES, TIED_BYTES, GroupPricer
 from ahp.forecast.groups import replica_members
 from ahp.forecast.mixed_network import MixedNetwork
 from ahp.forecast.priced import LayoutPricer, Priced, Replica
-from ahp.forecast.pricer import LOSS_AND_NORM_BYTES, TIED_BYTES, Pricer
 from ahp.forecast.stage import StageCost
 from ahp.forecast.stage_memory import StageMemory
 from ahp.graph.operators import ModelGraph
@@ -89,15 +89,14 @@ class _Layout:
 class MixedPricer(LayoutPricer):
     """Forecasts for one model, mixed cluster, job and engine; ``Pricer`` is the same for a plain cluster."""
 
-    def __init__(
-        self, graph: ModelGraph, cluster: Cluster, job: Job, choice: EngineChoice, groups: Mapping[str, Pricer]
-    ) -> None:
-        """``groups``: an ordinary pricer for each group of nodes, keyed by its name."""
+    def __init__(self, graph: ModelGraph, cluster: Cluster, job: Job, choice: EngineChoice) -> None:
         super().__init__(graph, cluster, job, choice)
-        self.groups = groups
+        self.groups = {
+            group.name: GroupPricer(graph, group, self.job, choice, in_cells=True) for group in cluster.groups
+        }
         self.network = MixedNetwork(cluster)
         self._stage_costs: dict[tuple[object, ...], StageCost] = {}
-        self.slowest_share = self._slowest_share(groups, cluster.num_devices)
+        self.slowest_share = self._slowest_share(self.groups, cluster.num_devices)
         """A layout that leaves devices idle counts only those it uses."""
 
     def methods(self, parallelism: Parallelism) -> list[ContextWay]:

@@ -95,19 +95,17 @@ def simulate(
 
 
 @lru_cache(maxsize=32)
-def _pricer(graph: Same, cluster: Same, job: str, engine: str, in_cells: bool = False) -> Pricer | MixedPricer:
+def _pricer(graph: Same, cluster: Same, job: str, engine: str) -> Pricer | MixedPricer:
     of, on = Job.model_validate_json(job), cluster.value
     choice: EngineChoice = EngineChoice.model_validate_json(engine)
     run = graph_of_engine(graph.value, of, choice)
     if not on.is_mixed:
-        return Pricer(run, on, of, choice, in_cells=in_cells)
+        return Pricer(run, on, of, choice)
     for group in on.groups:
         if group.calibration is not None:
             rule = f"the steps of a mixed cluster do not show which of its groups took longer; leave it out of {group.name!r}"
             raise bad_input("cluster.groups.calibration", group.calibration.step_ratio, rule, ["null"])
-    found = [_pricer(graph, Same(on.with_groups([group])), job, engine, True) for group in on.groups]
-    groups = {part.nodes.name: part for part in found if isinstance(part, Pricer)}
-    return MixedPricer(run, on, of, choice, groups)
+    return MixedPricer(run, on, of, choice)
 
 
 def graph_of_engine(graph: ModelGraph, job: Job, choice: EngineChoice) -> ModelGraph:

@@ -264,7 +264,7 @@ class LayoutCosts:
     @cached_property
     def _layers(self) -> tuple[Floats, Floats, float, float]:
         """Seconds of each layer before a later stage can start or end, and over all micro-batches; then of the embedding and the head."""
-        units = self.pricer.units(self.layout)
+        units = self.pricer.group.units(self.layout)
         layers = np.array([_work_s(units.blocks[kind]) for kind in units.layers])
         forward = np.array([units.blocks[kind].times.forward_s for kind in units.layers])
         before = forward if splits_backward(self.layout) else layers

@@ -248,7 +248,7 @@ def test_the_forecast_counts_what_an_owner_holds(pool: Pool, axis: str) -> None:
     from ahp.graph.kept import analyze
 
     graph, job = analyze(LLAMA, Job(sequence_length=16)), Job.model_validate({**JOB, "optimizer": "muon"})
-    priced = pricer(graph, Cluster.parse("2xH100-SXM-80GB"), job).muon
+    priced = pricer(graph, Cluster.parse("2xH100-SXM-80GB"), job).group.muon
     with mock.patch.object(forecast, "HELD_ELEMENTS", HELD):
         counted = priced.held_bytes({0: 3}, owners=2)
     assert counted == forecast.HELD_BYTES * HELD

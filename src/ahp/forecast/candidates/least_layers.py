@@ -38,10 +38,10 @@ class LeastLayers:
 
     def __init__(self, pricer: Pricer) -> None:
         self._pricer, self._graph, self._job = pricer, pricer.graph, pricer.job
-        self._rates, self._network = pricer.unit_pricer.rates, pricer.network
+        self._rates, self._network = pricer.group.unit_pricer.rates, pricer.group.network
         self._of_engine = self._traits(1, 1, 1, 0, 0)
         ways = self._of_engine.context.ways
-        self._how = pricer.unit_pricer.how(self._of_engine, ways[0], 1)
+        self._how = pricer.group.unit_pricer.how(self._of_engine, ways[0], 1)
         self._causal = is_causal(self._graph)
         forward = [list(block.phase("forward")) for block in self._graph.blocks]
         self._attention = [[op for op in of_block if "attention" in op.name] for of_block in forward]
@@ -138,7 +138,7 @@ class LeastLayers:
         self, traits: Traits, micro_batch: int, tensor: int, in_parts: int, context: int
     ) -> tuple[float, ...]:
         """[K]"""
-        return self._pricer.unit_pricer.beside_products_s(traits, micro_batch, tensor, bool(in_parts), context)
+        return self._pricer.group.unit_pricer.beside_products_s(traits, micro_batch, tensor, bool(in_parts), context)
 
     def _of_tensor_s(
         self, traits: Traits, micro_batch: int, tensor: int, local: int, in_parts: int, context: int

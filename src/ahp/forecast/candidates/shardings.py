@@ -15,13 +15,14 @@ from ahp.arrays import Floats
 from ahp.cached_method import cached_method
 from ahp.cluster.model import NodeGroup
 from ahp.engines.traits import Traits
+from ahp.forecast.assembly import num_groups
 from ahp.forecast.candidates.sharding_columns import ShardingColumns
 from ahp.forecast.communication import Network
 from ahp.forecast.data_parallel import CommUnit, DataParallel
 from ahp.forecast.group import Group
 from ahp.forecast.groups import data_groups, expert_groups
 from ahp.forecast.memory import Outside
-from ahp.forecast.pricer import Pricer, num_groups
+from ahp.forecast.pricer import Pricer
 from ahp.forecast.sharing import SharedWeights, StageUnits, UnitTimes
 from ahp.forecast.states import Shards
 from ahp.plan import Parallelism
@@ -120,6 +121,6 @@ class Shardings:
     def update_of_one_s(self, pricer: Pricer) -> Floats:
         """[J, 1] Seconds of clipping and the optimizer for one parameter that a rank updates."""
         if self._update_s is None:
-            found = {id(of): pricer.update_s(1.0, of) + pricer.offload_s(1.0, of) for of in self.alike}
+            found = {id(of): pricer.group.update_s(1.0, of) + pricer.group.offload_s(1.0, of) for of in self.alike}
             self._update_s = np.array([[found[id(of)]] for of in self.traits])
         return self._update_s

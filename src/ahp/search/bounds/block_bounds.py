@@ -122,7 +122,7 @@ def least_copies_s(asked: Problem, space: Space, splits: Callable[[int], Shardin
     states = _States({id(one): one for one in each}.values(), LeastLayers(asked.pricer).parameters, _counts(asked))
     rows, block, starts = states.rows(each)
     copied = states.copied_bytes(rows, of.micro_batches[first][block])
-    return np.minimum.reduceat(copied, starts)[at] / asked.pricer.unit_pricer.rates.bytes_per_s
+    return np.minimum.reduceat(copied, starts)[at] / asked.pricer.group.unit_pricer.rates.bytes_per_s
 
 
 @lru_cache(maxsize=1 << 12)

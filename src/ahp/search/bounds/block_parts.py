@@ -45,7 +45,7 @@ class SpaceShardings:
         asked, rows = self._problem, self._space.rows(block)
         layouts = self._space.layouts(block, ways, rows.pipes[0], rows.recompute[-1])
         traits = [self._traits_of(block, way, own) for way, own in zip(ways, layouts, strict=True)]
-        return Shardings(layouts, traits, asked.pricer.nodes, asked.pricer.network)
+        return Shardings(layouts, traits, asked.pricer.group.nodes, asked.pricer.group.network)
 
     def _traits_of(self, block: int, way: ShardingChoice, layout: Parallelism) -> Traits:
         """The engine's traits for one way; neither the order of ranks nor the micro-batch changes them."""
@@ -73,6 +73,6 @@ class BlockLayers:
 
     @cached_method
     def _priced(self, axes: Axes, traits: Traits, micro_batch: int, recompute: tuple[str, ...]) -> LayerColumns:
-        units = self._pricer.unit_pricer.units(micro_batch, axes, traits)
+        units = self._pricer.group.unit_pricer.units(micro_batch, axes, traits)
         kinds: list[Recompute] = [recompute_of(kind, traits, units) for kind in recompute]
-        return LayerColumns(units, kinds, DataParallel.on(self._pricer.nodes, traits), some_layers=self._some)
+        return LayerColumns(units, kinds, DataParallel.on(self._pricer.group.nodes, traits), some_layers=self._some)

@@ -78,7 +78,7 @@ class BlockRows:
         self.any = splits.layouts[0].model_copy(update={"micro_batch_size": size})
         self.p = self.any.pipeline_parallel_degree
         self.pricer, self.stages = asked.pricer, stages
-        self.bytes_per_s = self.pricer.unit_pricer.rates.bytes_per_s
+        self.bytes_per_s = self.pricer.group.unit_pricer.rates.bytes_per_s
         self.units, self.recompute = stages.units, stages.recompute
         self._schedules_s = np.full(rows.shape, np.nan)
         """Lower bounds of the schedules of rows, without what follows them; nan until they are computed."""
@@ -97,7 +97,7 @@ class BlockRows:
         times = self._schedules_s.copy()
         for index, pipe in enumerate(self.rows.pipes):
             times[:, index] += self._update_s(pipe.virtual, self._schedule(pipe).placement)
-        after_s = self.pricer.after_s(self.any, self.units)
+        after_s = self.pricer.group.after_s(self.any, self.units)
         times = np.where(fits, (times + after_s) * self.pricer.stretch, np.inf)
         return RowBounds(times.reshape(-1), needs.reshape(-1))
 
@@ -163,7 +163,7 @@ class BlockRows:
         """[1, S] each: seconds to send forward and backward, as in the forecast."""
         axis = pipeline_axis(self.any)
         pairs, at = self.pipelines.links(placement, axis, virtual)
-        sent = self.pricer.sends_s(pairs, axis, message_bytes(self.any, self.splits.traits[0], self.units))
+        sent = self.pricer.group.sends_s(pairs, axis, message_bytes(self.any, self.splits.traits[0], self.units))
         between = np.array(sent, dtype=float)[at]
         return np.append(between, 0.0)[None], np.append(0.0, between)[None]
 
@@ -174,9 +174,9 @@ class BlockRows:
         at = self._cut.of[virtual][self._own(virtual, placement)]
         updated = self.splits.columns.updated(self._weights.of_ranks(at))
         updates_s = updated * self.splits.update_of_one_s(self.pricer)
-        if self.pricer.muon is not None:
+        if self.pricer.group.muon is not None:
             layers = self._cut.stages.layers[at].sum(axis=1)
-            updates_s = updates_s + layers * (self.pricer.muon.least_s() / (self.any.world_size // self.p))
+            updates_s = updates_s + layers * (self.pricer.group.muon.least_s() / (self.any.world_size // self.p))
         return updates_s.max(axis=1, keepdims=True)
 
     @cached_property

@@ -153,7 +153,7 @@ class LayerBounds:
     def _updates_s(self, rows: slice | Ints, dense: Floats, experts: Floats, layers: Floats | Ints | int) -> Floats:
         """[rows, C] Seconds of the update of ranks with these parameters and layers; for Muon, whose matrices a stage's ranks share, the
         least it takes."""
-        of, muon, ways = self._of[rows], self.asked.pricer.muon, self.ways.part(rows)
+        of, muon, ways = self._of[rows], self.asked.pricer.group.muon, self.ways.part(rows)
         weights = Weights(dense + experts, experts=experts)
         update_s = ways.updated(weights) * self._update_of_one_s[rows]
         return update_s if muon is None else update_s + layers * (muon.least_s() / self._ranks_of_stage[of])
@@ -210,7 +210,7 @@ class LayerBounds:
         found = [block.splits.collectives_of_kinds(block.stages.weights) for block in self.blocks]
         is_whole = np.array([block.p == 1 for block in self.blocks])[self._of, None, None]
         layers, m = [block.stages for block in self.blocks], self._m[self._of]
-        bytes_per_s = self.asked.pricer.unit_pricer.rates.bytes_per_s
+        bytes_per_s = self.asked.pricer.group.unit_pricer.rates.bytes_per_s
         sent = CollectiveTimes(*map(np.concatenate, zip(*found, strict=True)))
         return layer_costs(self.ways, sent, layers, self._of, m, is_whole, bytes_per_s)
 

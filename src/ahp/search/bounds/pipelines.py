@@ -105,7 +105,7 @@ class Pipelines:
     def links(self, placement: Placement, axis: PipelineAxis, v: int) -> tuple[tuple[Pair, ...], Ints]:
         """Pairs of ranks that represent all links between neighboring stages, and [S - 1] the pair of each stage and the next."""
         holders = placement.stage_ranks(axis.places, v)
-        per_node = self._problem.pricer.nodes.devices_per_node
+        per_node = self._problem.pricer.group.nodes.devices_per_node
         found: dict[Group | None, tuple[int, Pair]] = {}
         at = []
         for a, b in pairwise(holders):

@@ -118,7 +118,7 @@ class Bounds:
     def _priced(self, block: int) -> PricedBlock:
         of, rows, splits = self.space.blocks, self.space.rows(block), self._shardings.of(block)
         stages, m = self._layers.of(block), int(of.micro_batches[block])
-        after = self.problem.pricer.after_s(splits.layouts[0], stages.units)
+        after = self.problem.pricer.group.after_s(splits.layouts[0], stages.units)
         return PricedBlock(rows, splits, stages, int(of.pipeline[block]), m, after)
 
     @cached_property

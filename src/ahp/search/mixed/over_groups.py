@@ -257,9 +257,9 @@ def _best_of(asked: Problem, over: MixedOutcome | None, alone: list[Fastest], ce
 
 
 def _groups(asked: Problem) -> list[Problem]:
-    """The problem on each group alone, as the cluster that its pricer knows: the search over several groups reuses what is priced there."""
-    shared = asked.mixed_pricer.groups
-    return [replace(asked, cluster=shared[group.name].cluster, is_group_alone=True) for group in asked.cluster.groups]
+    """The problem on each group alone."""
+    alone = [asked.cluster.with_groups([group]) for group in asked.cluster.groups]
+    return [replace(asked, cluster=cluster, is_group_alone=True) for cluster in alone]
 
 
 def _alone(asked: Problem, used: Problem, plain: Plain, keep: int) -> Alone:
