@@ -113,8 +113,8 @@ def test_of_a_mixed_cluster_each_part_is_told_once(aim: dict[str, Any]) -> None:
     choice = choose(of, objective_of(aim), 10)
     assert [one.devices for one in (choice.first, *choice.others)] == [1, 1], "both together are slower than either"
     assert choice.proven
-    assert "1 chosen of 2 parts of the cluster, 1, in " in choice.words()
-    assert "1 lost by its best plan (proven)" in choice.words()
+    assert "1 device, the best of 2 parts of the cluster (1 device), found in " in choice.words()
+    assert "the best plan of 1 is worse (proven)" in choice.words()
     told = choice.scale.compared(*(one.worth for one in (choice.others[0], choice.first) if one.worth))
     assert "misses the target" not in told
 

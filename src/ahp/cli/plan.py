@@ -98,6 +98,8 @@ class Found:
     """What would fit if a node were lost; None if that was not asked."""
     batch: str | None = None
     """A note that the batch is small for the devices."""
+    memory: str | None = None
+    """A note on a setting with which a faster layout would fit."""
     width: str | None = None
     """A note on how many devices a node was assumed to have, if the cluster's short form does not say."""
     refused: str | None = None
@@ -179,6 +181,7 @@ def find(
     from ahp.forecast import rules
     from ahp.graph.kept import analyze
     from ahp.search.batch import small_batch
+    from ahp.search.less_memory import less_memory
     from ahp.search.lost import one_lost
     from ahp.search.method import Method
     from ahp.search.objective import objective_of
@@ -218,9 +221,12 @@ def find(
     what = problem(graph, cluster, job, constraints, ranking.best.engine)
     with waiting("searching for what would fit if a node were lost"):
         lost = one_lost(what, ranking.best)
+    with waiting("searching with settings that need less memory"):
+        # Another objective may choose fewer devices, which are not compared with all here.
+        memory = None if ranking.choice else less_memory(what, ranking.best)
     chosen = tuple(key for key in ("sequence_length", "global_batch_size", "precision") if key not in given)
     small = small_batch(what, ranking.best)
-    return Found(graph, cluster, job, chosen, ranking, lost, batch=small, two_types=two_types, top=top)
+    return Found(graph, cluster, job, chosen, ranking, lost, batch=small, memory=memory, two_types=two_types, top=top)
 
 
 def measured(found: Found, count: int) -> Found:
@@ -320,7 +326,7 @@ def heading(found: Found) -> list[tuple[str, str]]:
         *((name.capitalize(), words) for name, _, words in (line.partition(": ") for line in ranking.proof)),
         *([("Devices", ranking.choice.words())] if ranking.choice else []),
         *(("Note", note) for note in ranking.notes),
-        *(("Note", note) for note in (found.refused, found.fewer) if note),
+        *(("Note", note) for note in (found.refused, found.fewer, found.memory) if note),
         *([] if ranking.current is None else [("Today", ranking.current.words())]),
     ]
 
@@ -391,7 +397,7 @@ def as_json(found: Found, out: str) -> dict[str, Any]:
             *filter(None, [found.width, found.batch]),
             *(words for _, words in precision_note(found)),
             *found.ranking.notes,
-            *filter(None, [found.refused, found.fewer]),
+            *filter(None, [found.refused, found.fewer, found.memory]),
         ],
         "objective": found.ranking.objective.model_dump(mode="json", exclude_none=True),
         "devices": None if found.ranking.choice is None else found.ranking.choice.plain(),

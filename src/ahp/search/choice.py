@@ -7,6 +7,7 @@ from typing import Any
 
 from ahp.search.objective import Scale, Worth
 from ahp.search.one_group import Fastest
+from ahp.words import number_of
 
 
 @dataclass(frozen=True)
@@ -67,21 +68,21 @@ class Choice:
         settled = sorted(one.devices for one in (self.first, *self.others, *self.without))
         too_small = sum(one.found.at_least_s == float("inf") for one in self.without)
         bounded = len(self.without) - too_small
+        others = len(self.others)
         parts = [
             f"nothing fits on {too_small}" * (too_small > 0),
-            f"{len(self.others)} lost by {'its' if len(self.others) == 1 else 'their'} best plan"
-            * (len(self.others) > 0),
-            f"{bounded} lost by a lower bound" * (bounded > 0),
+            f"the best plan{'s' * (others > 1)} of {others} {'are' if others > 1 else 'is'} worse" * (others > 0),
+            f"a lower bound excludes {bounded}" * (bounded > 0),
         ]
         figures = ", ".join(filter(None, parts))
-        where = "one number"
+        where = "the only number that was compared"
         if len(settled) > 1:
-            what = "parts of the cluster" if self.scale.asked.cluster.is_mixed else "numbers of devices"
-            where = f"{len(settled)} {what}, {settled[0]}{f' to {settled[-1]}' * (settled[-1] > settled[0])},"
+            what = "parts of the cluster" if self.scale.asked.cluster.is_mixed else "numbers"
+            least = f"{settled[0]} to " * (settled[0] < settled[-1])
+            where = f"the best of {len(settled)} {what} ({least}{number_of(settled[-1], 'device')})"
         end = "proven" if self.proven else "not proven: a better plan may be among those that were not priced"
-        return (
-            f"{self.first.devices} chosen of {where} in {self.search_s:.1f} s{': ' if figures else ''}{figures} ({end})"
-        )
+        chosen = number_of(self.first.devices, "device")
+        return f"{chosen}, {where}, found in {self.search_s:.1f} s{': ' if figures else ''}{figures} ({end})"
 
     def plain(self) -> dict[str, Any]:
         """As data for JSON."""
