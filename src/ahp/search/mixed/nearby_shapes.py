@@ -7,7 +7,6 @@ a fast shape mostly fit too.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -26,7 +25,7 @@ class NearbyShapes:
 
     def of(self, shape: Shape) -> Iterator[Shape]:
         """Legal shapes that differ in one move, each once, and always in the same order."""
-        for found in dict.fromkeys(self._moved(shape)):
+        for found in dict.fromkeys(self._with(shape, changed) for changed in self._moves(shape)):
             if found != shape and self.legal(found):
                 yield found
 
@@ -43,24 +42,19 @@ class NearbyShapes:
         there &= self._space.runs(grid, shape.schedule, pipelined=shape.pipeline > 1)
         return bool(there.any())
 
-    def _moved(self, shape: Shape) -> Iterator[Shape]:
-        keys = (*OF_ALIKE, *OF_SHAPE, None)
-        for more, less in permutations(keys, 2):
-            degrees = {key: _degree(shape, key) for key in (more, less) if key is not None}
+    def _moves(self, shape: Shape) -> Iterator[dict[str, Any]]:
+        """The values that change in each move."""
+        alike, degrees = shape.alike, {key: _values(shape)[key] for key in (*OF_ALIKE, *OF_SHAPE)}
+        for more, less in permutations((*degrees, None), 2):
             if less is None or degrees[less] % 2 == 0:
-                yield self._with(shape, {key: 2 * n if key == more else n // 2 for key, n in degrees.items()})
-        for key in OF_SHAPE:
-            yield self._with(shape, {key: _degree(shape, key) + 1})
-            yield self._with(shape, {key: _degree(shape, key) - 1})
-        alike = shape.alike
-        yield from (
-            self._with(shape, {"micro_batch": size}) for size in (2 * alike.micro_batch, alike.micro_batch // 2)
-        )
-        yield from (self._with(shape, {"recompute": kind}) for kind in RECOMPUTE)
-        yield from (self._with(shape, {"zero": stage}) for stage in self._stages(alike))
-        yield from (self._with(shape, {"method": method}) for method in self._space.methods(alike.context))
-        names = (name for name in self._space.schedules(shape.pipeline) if name != SEVERAL)
-        yield from (self._with(shape, {"schedule": name}) for name in names)
+                moved = {key: degrees[key] for key in (more, less) if key is not None}
+                yield {key: 2 * n if key == more else n // 2 for key, n in moved.items()}
+        yield from ({key: degrees[key] + by} for key in OF_SHAPE for by in (1, -1))
+        yield from ({"micro_batch": size} for size in (2 * alike.micro_batch, alike.micro_batch // 2))
+        yield from ({"recompute": kind} for kind in RECOMPUTE)
+        yield from ({"zero": stage} for stage in self._stages(alike))
+        yield from ({"method": method} for method in self._space.methods(alike.context))
+        yield from ({"schedule": name} for name in self._space.schedules(shape.pipeline) if name != SEVERAL)
 
     def _stages(self, alike: Alike) -> list[int]:
         """ZeRO stages; only the lowest of those that the engine runs the same way."""
@@ -70,17 +64,10 @@ class NearbyShapes:
 
     def _with(self, shape: Shape, changed: dict[str, Any]) -> Shape:
         """The shape with changed values, and with the values that depend on them."""
-        keys = {
-            **shape.alike._asdict(),
-            "pipeline": shape.pipeline,
-            "replicas": shape.replicas,
-            "schedule": shape.schedule,
-        }
-        keys |= changed
+        keys = _values(shape) | changed
         if "tensor" in changed:
-            keys["sequence_parallel"] = keys["tensor"] > 1 and (
-                shape.alike.sequence_parallel or shape.alike.tensor == 1
-            )
+            in_parts = shape.alike.sequence_parallel or shape.alike.tensor == 1
+            keys["sequence_parallel"] = keys["tensor"] > 1 and in_parts
         if "shard" in changed:
             keys["zero"] = min(keys["shard"] - 1, max(shape.alike.zero, 1))
         if "context" in changed:
@@ -90,9 +77,9 @@ class NearbyShapes:
             schedules = self._space.schedules(max(keys["pipeline"], 1))  # none where the model cannot be cut
             stays = not schedules or shape.schedule in schedules
             keys["schedule"] = shape.schedule if stays else schedules[-1]
-        of_shape = {key: keys.pop(key) for key in ("pipeline", "replicas", "schedule")}
-        return replace(shape, alike=Alike(**keys), **of_shape)
+        of_shape = {key: keys.pop(key) for key in (*OF_SHAPE, "schedule")}
+        return Shape(Alike(**keys), **of_shape)
 
 
-def _degree(shape: Shape, key: str) -> int:
-    return getattr(shape if key in OF_SHAPE else shape.alike, key)
+def _values(shape: Shape) -> dict[str, Any]:
+    return {**shape.alike._asdict(), **{key: getattr(shape, key) for key in (*OF_SHAPE, "schedule")}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,10 +48,14 @@ def splits_backward(schedule: str) -> bool:
     return schedule != SEVERAL and schedule_of(schedule).splits_backward
 
 
+KEYS = (
+    "tensor_parallel_degree", "enable_sequence_parallel", "context_parallel_degree", "expert_parallel_degree", "micro_batch_size",
+    "data_parallel_shard_degree", "zero_stage", "activation_checkpoint", "context_parallel_method",
+)  # fmt: skip
+"""The keys of a layout that all cells have in common, in the order of ``Alike``."""
+
 PLACED = frozenset({
-    "data_parallel_replicate_degree", "data_parallel_shard_degree", "zero_stage", "tensor_parallel_degree",
-    "enable_sequence_parallel", "pipeline_parallel_degree", "pipeline_parallel_schedule", "layers_per_stage",
-    "context_parallel_degree", "context_parallel_method", "expert_parallel_degree", "micro_batch_size", "activation_checkpoint", "stages",
+    *KEYS, "data_parallel_replicate_degree", "pipeline_parallel_degree", "pipeline_parallel_schedule", "layers_per_stage", "stages",
     "micro_batches_per_replica", "recomputed_layers_per_stage", "virtual_stages_per_rank", "mesh_order",
 })  # fmt: skip
 """Keys that a layout over several groups can have."""
@@ -105,38 +109,20 @@ class Shape:
 def layout_of(alike: Alike, pipeline: int, replicas: int = 1, schedule: str = PLAIN) -> Parallelism:
     """Degrees without a placement. ``SEVERAL`` becomes the plainest schedule that has several stages per rank, with the fewest: two."""
     pipe = ScheduleChoice("Interleaved1F1B", 2) if schedule == SEVERAL else ScheduleChoice(schedule, 1)
+    of_cells: dict[str, Any] = dict(zip(KEYS, alike, strict=True))
     return Parallelism(
         data_parallel_replicate_degree=replicas,
-        data_parallel_shard_degree=alike.shard,
-        zero_stage=alike.zero,
-        tensor_parallel_degree=alike.tensor,
-        enable_sequence_parallel=alike.sequence_parallel,
         pipeline_parallel_degree=pipeline,
         pipeline_parallel_schedule=pipe.schedule,  # type: ignore[arg-type]
         virtual_stages_per_rank=pipe.virtual,
-        context_parallel_degree=alike.context,
-        context_parallel_method=alike.method,
-        expert_parallel_degree=alike.expert,
-        micro_batch_size=alike.micro_batch,
-        activation_checkpoint=alike.recompute,  # type: ignore[arg-type]
+        **of_cells,
     )
 
 
 def shape_of(layout: Parallelism) -> Shape:
     """The shape of a layout, whatever its placement."""
-    alike = Alike(
-        layout.tensor_parallel_degree,
-        layout.enable_sequence_parallel,
-        layout.context_parallel_degree,
-        layout.expert_parallel_degree,
-        layout.micro_batch_size,
-        layout.data_parallel_shard_degree,
-        layout.zero_stage,
-        layout.activation_checkpoint,
-        layout.context_parallel_method,
-    )
     return Shape(
-        alike,
+        Alike(*(getattr(layout, key) for key in KEYS)),
         layout.pipeline_parallel_degree,
         layout.data_parallel_replicate_degree,
         layout.pipeline_parallel_schedule if layout.virtual_stages_per_rank == 1 else SEVERAL,
@@ -178,6 +164,7 @@ class MixedSpace:
         """Pipelines that the engine runs like those of a lower ZeRO stage; not counted in ``size``."""
         self.alike = list(self._all_alike())
 
+    @cached_method
     def cells(self, width: int) -> tuple[int, ...]:
         """Cells of each group; 0 where the group is not part of this space."""
         return tuple(cells_of(group, width) if group in self._groups else 0 for group in self.asked.cluster.groups)
@@ -210,29 +197,17 @@ class MixedSpace:
     @cached_method
     def pipes(self, pipeline: int) -> tuple[ScheduleChoice, ...]:
         """The schedules with several stages on each of ``pipeline`` ranks."""
-        name, most = self.given.get("pipeline_parallel_schedule"), self.asked.graph.num_layers // max(pipeline, 1)
-        depths = (
-            range(2, min(most, DEEPEST_UNEVEN_VIRTUAL) + 1) if self.placed.virtual is None else [self.placed.virtual]
-        )
-        found = [
-            ScheduleChoice(s.name, v)
-            for v in depths
-            for s in SCHEDULES.values()
-            if s.most_virtual is None
-            if 1 < v <= most
-        ]
-        found += [
-            ScheduleChoice(s.name, v)
-            for s in SCHEDULES.values()
-            if s.most_virtual is not None
-            for v in s.depths(())
-            if v <= most
-        ]
+        name, virtual, every = self.given.get("pipeline_parallel_schedule"), self.placed.virtual, SCHEDULES.values()
+        most = self.asked.graph.num_layers // max(pipeline, 1)
+        free = range(2, min(most, DEEPEST_UNEVEN_VIRTUAL) + 1) if virtual is None else [virtual]
+        found = [(s.name, v) for v in free for s in every if s.most_virtual is None]
+        found += [(s.name, v) for s in every if s.most_virtual is not None for v in s.depths(())]
         return tuple(
             pipe
-            for pipe in found
+            for pipe in starmap(ScheduleChoice, found)
             if name in (None, pipe.schedule)
-            and self.placed.virtual in (None, pipe.virtual)
+            and virtual in (None, pipe.virtual)
+            and 1 < pipe.virtual <= most
             and self.placed.goes_round(pipe, pipeline)
             and not self._refused_schedule(pipe)
         )
@@ -282,24 +257,18 @@ class MixedSpace:
         return alike.recompute != "none" and (self.placed.recomputed or "activation_checkpoint" not in self.given)
 
     def _all_alike(self) -> Iterator[Alike]:
-        batch, world = self.asked.job.global_batch_size, self.asked.cluster.num_devices
         num_experts = self.asked.graph.config.get("num_experts")
         experts = divisors(num_experts) if isinstance(num_experts, int) else [1]
-        widest = max(group.num_devices for group in self._groups)
         degrees = sorted({d for group in self._groups for d in divisors(group.num_devices)})
-        for tensor in self._values("tensor_parallel_degree", [d for d in degrees if d <= widest]):
-            for context in self._values("context_parallel_degree", [d for d in degrees if d * tensor <= widest]):
-                if context == 1 and "context_parallel_method" in self.given:
-                    continue
-                for shard in self._values("data_parallel_shard_degree", divisors(batch)):
-                    width = tensor * context * shard
-                    if not (self._has_axis("tp", tensor) and self._has_axis("cp", context)):
-                        continue
-                    if not self._has_axis("dp_shard", shard):
-                        continue
-                    if width > world or not any(self.cells(width)):
-                        continue
-                    yield from self._of_width(tensor, context, shard, experts)
+        for tensor, context, shard in product(
+            self._values("tensor_parallel_degree", degrees),
+            self._values("context_parallel_degree", degrees),
+            self._values("data_parallel_shard_degree", divisors(self.asked.job.global_batch_size)),
+        ):
+            may_share = context > 1 or "context_parallel_method" not in self.given
+            named = self._has_axis("tp", tensor) and self._has_axis("cp", context) and self._has_axis("dp_shard", shard)
+            if may_share and named and any(self.cells(tensor * context * shard)):
+                yield from self._of_width(tensor, context, shard, experts)
 
     def _of_width(self, tensor: int, context: int, shard: int, experts: list[int]) -> Iterator[Alike]:
         sizes = self._sizes(tensor * context * shard, shard)
@@ -374,23 +343,23 @@ class MixedSpace:
 
     def _broken(self, alike: Alike) -> tuple[str, str] | None:
         """The first rule that these degrees break, as (name, message)."""
-        for name, says in self._rules(alike._replace(recompute="none")):
-            if says is not None:
-                return name, says
+        if (rule := self._broken_anyway(alike._replace(recompute="none"))) is not None:
+            return rule
         refused = self.asked.refused(layout_of(alike, 1))
         return None if refused is None else ("engine", refused)
 
     @cached_method
-    def _rules(self, alike: Alike) -> tuple[tuple[str, str | None], ...]:
-        """The rules for these degrees, as (name, message); the message is None where the rule holds."""
+    def _broken_anyway(self, alike: Alike) -> tuple[str, str] | None:
+        """The first rule that these degrees break whatever is recomputed and whatever the engine can run."""
         graph, job, engine, layout = self.asked.graph, self.asked.job, self.asked.engine, layout_of(alike, 1)
-        return (
+        rules_of_degrees = (
             ("not placed", self._not_placed()),
             *self._of_tensor(alike.tensor, alike.sequence_parallel),
             ("sequence", rules.sequence(graph, layout)),
             ("context", rules.context(graph, layout, engine)),
             ("experts", rules.experts(graph, job, layout, engine)),
         )
+        return next(((name, says) for name, says in rules_of_degrees if says is not None), None)
 
     @cached_method
     def _of_tensor(self, tensor: int, sequence: bool) -> tuple[tuple[str, str | None], ...]:
