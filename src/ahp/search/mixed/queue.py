@@ -30,9 +30,8 @@ class Queue:
         """Shapes with floors by work and speed alone, the lowest first."""
         self._limit_s, self._step = limit_s, FURTHER
         self.number = count()  # breaks ties between equal floors
-        self._some: list[tuple[float, int, Shapes, int]] = []
-        """Floors as close as rows share them: (floor, tie-breaker, ``Shapes``, index), each for all rows that it stands for."""
-        self._each: list[tuple[float, int, Shape]] = []
+        self._heap: list[tuple[float, int, Shape, bool]] = []
+        """Shapes that memory may hold: (floor, tie-breaker, shape, whether its floor is as close as it gets)."""
         self.too_large = 0
         """Shapes that came up and that memory rules out."""
 
@@ -45,23 +44,16 @@ class Queue:
     def pop(self, below_s: float) -> tuple[float, Shape] | None:
         """The next shape and its floor; None where no floor is below ``below_s``. Floors never fall from one pop to the next."""
         while True:
-            rough_s, *heaps_s = (
-                self._rough.lowest_s,
-                *(heap[0][0] if heap else float("inf") for heap in (self._some, self._each)),
-            )
-            some_s, each_s = heaps_s
-            if min(rough_s, some_s, each_s) >= below_s:
+            lowest_s = self._heap[0][0] if self._heap else float("inf")
+            if min(self._rough.lowest_s, lowest_s) >= below_s:
                 return None
-            if each_s <= min(some_s, rough_s):
-                floor_s, _, shape = heapq.heappop(self._each)
-                return floor_s, shape
-            if some_s <= rough_s:
-                floor_s, _, of, at = heapq.heappop(self._some)
-                for shape in self._floors.shapes(self.kind, of, at):
-                    closer_s = self._floors.closer_s(shape) if self.kind == "alone" else floor_s
-                    heapq.heappush(self._each, (max(floor_s, closer_s), next(self.number), shape))
-            else:
+            if self._rough.lowest_s < lowest_s:
                 self._by_memory(below_s)
+                continue
+            floor_s, _, shape, is_close = heapq.heappop(self._heap)
+            if is_close:
+                return floor_s, shape
+            heapq.heappush(self._heap, (max(floor_s, self._floors.closer_s(shape)), next(self.number), shape, True))
 
     def popped(self, below_s: float) -> Iterator[tuple[float, Shape]]:
         """All shapes that come up, with their floors."""
@@ -76,4 +68,5 @@ class Queue:
         # Where nothing fits so far, take a longer step next: many shapes at once take hardly longer than a few.
         self._step = FURTHER if len(held.floor_s) else min(self._step**2, FURTHEST)
         for at, floor_s in enumerate(held.floor_s.tolist()):
-            heapq.heappush(self._some, (floor_s, next(self.number), held, at))
+            for shape in self._floors.shapes(self.kind, held, at):
+                heapq.heappush(self._heap, (floor_s, next(self.number), shape, self.kind != "alone"))
