@@ -53,7 +53,7 @@ def test_what_is_proposed_is_legal_and_costs_what_the_forecast_says() -> None:
 def test_layouts_that_do_not_fit_take_no_place_of_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
     tight = cluster_of((L4, 1, 4), (H100, 1, 2), gbps=100, memory={"a": 1_500_000_000})
     used = problem(graph("llama"), tight, JOB, {}, {"name": "ahp", "compile": False})
-    finder = _Finder(used, UnlikeWidths())
+    finder = _Finder(used)
     promises = sorted(finder.promising([]), key=lambda one: one.pipeline_s)
     fits = [finder.priced(finder.layout(promise)) for promise in promises]
     assert not any(fits[:2])
@@ -61,7 +61,7 @@ def test_layouts_that_do_not_fit_take_no_place_of_those_that_do(monkeypatch: pyt
     monkeypatch.setattr(widths, "PRICED", 2)
     found = unlike_widths(used, [])
     assert found.fitting
-    assert found.fitting[0][1].step_time_s <= next(filter(None, fits))[0].forecast.step_time_s
+    assert found.fitting[0][1].step_time_s <= next(filter(None, fits)).forecast.step_time_s
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_ranks_share_sequences_as_the_user_has_fixed_it(method: str | None) -> N
 
 def test_ranks_share_sequences_as_the_fastest_layouts_with_cells_alike_do() -> None:
     near = Parallelism(context_parallel_degree=2, context_parallel_method="ring", data_parallel_replicate_degree=2)
-    finder = _Finder(asked(), UnlikeWidths())
+    finder = _Finder(asked())
     ways = {(one.common.context, one.common.method) for one in finder.promising([(near, None)])}  # type: ignore[list-item]
     assert ways == {(1, None), (2, "ring")}
 

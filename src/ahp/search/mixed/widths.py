@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,13 +23,12 @@ from ahp.divisors import divisors
 from ahp.errors import AhpError
 from ahp.forecast import mixed_rules, rules
 from ahp.forecast.priced import Priced
-from ahp.graph.operators import ModelGraph
 from ahp.plan import ContextMethod, Parallelism, StagePlace, validated
 from ahp.search.fewest import fewest, said_plainly, with_all
 from ahp.search.mixed.balance import share
 from ahp.search.mixed.given import degrees
 from ahp.search.mixed.space import one_per_rank
-from ahp.search.pairs import Pair
+from ahp.search.pairs import Pair, by_time
 from ahp.search.problem import Problem
 from ahp.stage_place import Width
 
@@ -69,6 +68,10 @@ class Common(NamedTuple):
     context: int = 1
     method: ContextMethod | None = None
 
+    def layout(self, **keys: Any) -> Parallelism:
+        """A layout with this way to share sequences, and further keys."""
+        return Parallelism(context_parallel_degree=self.context, context_parallel_method=self.method, **keys)
+
 
 class Promise(NamedTuple):
     """A layout before its layers are cut into stages, with the time that it promises."""
@@ -79,7 +82,7 @@ class Promise(NamedTuple):
     common: Common
 
 
-@dataclass
+@dataclass(frozen=True)
 class UnlikeWidths:
     """The layouts found with stages of different width."""
 
@@ -93,23 +96,20 @@ def unlike_widths(asked: Problem, ranked: Sequence[Pair], best_s: float = math.i
 
     ``best_s``: a layout whose layers alone take as long or longer is not priced.
     """
-    found = UnlikeWidths()
     given = asked.constraints.given
     alike = any(key in given for key in GIVEN) or any(given.get(key, 1) != 1 for key in ONE)
     if alike or "balance_loss" in asked.graph.config:
-        return found
-    finder = _Finder(asked, found)
-    best: list[Priced] = []
+        return UnlikeWidths()
+    finder, best = _Finder(asked), list[Priced]()
     for promise in heapq.nsmallest(LOOKED_AT, finder.promising(ranked), key=lambda one: one.pipeline_s):
         if promise.pipeline_s >= best_s or len(best) >= PRICED:
             break
-        best += finder.priced(finder.layout(promise))
+        if (found := finder.priced(finder.layout(promise))) is not None:
+            best.append(found)
     best.sort(key=lambda one: one.forecast.step_time_s)
-    improved = [finder.improved(one) for one in best[:IMPROVED]]
-    found.fitting = sorted(
-        {one.parallelism: (one.parallelism, one.forecast) for one in improved}.values(), key=lambda p: p[1].step_time_s
-    )
-    return found
+    improved = map(finder.improved, best[:IMPROVED])
+    found = {one.parallelism: one.forecast for one in improved}
+    return UnlikeWidths(by_time(found.items()), finder.forecasts)
 
 
 def given_widths(asked: Problem) -> Parallelism | None:
@@ -124,10 +124,9 @@ def given_widths(asked: Problem) -> Parallelism | None:
 class _Finder:
     """Prices layouts of one problem."""
 
-    def __init__(self, asked: Problem, found: UnlikeWidths) -> None:
-        self.asked, self.found = asked, found
-        self.graph: ModelGraph = asked.graph
-        self.prices = asked.mixed_pricer
+    def __init__(self, asked: Problem) -> None:
+        self.asked, self.graph, self.prices = asked, asked.graph, asked.mixed_pricer
+        self.forecasts = 0
 
     def promising(self, ranked: Sequence[Pair]) -> Iterator[Promise]:
         """Every number of stages on every group, at the fastest widths, in every order of the groups."""
@@ -194,11 +193,7 @@ class _Finder:
 
     def _widths(self, group: NodeGroup, common: Common) -> Iterator[Width]:
         for tensor in range(1, group.devices_per_node + 1):
-            own = Parallelism(
-                tensor_parallel_degree=tensor,
-                context_parallel_degree=common.context,
-                context_parallel_method=common.method,
-            )
+            own = common.layout(tensor_parallel_degree=tensor)
             cell, engine = tensor * common.context, self.asked.engine
             if self.graph.sequence_length % cell or rules.context(self.graph, own, engine):
                 continue
@@ -211,10 +206,8 @@ class _Finder:
         """Seconds of the forward and backward pass of one layer for one micro-batch of a replica, which does not depend on the number of
         replicas."""
         shard, tensor = width
-        own = Parallelism(
+        own = common.layout(
             data_parallel_shard_degree=shard,
-            context_parallel_degree=common.context,
-            context_parallel_method=common.method,
             tensor_parallel_degree=tensor,
             enable_sequence_parallel=tensor > 1,
             pipeline_parallel_degree=2,
@@ -234,11 +227,9 @@ class _Finder:
         assert layers is not None, "there are no more stages than layers"
         split = any(side.width[1] > 1 for side in sides)
         given = self.asked.constraints.given
-        return Parallelism(
+        return common.layout(
             data_parallel_replicate_degree=common.replicas,
             pipeline_parallel_degree=len(places),
-            context_parallel_degree=common.context,
-            context_parallel_method=common.method,
             micro_batch_size=common.whole,
             zero_stage=given.get("zero_stage", 1 if any(side.width[0] * common.context > 1 for side in sides) else 0),
             enable_sequence_parallel=given.get("enable_sequence_parallel", split),
@@ -254,27 +245,24 @@ class _Finder:
             **{key: given[key] for key in ("pipeline_parallel_schedule",) if key in given},
         )
 
-    def priced(self, layout: Parallelism) -> list[Priced]:
-        """The layout if it can run and fits, with the lightest kind of recompute that fits and as few layers recomputed as possible."""
+    def priced(self, layout: Parallelism) -> Priced | None:
+        """The layout with the lightest kind of recompute that fits and as few layers recomputed as possible; None if it cannot run or fit."""
         given = self.asked.constraints.given.get("activation_checkpoint")
-        kinds, found = ("selective", "full") if given is None else (given,), []
-        if not self._holds(layout.model_copy(update={"activation_checkpoint": kinds[-1]})):
-            return []
-        for kind in kinds:
-            whole = layout.model_copy(update={"activation_checkpoint": kind})
+        kinds = ("selective", "full") if given is None else (given,)
+        each = [layout.model_copy(update={"activation_checkpoint": kind}) for kind in kinds]
+        if not self._holds(each[-1]):
+            return None
+        for whole in each:
             try:
-                lightest = self._lightest(whole)
-                if lightest is None:
+                if (lightest := self._lightest(whole)) is None:
                     continue
-                self.found.forecasts += 1
-                found.append(
-                    self.asked.priced(whole if given not in (None, lightest.activation_checkpoint) else lightest)
-                )
+                self.forecasts += 1
+                found = self.asked.priced(whole if given not in (None, lightest.activation_checkpoint) else lightest)
             except AhpError:
                 continue
-            if found[-1].forecast.fits:
-                break
-        return [one for one in found if one.forecast.fits and self.asked.constraints.admits(one.parallelism)]
+            if found.forecast.fits:
+                return found if self.asked.constraints.admits(found.parallelism) else None
+        return None
 
     def _holds(self, layout: Parallelism) -> bool:
         """Whether every cell fits with all layers recomputed. The cells of a stage are alike in all replicas."""
@@ -285,13 +273,12 @@ class _Finder:
 
     def _lightest(self, layout: Parallelism) -> Parallelism | None:
         """The layout with the fewest layers recomputed for every cell to fit; None if a cell does not fit with all layers recomputed."""
-        stages = layout.stages or ()
         if layout.activation_checkpoint == "none":
             return layout
-        if not self._holds(layout):
-            return None
-        fits = self.prices.cells_fit(layout)
+        stages, fits = layout.stages or (), self.prices.cells_fit(layout)
         layers = [stage.layers for stage in stages]
+        if not all(fits(0, layers)):
+            return None
         some = fewest(lambda numbers: fits(0, numbers), [0] * len(layers), layers)
         places = (
             stage.model_copy(update={"recomputed_layers": count}) for stage, count in zip(stages, some, strict=True)
@@ -304,8 +291,8 @@ class _Finder:
         if key in self.asked.constraints.given:
             return best
         layouts = (best.parallelism.model_copy(update={key: name}) for name in one_per_rank())
-        others = (one for layout in layouts for one in self.priced(with_all(layout)))
-        return min([best, *others], key=lambda one: one.forecast.step_time_s)
+        others = (self.priced(with_all(layout)) for layout in layouts)
+        return min([best, *filter(None, others)], key=lambda one: one.forecast.step_time_s)
 
     def _moved_while_faster(self, best: Priced) -> Priced:
         for _ in range(MOVES):
@@ -314,9 +301,9 @@ class _Finder:
             others = sorted((s for s in range(len(times)) if s != slowest), key=times.__getitem__)
             for target in others[:2]:
                 moved = self._moved(best.parallelism, slowest, target)
-                better = [] if moved is None else self.priced(moved)
-                if better and better[0].forecast.step_time_s < best.forecast.step_time_s:
-                    best = better[0]
+                better = None if moved is None else self.priced(moved)
+                if better is not None and better.forecast.step_time_s < best.forecast.step_time_s:
+                    best = better
                     break
             else:
                 return best
