@@ -6,14 +6,14 @@ The layouts whose family can stay below the limit get floors of their own.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ahp.arrays import Floats, Ints
 from ahp.forecast.cell_columns import CellColumns
-from ahp.search.mixed.capacity import Depth, Pipelines
+from ahp.search.mixed.capacity import Depth
 from ahp.search.mixed.replicas import FINE, FIRST_LOOK, ROUGH, Crewed, Times, mixes
 from ahp.search.mixed.shapes import Shapes
 from ahp.search.mixed.space import Alike
@@ -35,11 +35,7 @@ class Layouts:
 
     def depth(self, schedule: int, p: int) -> Depth:
         """Pipelines with ``p`` stages."""
-        return Depth(self.columns, self.cells, self.schedules[schedule], p)
-
-    def pipelines(self, of: Shapes) -> Pipelines:
-        """The pipelines of some shapes."""
-        return Pipelines(of.rows, of.replicas, self.total[of.rows])
+        return Depth(self.columns, self.cells, self.total, self.schedules[schedule], p)
 
     def families(self, family: Ints) -> Layouts:
         """A row for each family, with the least that any of its layouts needs; ``family``: [N]."""
@@ -65,8 +61,8 @@ class Layouts:
             found = limits_s.copy()
             for schedule in np.unique(of.schedule).tolist():
                 some = np.flatnonzero(of.schedule == schedule)
-                pipelines = self.pipelines(of.where(some))
-                found[some] = _closely_s(self.depth(schedule, p), pipelines, mix, known_s[some], limits_s[some])
+                depth = self.depth(schedule, p)
+                found[some] = _closely_s(depth, of.where(some), mix, known_s[some], limits_s[some])
         else:
             found, left = known_s.copy(), np.arange(len(known_s))
             for times in (FIRST_LOOK, ROUGH):  # a first look finds that most take longer than the limit
@@ -81,12 +77,12 @@ class Layouts:
         crews, order = [], []
         for schedule in np.unique(of.schedule).tolist():
             some = np.flatnonzero(of.schedule == schedule)
-            crews.append(self.depth(schedule, p).crewed(self.pipelines(of.where(some)), mix, times))
+            crews.append(self.depth(schedule, p).crewed(of.where(some), mix, times))
             order.append(some)
         return Crewed.all(crews).where(np.argsort(np.concatenate(order)))
 
 
-def _closely_s(depth: Depth, of: Pipelines, mix: Ints, known_s: Floats, limit_s: Floats) -> Floats:
+def _closely_s(depth: Depth, of: Shapes, mix: Ints, known_s: Floats, limit_s: Floats) -> Floats:
     """[n] Floors from the known ones up to a limit: the least over all numbers of layers that the largest stage may have, and over the kinds of
     schedules. Each of these is looked at more closely only while it may be below the least so far."""
     at, largest = depth.largest(of, mix, limit_s)
@@ -103,21 +99,15 @@ def _closely_s(depth: Depth, of: Pipelines, mix: Ints, known_s: Floats, limit_s:
     return least_s
 
 
-@dataclass(frozen=True)
 class ByReplicas:
     """Floors of layouts, with those of their families first."""
 
-    each: Layouts
-    together: Layouts
-    family: Ints
-    """[N] The family of each layout."""
-
-    @classmethod
-    def of(cls, each: Layouts, alikes: Sequence[Alike]) -> ByReplicas:
+    def __init__(self, each: Layouts, alikes: Sequence[Alike]) -> None:
         """``alikes``: [N] what the cells of each layout have in common."""
-        numbers: dict[Hashable, int] = {}
-        family = np.array([numbers.setdefault(_family(alike), len(numbers)) for alike in alikes], dtype=np.int64)
-        return cls(each, each.families(family), family)
+        numbers: dict[Alike, int] = {}
+        self.family = np.array([numbers.setdefault(_family(alike), len(numbers)) for alike in alikes], dtype=np.int64)
+        """[N] The family of each layout."""
+        self.each, self.together = each, each.families(self.family)
 
     def floors(self, of: Shapes, limit_s: float) -> Shapes:
         """The same shapes with floors as far as these are below the limit."""

@@ -29,7 +29,8 @@ from ahp.arrays import Floats, Ints, Mask
 from ahp.forecast.cell_columns import BETWEEN, FIRST, LAST, CellColumns
 from ahp.forecast.stage_room import ANYWHERE, ROUNDING, Positions, StageRoom
 from ahp.schedule.bounds import in_flight
-from ahp.search.mixed.replicas import FINE, FIRST_LOOK, Ahead, Crewed, Crews, Times, longest_s, selected
+from ahp.search.mixed.replicas import FINE, FIRST_LOOK, Ahead, Crewed, Crews, Times, longest_s
+from ahp.search.mixed.shapes import Shapes
 from ahp.search.mixed.space import SEVERAL, all_forwards_first, splits_backward
 
 FEWER = np.unique(np.round(1.2 ** np.arange(60)).astype(np.int64))
@@ -39,38 +40,28 @@ Kind = Literal["V", "loops", "split"]
 """How ranks with several stages go through them: down and up again, in loops, or in loops with a split backward pass."""
 
 
-class Pipelines(NamedTuple):
-    """Shapes [n] with p stages (or ranks, under ``SEVERAL``) each under one schedule."""
-
-    rows: Ints
-    """Rows of the columns."""
-    replicas: Ints
-    total: Ints
-    """Micro-batches of all replicas."""
-
-    where = selected
-
-
 @dataclass(frozen=True)
 class Depth:
-    """Pipelines with ``p`` stages under one schedule."""
+    """Pipelines with ``p`` stages (or ranks, under ``SEVERAL``) under one schedule; the shapes [n] that its methods take are such."""
 
     columns: CellColumns
     cells: Ints
     """[N, G] Cells of each group."""
+    total: Ints
+    """[N] Micro-batches of all replicas."""
     schedule: str
     p: int
     kind: Kind | None = None
     """The only kind of schedules with several stages on a rank that is meant; None = any."""
 
-    def hold(self, of: Pipelines) -> Mask:
+    def hold(self, of: Shapes) -> Mask:
         """[n] Whether memory holds all layers in every replica."""
         found = np.zeros(len(of.rows), dtype=bool)
-        for heavy, some in _each(self._counted(of.total // of.replicas)):
+        for heavy, some in _each(self._counted(of)):
             found[some] = self._hold(of.where(some), heavy)
         return found
 
-    def _hold(self, of: Pipelines, heavy: int) -> Mask:
+    def _hold(self, of: Shapes, heavy: int) -> Mask:
         """The same for shapes whose replicas have ``heavy`` micro-batches or more on average."""
         rows, which = np.unique(of.rows, return_inverse=True)
         stages = positions(self.schedule, self.p, heavy)
@@ -82,16 +73,17 @@ class Depth:
             holds, stages.number, which, self.cells[of.rows], of.replicas, self.p, self.columns.num_layers
         )
 
-    def _counted(self, micro_batches: Ints) -> Ints:
-        """Micro-batches rounded down to the numbers for which room is computed."""
+    def _counted(self, of: Shapes) -> Ints:
+        """[n] Mean micro-batches of a replica, rounded down to the numbers for which room is computed."""
+        micro_batches = self.total[of.rows] // of.replicas
         few = 1 << np.log2(np.maximum(micro_batches, 1)).astype(np.int64)
         return few if all_forwards_first(self.schedule) else np.where(micro_batches >= self.p, self.p, few)
 
-    def crewed(self, of: Pipelines, mix: Ints, times: Times) -> Crewed:
+    def crewed(self, of: Shapes, mix: Ints, times: Times) -> Crewed:
         """The replicas of shapes whose floors are to get closer; for a first look, whatever their micro-batches."""
         if times is FIRST_LOOK:
             return self._crewed(of, (1,), mix, times)
-        each = list(_each(self._counted(of.total // of.replicas)))
+        each = list(_each(self._counted(of)))
         found = [self._crewed(of.where(some), (1, heavy), mix, times) for heavy, some in each]
         return Crewed.all(found).where(np.argsort(np.concatenate([some for _, some in each])))
 
@@ -99,19 +91,19 @@ class Depth:
         """The same pipelines under each kind of schedules."""
         return [replace(self, kind=kind) for kind in (get_args(Kind) if self.schedule == SEVERAL else (None,))]
 
-    def crewed_closely(self, of: Pipelines, mix: Ints, times: Times, largest: Ints | None) -> Crewed:
+    def crewed_closely(self, of: Shapes, mix: Ints, times: Times, largest: Ints | None) -> Crewed:
         """The same, closer and slower: with replicas by their micro-batches up to the number from which on they keep no more. ``largest``: [n]
         the layers of the stage with the most."""
         return self._crewed(of, tuple(1 << at for at in range((2 * self.p).bit_length())), mix, times, largest)
 
-    def largest(self, of: Pipelines, mix: Ints, limit_s: Floats) -> tuple[Ints, Ints | None]:
+    def largest(self, of: Shapes, mix: Ints, limit_s: Floats) -> tuple[Ints, Ints | None]:
         """Shapes, each as often as there are numbers of layers that its largest stage may have within ``limit_s`` [n]: their indices, and these
         numbers; None where layers differ."""
         columns, every = self.columns, np.arange(len(of.rows))
         if not columns.alike:
             return every, None
         layer_s = columns.work.layer_s[of.rows].min(axis=1)
-        most = np.minimum(limit_s * of.replicas / (of.total * layer_s), columns.num_layers).astype(np.int64)
+        most = np.minimum(limit_s * of.replicas / (self.total[of.rows] * layer_s), columns.num_layers).astype(np.int64)
         least = -(-columns.num_layers // self.p)
         number = np.maximum(most - least + 1, 0)
         at, first = np.repeat(every, number), np.repeat(np.cumsum(number) - number, number)
@@ -122,7 +114,7 @@ class Depth:
         return at[left], largest[left]
 
     def _crewed(
-        self, of: Pipelines, numbers: Sequence[int], mix: Ints, times: Times, largest: Ints | None = None
+        self, of: Shapes, numbers: Sequence[int], mix: Ints, times: Times, largest: Ints | None = None
     ) -> Crewed:
         """The same, with replicas by these ``numbers`` of micro-batches; the shapes' replicas have at least the largest on average if there are two."""
         keys = np.stack([of.rows, 0 * of.rows if largest is None else largest])
@@ -132,7 +124,7 @@ class Depth:
         crews = tuple(
             self._crews(rows, number, mix, times, most, there=number == numbers[-1] or not alone) for number in numbers
         )
-        return Crewed(mix, crews, which.ravel(), self.cells[of.rows], of.replicas, of.total)
+        return Crewed(mix, crews, which.ravel(), self.cells[of.rows], of.replicas, self.total[of.rows])
 
     def _crews(self, rows: Ints, fewest: int, mix: Ints, times: Times, largest: Ints | None, *, there: bool) -> Crews:
         """Replicas of some rows with ``fewest`` micro-batches or more; ``there``: whether there are any."""

@@ -9,12 +9,13 @@ all but weight gradients (``mixed.capacity`` proves both). Then memory rules som
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
 from ahp.arrays import Floats, Ints, Mask
+from ahp.cached_method import cached_method
 from ahp.forecast.assembly import slowest_share
 from ahp.forecast.cell_columns import WHOLE, CellColumns, that_have
 from ahp.forecast.cells import GroupCells
@@ -40,12 +41,11 @@ class ShapeFloors:
 
     def __init__(self, pricer: MixedPricer, space: MixedSpace) -> None:
         self.pricer, self.space = pricer, space
-        alikes, cells = space.alike, cache(space.cells)
+        alikes = space.alike
         choice = [space.has_choice(alike) for alike in alikes]
         self.columns = CellColumns.of(pricer, [layout_of(alike, 2) for alike in alikes], may_choose=choice)
-        self.group_cells = cache(self._group_cells)
         self._rows = {alike: row for row, alike in enumerate(alikes)}
-        self._cells = np.array([cells(alike.width) for alike in alikes], dtype=np.int64)
+        self._cells = np.array([space.cells(alike.width) for alike in alikes], dtype=np.int64)
         self._total = np.array([space.micro_batches(alike) for alike in alikes], dtype=np.int64)
         self._width = np.array([alike.width for alike in alikes], dtype=np.int64)
         work = self.columns.work
@@ -54,13 +54,10 @@ class ShapeFloors:
         self._layouts = Layouts(self.columns, self._cells, self._total, space.schedules(2))
         self._is_covered = self._covered()
         self._on_cpu = any(is_cpu(group.device) for group in space.asked.cluster.groups)
-        self.slowest = cache(self._slowest)
-        self.priced = cache(self._priced)
-        self._members = cache(self._rows_of)
 
     @cached_property
     def _by_replicas(self) -> ByReplicas:
-        return ByReplicas.of(self._layouts, self.space.alike)
+        return ByReplicas(self._layouts, self.space.alike)
 
     def _covered(self) -> Mask:
         """[N] Whether another row has all layouts of this one: stages that can recompute fewer than all of their layers can recompute none."""
@@ -71,7 +68,8 @@ class ShapeFloors:
             for alike, other in zip(self.space.alike, others, strict=True)
         ], dtype=bool)  # fmt: skip
 
-    def _slowest(self, devices: int) -> float:
+    @cached_method
+    def slowest(self, devices: int) -> float:
         """The share that the forecast adds for the slowest of ``devices`` devices."""
         return 0.0 if self._on_cpu else slowest_share(devices)
 
@@ -98,7 +96,7 @@ class ShapeFloors:
         found = of.floor_s.copy()
         for schedule, p in np.unique(np.stack([of.schedule, of.pipeline]), axis=1).T.tolist():
             some = np.flatnonzero((of.schedule == schedule) & (of.pipeline == p))
-            hold = self._layouts.depth(schedule, p).hold(self._layouts.pipelines(of.where(some)))
+            hold = self._layouts.depth(schedule, p).hold(of.where(some))
             found[some[~hold]] = np.inf
         return of._replace(floor_s=found)
 
@@ -114,7 +112,8 @@ class ShapeFloors:
         rows = self._members(kind)[int(of.rows[at])]
         return [Shape(self.space.alike[row], pipeline, replicas, schedule) for row in rows]
 
-    def _rows_of(self, kind: ShapeKind) -> dict[int, list[int]]:
+    @cached_method
+    def _members(self, kind: ShapeKind) -> dict[int, list[int]]:
         """Rows that have everything in common, keyed by the first row; without covered rows and twins."""
         there, columns = ~self._is_covered, self.columns.same[int(kind == "alone")]
         if kind != "alone":
@@ -175,7 +174,8 @@ class ShapeFloors:
         )
         return float(least_s[0] + once_s) * (1.0 + self.slowest(shape.replicas * shape.alike.width))
 
-    def _priced(self, row: int) -> tuple[Floats, float]:
+    @cached_method
+    def priced(self, row: int) -> tuple[Floats, float]:
         """[G] Seconds of the whole model for one micro-batch on a cell, from priced stages, and seconds of what comes once per step."""
         alike, there = self.space.alike[row], self._cells[row] > 0
         tables = self._tables(alike, layout_of(alike, 1))
@@ -209,7 +209,8 @@ class ShapeFloors:
             layers=self.space.asked.graph.layers, ranks=ranks,
         )  # fmt: skip
 
-    def _group_cells(self, alike: Alike, pipelined: bool) -> list[GroupCells]:
+    @cached_method
+    def group_cells(self, alike: Alike, pipelined: bool) -> list[GroupCells]:
         layout, names = layout_of(alike, 2 if pipelined else 1), that_have(self.pricer.cluster.groups, alike.width)
         each = {name: GroupCells(self.pricer, name, layout) for name in set(names)}
         return [each[name] for name in names]

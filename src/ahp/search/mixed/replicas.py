@@ -103,13 +103,13 @@ def longest_s(
     """
     least_s = room.least_s(num_layers, stages.number)
     found, there = np.full((len(least_s), len(mix)), np.inf), np.flatnonzero(np.isfinite(least_s))
-    each, groups = room.mapped(lambda of: of), mix.shape[1]
+    most = np.full(len(least_s), num_layers) if largest is None else largest
+    every, groups = _Stages(room.mapped(lambda of: of), stages, fewest, head_s, most, alike), mix.shape[1]
     tried = len(times.over_least) + times.whole_layers * groups
     size = max(1, AT_ONCE // (groups * tried * (int(stages.number.sum()) + 1)))
     for first in range(0, len(there), size):
         some = there[first : first + size]
-        most = np.full(len(some), num_layers) if largest is None else largest[some]
-        own = _Stages(each.mapped(lambda of, some=some: of[some]), stages, fewest, head_s[some], most, alike)
+        own = every.where(some)
         ever = own.layers(np.full((len(some), 1), FOREVER), mix, np.zeros((len(some), 1), dtype=np.int64))
         holds = ever >= num_layers * (1 - ROUNDING)
         rows, ways = np.flatnonzero(holds.any(axis=1)), np.flatnonzero(holds.any(axis=0))
