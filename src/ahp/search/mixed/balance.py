@@ -112,7 +112,6 @@ def balance(
     kinds: Sequence[Kind],
     counts: Sequence[int],
     tables: LayoutTables,
-    num_layers: int,
     total: int,
     allowed: Mask,
     *,
@@ -140,7 +139,7 @@ def balance(
         if micro_batches is None:
             break
         most = _most(micro_batches)
-        layers = fixed or _cut(at, tables, num_layers, most, ways_s, np.array(fewest), splits=splits)
+        layers = fixed or _cut(at, tables, most, ways_s, np.array(fewest), splits=splits)
         if layers is None:
             break
         costs = costs_of(layers, most)
@@ -178,21 +177,14 @@ def _by_speed(kinds: Sequence[Kind], tables: LayoutTables, numbers: Ints) -> lis
 
 
 def _cut(
-    kinds: Ints,
-    tables: LayoutTables,
-    num_layers: int,
-    most: Sequence[int],
-    ways_s: Floats,
-    fewest: Ints,
-    *,
-    splits: bool,
+    kinds: Ints, tables: LayoutTables, most: Sequence[int], ways_s: Floats, fewest: Ints, *, splits: bool
 ) -> tuple[int, ...] | None:
     """The cut with the earliest end by the formula, with the ways through the replicas from the last round.
 
     ``kinds``: [K, S]. A stage ends later the more layers it has, so in T seconds each stage has room for some number of layers. The least T
     in which all L layers have room is the L-th earliest end of all stages and numbers of layers.
     """
-    stages = np.arange(kinds.shape[1])
+    stages, num_layers = np.arange(kinds.shape[1]), tables.num_layers
     ends = np.full((len(stages), num_layers), -np.inf)
     for kind, m, way_s in zip(kinds, most, ways_s, strict=True):
         costs = tables.by_layers(m)

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count, islice
-from typing import Any
 
 from ahp.schedule.registry import PLAIN
 from ahp.search.certificate import merged
@@ -25,7 +24,7 @@ from ahp.search.mixed.several import SeveralTask
 from ahp.search.mixed.solve import Placement, Solved, Task
 from ahp.search.mixed.space import SEVERAL, MixedSpace, Shape, shape_of, splits_backward
 from ahp.search.mixed.tables import LayoutTables, columns_hold
-from ahp.search.pairs import Pair
+from ahp.search.pairs import Pair, by_time
 from ahp.search.problem import Problem
 from ahp.search.space import Rule
 
@@ -102,7 +101,7 @@ def find_over(
             found.append(Finder(asked, space, budget, best_s).run(keep, seeds))
             best_s = min([best_s, *(forecast.step_time_s for _, forecast in found[-1].fitting[:1])])
     return MixedOutcome(
-        fitting=sorted((pair for one in found for pair in one.fitting), key=lambda pair: pair[1].step_time_s),
+        fitting=by_time(pair for one in found for pair in one.fitting),
         misfits=[pair for one in found for pair in one.misfits],
         rules=merged([tuple(space.rules.values()) for space in spaces]),
         broken=sum(space.size - space.legal for space in spaces),
@@ -150,7 +149,7 @@ class Finder:
                 lowest_s = lowest_floor_s(self.floors, kind, self.best_s, limit_s, self._may_win)
                 self.outcome.floor_s = min(self.outcome.floor_s, lowest_s)
         self._price_waiting(keep)
-        self.outcome.fitting.sort(key=lambda pair: pair[1].step_time_s)
+        self.outcome.fitting = self._fastest()
         return self.outcome
 
     def _queue(self, kind: ShapeKind, keep: int) -> float:
@@ -241,8 +240,8 @@ class Finder:
                 return
             self._first_that_fits(task, found)
 
-    def _fastest(self, count: int) -> list[Pair]:
-        return sorted(self.outcome.fitting, key=lambda pair: pair[1].step_time_s)[:count]
+    def _fastest(self, count: int | None = None) -> list[Pair]:
+        return by_time(self.outcome.fitting)[:count]
 
     def _look_nearby(self, seeds: Iterable[Shape]) -> None:
         """Look at pipelines near some shapes and near those found, the fastest first, until ``near`` in a row were no faster; near those that do
@@ -304,39 +303,37 @@ class Finder:
 
     def task(self, shape: Shape) -> Task:
         """The task of placing a shape, with the costs of its cells."""
+        task = self._task(shape)
         if shape.schedule != SEVERAL:
-            return Task(**self._facts(shape))
+            return task
 
         def of_pipe(pipe: ScheduleChoice) -> LayoutTables:
             update = {"pipeline_parallel_schedule": pipe.schedule, "virtual_stages_per_rank": pipe.virtual}
             return self.floors.tables(shape, shape.layout().model_copy(update=update))
 
         # Several stages per rank fill pipelines at least as well as weight gradients do, and loops can keep as little as 1F1B.
-        facts = self._facts(shape)
         one, plain = replace(shape, schedule="InterleavedZeroBubble"), replace(shape, schedule=PLAIN)
-        of_one = {
-            "pipes": (ScheduleChoice(one.schedule, 1),),
-            "fixed": replace(facts["fixed"], layers=None, recomputed=None),
-        }
+        of_one = replace(
+            task, shape=one, tables=self.floors.tables(plain), pipes=(ScheduleChoice(one.schedule, 1),),
+            fixed=replace(task.fixed, layers=None, recomputed=None),
+        )  # fmt: skip
         return SeveralTask(
-            **facts,
-            one=Task(**{**facts, **of_one, "shape": one, "tables": self.floors.tables(plain)}),
-            of_pipe=cache(of_pipe),
-            legal=lambda pipe, m: self.space.legal_pipe(pipe, shape.pipeline, m),
+            **vars(task), one=of_one, of_pipe=cache(of_pipe), legal=lambda pipe, m: self.space.legal_pipe(pipe, shape.pipeline, m)
         )  # fmt: skip
 
-    def _facts(self, shape: Shape) -> dict[str, Any]:
+    def _task(self, shape: Shape) -> Task:
+        """The task as far as its schedules do not matter."""
         alike, total, several = shape.alike, self.space.micro_batches(shape.alike), shape.schedule == SEVERAL
-        return {
-            "shape": shape,
-            "tables": self.floors.tables(shape),
-            "cells": self.space.cells(alike.width),
-            "names": self.names,
-            "total": total,
-            "allowed": self.space.allowed(shape.pipeline, shape.schedule, total),
-            "fastest_first": self.floors.fastest_first(alike),
-            "slowest_share": self.floors.slowest(shape.pipeline * shape.replicas * alike.width),
-            "fixed": self.space.placed.fixed(shape.pipeline, shape.replicas),
-            "cells_fit": self.floors.pricer.cells_fit,
-            "pipes": self.space.pipes(shape.pipeline) if several else (ScheduleChoice(shape.schedule, 1),),
-        }
+        return Task(
+            shape=shape,
+            tables=self.floors.tables(shape),
+            cells=self.space.cells(alike.width),
+            names=self.names,
+            total=total,
+            allowed=self.space.allowed(shape.pipeline, shape.schedule, total),
+            fastest_first=self.floors.fastest_first(alike),
+            slowest_share=self.floors.slowest(shape.pipeline * shape.replicas * alike.width),
+            fixed=self.space.placed.fixed(shape.pipeline, shape.replicas),
+            cells_fit=self.floors.pricer.cells_fit,
+            pipes=self.space.pipes(shape.pipeline) if several else (ScheduleChoice(shape.schedule, 1),),
+        )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import combinations, permutations, product
+from itertools import combinations, islice, permutations, product
 
 Kind = tuple[int, ...]
 """The index of the group of each stage, in pipeline order."""
@@ -35,11 +35,7 @@ def num_matrices(cells: Cells, pipeline: int, replicas: int, most: int) -> int:
     """The number of matrices, counted up to ``most``; ``most`` where there are more than ``MANY_KINDS`` kinds."""
     if sum(count > 0 for count in cells) ** pipeline > MANY_KINDS:
         return most
-    found = 0
-    for found, _ in enumerate(matrices(cells, pipeline, replicas), 1):
-        if found >= most:
-            break
-    return found
+    return sum(1 for _ in islice(matrices(cells, pipeline, replicas), most))
 
 
 def matrices(cells: Cells, pipeline: int, replicas: int) -> Iterator[Matrix]:

@@ -85,14 +85,8 @@ class SeveralTask(Task):
         What a cell keeps depends only on the numbers of its own stages.
         """
         ranks = self._ranks(placement.pipe)
-        ways = [
-            list(
-                islice(
-                    product(*(range(n + 1) for n in np.array(placement.layers)[ranks == rank].tolist())), CHOICES + 1
-                )
-            )
-            for rank in range(self.shape.pipeline)
-        ]
+        every = (product(*(range(n + 1) for n in own)) for own in _of_ranks(placement.layers, ranks))
+        ways = [list(islice(of_rank, CHOICES + 1)) for of_rank in every]
         if max(map(len, ways)) > CHOICES:
             return None
         try:
@@ -131,9 +125,8 @@ class SeveralTask(Task):
         self, placement: Placement, at_least: tuple[int, ...], fits: Callable[[Sequence[int]], Sequence[bool]]
     ) -> tuple[int, ...]:
         """The fewest of each rank, put into its first stages, where the most micro-batches wait."""
-        ranks, layers = self._ranks(placement.pipe), np.array(placement.layers)
-        most = [int(layers[ranks == rank].sum()) for rank in range(self.shape.pipeline)]
-        least = [int(np.array(at_least)[ranks == rank].sum()) for rank in range(self.shape.pipeline)]
+        ranks = self._ranks(placement.pipe)
+        least, most = (list(map(sum, _of_ranks(numbers, ranks))) for numbers in (at_least, placement.layers))
 
         def by_stage(numbers: Sequence[int]) -> tuple[int, ...]:
             return lowest_first(numbers, placement.layers, ranks.tolist())
@@ -176,10 +169,7 @@ class SeveralTask(Task):
         ranks, v = self._ranks(pipe), pipe.virtual
         parts = [[n // v + (part < n % v) for part in range(v)] for n in placement.layers]
         cut = self.fixed.layers or _by_stage(parts, ranks)
-        kinds, m = (
-            np.array([row.kind for row in placement.rows]),
-            np.array([row.micro_batches for row in placement.rows]),
-        )
+        kinds, m = (np.array(of) for of in zip(*(row[:2] for row in placement.rows), strict=True))
         costs = self._costs(pipe, kinds, cut, m)
         rows = [
             row._replace(recomputed=self._recomputed(some))
@@ -187,6 +177,11 @@ class SeveralTask(Task):
         ]
         if costs.fits.all() and all(map(le, self.fixed.fewest_layers(len(cut)), cut)):
             yield self._placement(rows, cut, float(self._least_s(pipe, costs, m).max()), pipe)
+
+
+def _of_ranks(values: Sequence[int], ranks: Ints) -> list[list[int]]:
+    """The values of each rank in the order of its stages, from those in pipeline order."""
+    return [np.array(values)[ranks == rank].tolist() for rank in range(int(ranks.max()) + 1)]
 
 
 def _by_stage(of_ranks: Sequence[Sequence[int]], ranks: Ints) -> tuple[int, ...]:

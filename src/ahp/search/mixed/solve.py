@@ -218,7 +218,7 @@ class Task:
 
     def few(self) -> bool:
         """Whether placements are few enough to look at all."""
-        shape, layers = self.shape, self._num_layers
+        shape, layers = self.shape, self.tables.num_layers
         depths = [shape.pipeline * pipe.virtual for pipe in self.pipes]
         ways = sum(comb(max(layers - 1, 0), n - 1) for n in depths) if self.fixed.layers is None else len(depths)
         ways *= comb(self.total - 1, shape.replicas - 1) if self.fixed.micro_batches is None else 1
@@ -230,10 +230,6 @@ class Task:
     @property
     def _splits(self) -> bool:
         return of_ranks(self.shape.schedule, self.shape.pipeline).splits_backward
-
-    @property
-    def _num_layers(self) -> int:
-        return self.tables.num_layers
 
     def _matrices(self, *, all_: bool) -> list[Matrix]:
         shape = self.shape
@@ -247,12 +243,8 @@ class Task:
         """Every placement whose bound is below ``below_s``, each in one order of its replicas."""
         shares = list(self._shares()) if self.allowed.any() else []
         replicas = [[kind for kind, count in matrix for _ in range(count)] for matrix in self._matrices(all_=True)]
-        ways = [
-            pairs
-            for kinds in replicas
-            for share in shares
-            if not self._repeats(pairs := list(zip(kinds, share, strict=True)))
-        ]
+        each = (list(zip(kinds, share, strict=True)) for kinds in replicas for share in shares)
+        ways = [pairs for pairs in each if not self._repeats(pairs)]
         if not ways:
             return
         pairs = sorted({pair for way in ways for pair in way})
@@ -262,7 +254,7 @@ class Task:
         for pipe in self.pipes:
             num_stages = self.shape.pipeline * pipe.virtual
             most = self._tables_of(pipe).most_layers(np.unique(micro_batches)).max(axis=(0, 1))
-            every = cuts(self._num_layers, num_stages) if self.fixed.layers is None else [self.fixed.layers]
+            every = cuts(self.tables.num_layers, num_stages) if self.fixed.layers is None else [self.fixed.layers]
             least = self.fixed.fewest_layers(num_stages)
             held = (cut for cut in every if all(map(le, least, cut)) and all(map(le, cut, most)))
             while some := list(islice(held, 1 + ROWS // of_ways.size)):
@@ -308,7 +300,7 @@ class Task:
             return
         least = int(self.allowed.argmax())
         extra = self.total - least * self.shape.replicas
-        if extra < 0 or not self.allowed.any():
+        if extra < 0:
             return
         for share in cuts(extra + self.shape.replicas, self.shape.replicas):
             if all(self.allowed[least - 1 + more] for more in share):
@@ -325,7 +317,7 @@ class Task:
         for matrix in self._matrices(all_=False):
             kinds, counts = [kind for kind, _ in matrix], [count for _, count in matrix]
             found = balance(
-                kinds, counts, self.tables, self._num_layers, self.total, self.allowed,
+                kinds, counts, self.tables, self.total, self.allowed,
                 splits=self._splits, fixed=self.fixed.layers, fewest=self.fixed.fewest_layers(self.shape.pipeline),
             )  # fmt: skip
             if found is None:
