@@ -107,10 +107,9 @@ def _runs(what: str, numbers: list[int]) -> str:
     """``stages 1-3``, counted from 1."""
     if len(numbers) == 1:
         return f"{what} {numbers[0] + 1}"
-    whole = numbers == list(range(numbers[0], numbers[-1] + 1))
-    return (
-        f"{what}s {numbers[0] + 1}-{numbers[-1] + 1}" if whole else f"{what}s {', '.join(str(n + 1) for n in numbers)}"
-    )
+    whole = len(numbers) == numbers[-1] - numbers[0] + 1
+    words = f"{numbers[0] + 1}-{numbers[-1] + 1}" if whole else ", ".join(str(n + 1) for n in numbers)
+    return f"{what}s {words}"
 
 
 def links(asked: Problem, pair: Pair) -> Iterator[str]:

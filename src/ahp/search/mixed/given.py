@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from ahp.errors import BadInput, bad_input
@@ -46,15 +45,18 @@ class Given:
     def __init__(self, asked: Problem) -> None:
         """Raises BadInput."""
         self._asked, self._keys = asked, asked.constraints.given
-        self.num_stages = _stages(self._keys)
-        self.num_replicas = _replicas(self._keys)
+        self.num_stages, self.num_replicas = _stages(self._keys), _replicas(self._keys)
+        self.virtual: int | None = self._keys.get("virtual_stages_per_rank")
+        """Stages per rank."""
+        counts = (stage.recomputed_layers for stage in self._keys.get("stages", ()))
+        self.recomputed = "recomputed_layers_per_stage" in self._keys or any(some is not None for some in counts)
+        """Whether the user gives the number of recomputed layers."""
         kept = {key: value for key, value in self._keys.items() if key in KEPT}
-        self._layout = validated(Parallelism, self._recompute | degrees(self._keys) | kept, "parallelism")
+        kind = {"activation_checkpoint": "full"} if self.recomputed else {}
+        self._layout = validated(Parallelism, kind | degrees(self._keys) | kept, "parallelism")
+        self.shares = self._layout.micro_batches_per_replica
+        """Micro-batches of each replica."""
         self._check()
-
-    @property
-    def _recompute(self) -> dict[str, str]:
-        return {"activation_checkpoint": "full"} if self.recomputed else {}
 
     def _check(self) -> None:
         self._check_groups()
@@ -74,34 +76,17 @@ class Given:
     def _check_groups(self) -> None:
         usable, idle = ([g.name for g in groups] for groups in (self._asked.cluster.groups, self._asked.left_out))
         for name in (name for stage in self._layout.stages or () for name in stage.groups(1)):
+            rule = "no group of the cluster has this name"
             if name in idle:
-                raise bad_input(
-                    "stages.group", name, f"its devices do not compute in {self._asked.job.precision}", usable
-                )
+                rule = f"its devices do not compute in {self._asked.job.precision}"
             if name not in usable:
-                raise bad_input("stages.group", name, "no group of the cluster has this name", usable)
+                raise bad_input("stages.group", name, rule, usable)
 
     def _check_recomputed(self, some: tuple[int, ...]) -> None:
         needs, num_layers = sum(max(1, count) for count in some), self._asked.graph.num_layers
         if needs > num_layers:
             rule = f"stages with so many need {needs} layers, the model has {num_layers}"
             raise bad_input("recomputed_layers_per_stage", list(some), rule)
-
-    @property
-    def virtual(self) -> int | None:
-        """Stages per rank."""
-        return self._keys.get("virtual_stages_per_rank")
-
-    @property
-    def shares(self) -> tuple[int, ...] | None:
-        """Micro-batches of each replica."""
-        return self._layout.micro_batches_per_replica
-
-    @cached_property
-    def recomputed(self) -> bool:
-        """Whether the user gives the number of recomputed layers."""
-        stages = self._keys.get("stages", ())
-        return "recomputed_layers_per_stage" in self._keys or any(s.recomputed_layers is not None for s in stages)
 
     def goes_round(self, pipe: ScheduleChoice, pipeline: int) -> bool:
         """Whether a schedule has as many stages as given, with all stages of a rank on one group."""

@@ -26,7 +26,7 @@ from ahp.search.mixed.misfit import nothing_fits_anywhere
 from ahp.search.mixed.space import Shape, no_shape, shape_of, spaces_of
 from ahp.search.mixed.widths import given_widths, unlike_widths
 from ahp.search.one_group import Fastest, fastest_on_one_group
-from ahp.search.pairs import Pair
+from ahp.search.pairs import Pair, by_time
 from ahp.search.problem import OF_PLACEMENTS, Problem
 from ahp.search.result import Ranking
 from ahp.search.ties import simplest_first
@@ -136,16 +136,14 @@ def mixed_ranking(
     alike = with_candidate([] if over is None else over.fitting, today, asked)
     times = [best_s, *(forecast.step_time_s for _, forecast in alike[:1])]
     unlike = unlike_widths(asked, alike, min(times))
-    ranked = sorted([*alike, *unlike.fitting], key=lambda pair: pair[1].step_time_s)
+    ranked = by_time([*alike, *unlike.fitting])
     alone = [_with_rivals(asked, one, plain, keep, ranked) for one in alone]
     plans = _merged(asked, ranked, alone)
     if not plans:
         raise nothing_fits_anywhere(asked, over, [(one.name, one.refusal) for one in alone], remedies=remedies)
-    best_alike_s = next((p for p, _ in plans if not p.parallelism.has_unlike_widths), plans[0][0]).priced.step_time_s
-    certificate = _certificate(asked, over, alone, best_alike_s, perf_counter() - start)
-    found_s = plans[0][0].priced.step_time_s
-    proven = found_s <= (certificate.lowest_bound_left_s or found_s)
-    certificate = replace(certificate, unlike=unlike.forecasts, found_s=found_s, proven=proven)
+    certificate = _certificate(
+        asked, over, alone, [plan for plan, _ in plans], unlike.forecasts, perf_counter() - start
+    )
     not_spread = () if over is not None else (f"no layout over several groups: {refusal}",)
     parts = mixed_rules.together(asked.cluster)
     limits = not_spread
@@ -327,12 +325,14 @@ def _told_by_its_group(asked: Problem, pair: Pair, alone: list[Alone]) -> bool:
 
 
 def _certificate(
-    asked: Problem, over: MixedOutcome | None, alone: list[Alone], best_s: float, search_s: float
+    asked: Problem, over: MixedOutcome | None, alone: list[Alone], plans: list[Plan], unlike: int, search_s: float
 ) -> MixedCertificate:
+    """``plans``: all that were found, fastest first; ``unlike``: the layouts priced with stages of different width."""
     of_groups = [one.ranking.certificate for one in alone if one.ranking is not None]
     over = over or MixedOutcome()
     floors = [over.floor_s, *(c.lowest_bound_left_s for c in of_groups if c.lowest_bound_left_s is not None)]
-    floor_s = min(floors)
+    floor_s, found_s = min(floors), plans[0].priced.step_time_s
+    best_alike = next((plan for plan in plans if not plan.parallelism.has_unlike_widths), plans[0])
     return MixedCertificate(
         rows=over.size + over.broken + over.twins + sum(c.rows for c in of_groups),
         rules=merged([over.rules, *(c.rules for c in of_groups)]),
@@ -344,14 +344,15 @@ def _certificate(
         forecasts=over.forecasts + sum(c.forecasts for c in of_groups),
         cuts=sum(c.cuts for c in of_groups),
         lightened=sum(c.lightened for c in of_groups),
-        best_s=best_s,
+        best_s=best_alike.priced.step_time_s,
         lowest_bound_left_s=floor_s if floor_s < float("inf") else None,
-        proven=floor_s >= best_s,
+        proven=floor_s >= found_s,
         any_cut_s=None,
         any_part_s=None,
-        found_s=best_s,
+        found_s=found_s,
         search_s=search_s,
         num_groups=len(asked.cluster.groups),
         shapes=over.size + over.broken + over.twins,
         placed=over.placed,
+        unlike=unlike,
     )
