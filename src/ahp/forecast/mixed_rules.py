@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from typing import Any
 
 from ahp.cluster.cells import cell_widths, cells_of, first_devices, link_between, named_groups
 from ahp.cluster.model import Cluster, Device, NodeGroup
@@ -54,34 +55,28 @@ def devices(cluster: Cluster, parallelism: Parallelism) -> str | None:
 
 def _on_one_group(parallelism: Parallelism) -> str | None:
     """Checks that all stages of a rank lie on one group."""
-    if parallelism.stages is None or parallelism.virtual_stages_per_rank == 1:
-        return None
     replicas = parallelism.data_parallel_replicate_degree
-    first = [stage.groups(replicas) for stage in parallelism.stages[: parallelism.pipeline_parallel_degree]]
-    for number, rank in enumerate(ranks_of_stages(parallelism)):
-        named = parallelism.stages[number].groups(replicas)
-        if named != first[rank]:
-            rule = f"{_of_one_rank(number, rank)}, which lies on {_named(first[rank])}"
-            return str(bad_input("stages.group", _named(named), rule, [_named(first[rank])]))
-    return None
+    named = [_named(stage.groups(replicas)) for stage in parallelism.stages or ()]
+    return _unlike_on_a_rank(parallelism, "stages.group", named, "which lies on")
 
 
 def widths_of_ranks(parallelism: Parallelism) -> str | None:
     """Checks that all stages of a rank have one width."""
-    if parallelism.stages is None or parallelism.virtual_stages_per_rank == 1:
-        return None
-    for axis in ("dp_shard", "tp"):
-        own = parallelism.degree(axis)
-        given = [getattr(stage, DEGREE[axis]) or own for stage in parallelism.stages]
-        for number, rank in enumerate(ranks_of_stages(parallelism)):
-            if given[number] != given[rank]:
-                rule = f"{_of_one_rank(number, rank)}, whose degree is {given[rank]}"
-                return str(bad_input(f"stages.{DEGREE[axis]}", given[number], rule, [given[rank]]))
+    for key in (DEGREE["dp_shard"], DEGREE["tp"]):
+        given = [getattr(stage, key) or getattr(parallelism, key) for stage in parallelism.stages or ()]
+        if reason := _unlike_on_a_rank(parallelism, f"stages.{key}", given, "whose degree is"):
+            return reason
     return None
 
 
-def _of_one_rank(number: int, rank: int) -> str:
-    return f"stage {number + 1} is computed by the same devices as stage {rank + 1}"
+def _unlike_on_a_rank(parallelism: Parallelism, key: str, values: Sequence[Any], words: str) -> str | None:
+    """Checks that all stages of a rank have one of these ``values``, which are in pipeline order."""
+    several = values and parallelism.virtual_stages_per_rank > 1
+    for number, rank in enumerate(ranks_of_stages(parallelism) if several else ()):
+        if values[number] != values[rank]:
+            rule = f"stage {number + 1} is computed by the same devices as stage {rank + 1}, {words} {values[rank]}"
+            return str(bad_input(key, values[number], rule, [values[rank]]))
+    return None
 
 
 def _named(groups: tuple[str, ...]) -> str | list[str]:
