@@ -32,6 +32,7 @@ from ahp.runtime.sequence.context import Context
 from ahp.runtime.sequence.ulysses import InContext
 from ahp.runtime.shard.fsdp import COMPUTE_DTYPE
 from ahp.runtime.torch_compat import FakeTensorMode, pytree
+from ahp.search.slicing.aliases import writes
 from ahp.search.slicing.token_parts import (
     ATTENTION,
     BATCH,
@@ -41,7 +42,6 @@ from ahp.search.slicing.token_parts import (
     check_tokens_apart,
     token_parts,
     traced_length,
-    writes,
 )
 
 

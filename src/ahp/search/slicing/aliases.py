@@ -19,7 +19,7 @@ def written(nodes: list[Node]) -> set[Node]:
     memory = _memory_of(nodes)
     last_write: dict[Node, int] = {}
     for position, node in enumerate(nodes):
-        if _writes(node):
+        if writes(node):
             last_write[memory[node]] = position
     found = {node for node in nodes if memory.get(node) in last_write}
     for position, node in enumerate(nodes):
@@ -33,11 +33,12 @@ def _memory_of(nodes: list[Node]) -> dict[Node, Node]:
     memory: dict[Node, Node] = {}
     for node in nodes:
         sources = tensor_inputs(node) if node.op == "call_function" else []
-        shares = bool(sources) and (_writes(node) or is_view(node))
+        shares = bool(sources) and (writes(node) or is_view(node))
         memory[node] = memory[sources[0]] if shares else node
     return memory
 
 
-def _writes(node: Node) -> bool:
+def writes(node: Node) -> bool:
+    """Whether a call writes into a tensor that it is given."""
     target: Any = node.target
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and bool(args_of(node))

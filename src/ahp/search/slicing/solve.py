@@ -304,18 +304,16 @@ def viable_options(task: Problem) -> dict[Node, list[Strategy]]:
 
 def _reaches(node: Node, have: Placement, wanted: set[Placement], task: Problem) -> bool:
     """Whether a tensor that lies at ``have`` can be brought to one of the placements."""
-    if have in wanted:
-        return True
-    ways = (_way(node, have, one, needs_sum=False) for one in wanted)
-    return any(
-        way is not None and all(allowed(step, node, task.permission, task.context) for step in way) for way in ways
-    )
+    return have in wanted or any(_way(node, have, one, task, needs_sum=False) is not None for one in wanted)
 
 
-def _way(node: Node, have: Placement, wanted: Placement, *, needs_sum: bool) -> tuple[Step, ...] | None:
-    """``steps``; None also where a call returns several tensors, because a collective takes one: each is taken out first."""
+def _way(node: Node, have: Placement, wanted: Placement, task: Problem, *, needs_sum: bool) -> tuple[Step, ...] | None:
+    """``steps``; None also where the task allows none, and where a call returns several tensors, because a collective takes one: each is taken
+    out first."""
     way = steps(have, wanted, needs_sum=needs_sum)
-    return None if way and isinstance(node.meta["val"], (tuple, list)) else way
+    if way is None or (way and isinstance(node.meta["val"], (tuple, list))):
+        return None
+    return way if all(allowed(step, node, task.permission, task.context) for step in way) else None
 
 
 class _Call:
@@ -359,10 +357,8 @@ class _Call:
         """The steps that bring an input where it is wanted, each with the bytes it sends; None if the task allows none."""
         task = self.task
         needs_sum = wanted == R and source in task.with_gradient and reads_in_parts
-        way = _way(source, have, wanted, needs_sum=needs_sum)
+        way = _way(source, have, wanted, task, needs_sum=needs_sum)
         if way is None or (source in task.weights and have != wanted):
-            return None
-        if not all(allowed(step, source, task.permission, task.context) for step in way):
             return None
         return tuple((step, self._bytes(step, source)) for step in way)
 

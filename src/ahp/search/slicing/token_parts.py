@@ -16,6 +16,7 @@ from torch.fx import Node
 from ahp.errors import BadInput
 from ahp.graph.capture import Capture
 from ahp.graph.sequences import mixes_along
+from ahp.search.slicing.aliases import writes
 from ahp.search.slicing.placement import (
     Context,
     P,
@@ -164,11 +165,6 @@ def _placed(node: Node, inputs: list[Place], context: Context) -> Place | None:
             return None  # adds up over tokens
     rows = [place for place in inputs if isinstance(place, Split) and len(place.segments) > 1]
     return ROW if rows and not _mixes(node, rows[0].dim) and not _adds_up(node, inputs) else None
-
-
-def writes(node: Node) -> bool:
-    """Whether it is an operator that writes into a tensor that it is given."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _adds_up(node: Node, inputs: list[Place]) -> bool:
