@@ -60,8 +60,7 @@ class Choice:
             return one.lowest_score >= self.first.worth.score
         if one.devices == self.first.devices and one.lowest_score >= self.first.worth.score:
             return True
-        target_s = self.scale.asked.job.tokens_per_step / (self.scale.objective.target_tokens_per_s or 1.0)
-        return one.devices > self.first.devices or one.found.at_least_s > target_s
+        return one.devices > self.first.devices or one.found.at_least_s > self.scale.target_s
 
     def words(self) -> str:
         """One line for people: which numbers of devices were tried, and what is known about those that lost."""

@@ -124,14 +124,13 @@ def _each_once(settled: Iterable[Settled]) -> list[Settled]:
 
 def _that_reach(scale: Scale, clusters: Iterable[Cluster], keep: int) -> list[Settled]:
     """Numbers of devices, the fewest first, until ``keep`` numbers reach the target."""
-    target_s = scale.asked.job.tokens_per_step / (scale.objective.target_tokens_per_s or 1.0)
     settled: list[Settled] = []
     for cluster in clusters:
         # A step of exactly the target reaches it, so the ceiling lies a rounding error above.
-        found = fastest(scale.asked.on(cluster), target_s * (1 + 1e-12))
+        found = fastest(scale.asked.on(cluster), scale.target_s * (1 + 1e-12))
         if found is None:
             continue
-        reaches = found.best is not None and found.best[1].step_time_s <= target_s
+        reaches = found.best is not None and found.best[1].step_time_s <= scale.target_s
         settled.append(_settled(scale, found, 1.0, reaches))
         if sum(one.worth is not None for one in settled) == keep:
             break
@@ -177,12 +176,8 @@ def _out_of_reach(scale: Scale, asked: Problem, best: Pair) -> NothingFits:
     rule = f"out of reach: the fastest layout of {number_of(devices, 'device')}, {missed}"
     lines = [f"objective.target_tokens_per_s = {target:g}: {rule}"]
     for words, larger in more_nodes(asked):
-        found = fastest(larger, larger.job.tokens_per_step / target)
-        if (
-            found is not None
-            and found.best is not None
-            and found.best[1].step_time_s <= asked.job.tokens_per_step / target
-        ):
+        found = fastest(larger, scale.target_s)
+        if found is not None and found.best is not None and found.best[1].step_time_s <= scale.target_s:
             speed = asked.job.tokens_per_step / found.best[1].step_time_s
             lines.append(f"would reach it: {words} ({found.best[0].short()}: {speed:,.0f} tokens/s)")
             break

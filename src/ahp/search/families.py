@@ -16,12 +16,13 @@ from ahp.search.problem import Problem
 from ahp.search.recut import recut
 from ahp.search.space import Blocks
 
-ASKED_FOR: tuple[tuple[str, Callable[[Blocks], Mask]], ...] = (
-    ("no other axis than data parallelism", lambda b: (b.tensor == 1) & (b.pipeline == 1) & (b.context == 1) & (b.expert == 1)),
-    ("no pipeline", lambda b: b.pipeline == 1),
-    ("no tensor parallelism", lambda b: b.tensor == 1),
-)  # fmt: skip
-"""Families whose best layout is always searched for: what users ask about first, and what decides a tie."""
+ASKED_FOR: tuple[Callable[[Blocks], Mask], ...] = (
+    lambda b: (b.tensor == 1) & (b.pipeline == 1) & (b.context == 1) & (b.expert == 1),
+    lambda b: b.pipeline == 1,
+    lambda b: b.tensor == 1,
+)
+"""Families whose best layout is always searched for, because users ask about them first and they decide a tie: only data parallelism, no
+pipeline, no tensor parallelism."""
 
 
 def family(layout: Parallelism) -> tuple[str, ...]:
@@ -52,7 +53,7 @@ def with_families(used: Problem, bounds: Bounds, priced: Outcome, rows: Improved
     space = bounds.space
     pairs, places, words = list(rows.ranked), dict(rows.places), dict(rows.words)
     known = {block for (block, _), _ in priced.fitting}
-    for _, of in ASKED_FOR:
+    for of in ASKED_FOR:
         mask = of(space.blocks)
         if mask[list(known)].any() or not mask.any():
             continue

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
+
 from ahp.forecast import memory
 from ahp.plan import Parallelism
 from ahp.schedule.orders import ranks_of_stages
@@ -39,9 +41,9 @@ def lighten(asked: Problem, rows: Improved) -> Improved:
     ranked, found, forecasts, words = rows.ranked, list(rows.ranked), rows.lightened, dict(rows.words)
     for at in _promising(ranked):
         layout, all_of_them = ranked[at]
-        fewest = _Fewest(asked, layout)
-        better = fewest.found()
-        forecasts += fewest.forecasts
+        lightest = _Fewest(asked, layout)
+        better = lightest.found()
+        forecasts += lightest.forecasts
         if better is None or better[1].step_time_s > all_of_them.step_time_s * (1 - WORTH_S):
             continue
         found[at] = better
@@ -103,7 +105,7 @@ class _Fewest:
 
     def found(self) -> Pair | None:
         """The layout with a count per rank or, if the engine takes only one count for all stages, with that; None if it takes neither."""
-        by_rank = [sum(self._own(rank)) for rank in range(self.layout.pipeline_parallel_degree)]
+        by_rank = np.bincount(self._rank_of, self.layers).astype(int).tolist()
         if self._runs(self._by_rank([0, *by_rank[1:]])):
             return self._least(self._by_rank, by_rank)
         alike = [min(self.layers)]
@@ -111,10 +113,6 @@ class _Fewest:
 
     def _runs(self, recomputed: tuple[int, ...]) -> bool:
         return self.asked.refused(self._with(recomputed)) is None
-
-    def _own(self, rank: int) -> list[int]:
-        """The number of layers of each stage of a rank, lowest stage first."""
-        return [count for count, holder in zip(self.layers, self._rank_of, strict=True) if holder == rank]
 
     def _by_rank(self, counts: Sequence[int]) -> tuple[int, ...]:
         return lowest_first(counts, self.layers, self._rank_of)

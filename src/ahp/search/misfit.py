@@ -34,7 +34,7 @@ MAY_FIT = 80
 CHUNK_TOKENS = 2048
 """Tokens of a chunk of the loss that is tried (docs/runtime/compute.md)."""
 
-MOST_TIMES_MORE_NODES = 64
+TIMES_MORE_NODES = (2, 4, 8, 16, 32, 64)
 SHORTEST_SEQUENCE = 128
 
 Changes = Iterable[tuple[str, Problem]]
@@ -190,8 +190,7 @@ def more_nodes(used: Problem) -> Changes:
     if used.cluster.is_mixed:
         return
     group = used.cluster.groups[0]
-    times = 2
-    while times <= MOST_TIMES_MORE_NODES:
+    for times in TIMES_MORE_NODES:
         nodes = group.nodes * times
         usual = _usual(group, nodes, group.devices_per_node)
         network = group.inter_node or (usual and usual.inter_node)
@@ -199,7 +198,6 @@ def more_nodes(used: Problem) -> Changes:
             return
         larger = group.model_copy(update={"nodes": nodes, "inter_node": network})
         yield f"{nodes} nodes instead of {group.nodes}", used.on(used.cluster.with_groups([larger]))
-        times *= 2
 
 
 def shorter(used: Problem, fits: Callable[[Problem], object]) -> Changes:
@@ -214,11 +212,10 @@ def shorter(used: Problem, fits: Callable[[Problem], object]) -> Changes:
     lengths = [length for length in powers if length >= SHORTEST_SEQUENCE]
     if not lengths:
         return
-    if not fits(last := _with_sequence(used, lengths[-1])):
-        yield f"job.sequence_length {lengths[-1]} instead of {used.job.sequence_length}", last
-        return
-    for length in lengths:
-        yield f"job.sequence_length {length} instead of {used.job.sequence_length}", _with_sequence(used, length)
+    shortest = _with_sequence(used, lengths[-1])
+    for length in lengths if fits(shortest) else lengths[-1:]:
+        changed = shortest if length == lengths[-1] else _with_sequence(used, length)
+        yield f"job.sequence_length {length} instead of {used.job.sequence_length}", changed
 
 
 def _with_sequence(used: Problem, length: int) -> Problem:

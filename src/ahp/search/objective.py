@@ -111,6 +111,11 @@ class Scale:
         self.objective, self.asked = objective, asked
         self._prices = self._price_of_each()
 
+    @property
+    def target_s(self) -> float:
+        """Seconds of the longest step that reaches the target speed."""
+        return self.asked.job.tokens_per_step / (self.objective.target_tokens_per_s or 1.0)
+
     def weight(self, cluster: Cluster) -> float:
         """What a second of a step on this cluster adds to the score; infinite where failures leave no time to train."""
         if self.objective.name == "cost":
