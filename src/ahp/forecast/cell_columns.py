@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -55,7 +55,7 @@ COUNTED = (1, 2, 8, 64)
 """Numbers of micro-batches of a replica for which copies of gradients are counted."""
 
 
-Columns = TypeVar("Columns", "Work", "Held", "States")
+Columns = TypeVar("Columns", "Work", "Launched", "Held", "States")
 
 
 class Work(NamedTuple):
@@ -149,8 +149,6 @@ class CellColumns:
     """[C, N, G] The most of it at any place."""
     share: Floats
     """[N, K] The work of a layer of each kind."""
-    same: Ints
-    """[2, N] Equal numbers for layouts whose columns are equal: those of pipeline stages, and those of the whole model on a cell."""
 
     @classmethod
     def of(cls, pricer: MixedPricer, layouts: Sequence[Parallelism], *, may_choose: Sequence[bool]) -> CellColumns:
@@ -189,8 +187,13 @@ class CellColumns:
         return CellColumns(
             self.num_layers, self.alike, of_all(self.work), held, states(self.one), states(self.several),
             of_each(self.room, most=True), of_each(self.copied_s, 1), of_each(self.copied_most_s, 1, most=True),
-            of_each(self.share), np.tile(np.arange(len(firsts)), (2, 1)),
+            of_each(self.share),
         )  # fmt: skip
+
+    @cached_property
+    def same(self) -> Ints:
+        """[2, N] Equal numbers for layouts whose columns are equal: those of pipeline stages, and those of the whole model on a cell."""
+        return np.stack([self._numbers(slice(0, WHOLE)), self._numbers(slice(WHOLE, None))])
 
     def _numbers(self, places: slice) -> Ints:
         """[N] Equal numbers for layouts whose columns at ``places`` are equal."""
@@ -226,12 +229,14 @@ class _Maker:
 
     def columns(self, layouts: Sequence[Layout]) -> CellColumns:
         layers, of_layers = _distinct(layouts, _by_layers, self._layers)
+        by_group, shares = zip(*layers, strict=True)
         piped, of_states = _distinct(layouts, _by_states, lambda layout: layout[0])
         alone = [layout.model_copy(update={"pipeline_parallel_degree": 1}) for layout in piped]
-        share, figures = np.array([share for _, share in layers])[of_layers], np.array([of for of, _ in layers])
+        share = np.array(shares)[of_layers]
+        work, host, held = (_stacked(each, of_layers) for each in zip(*by_group, strict=True))
         devices = [group.nodes.device for group in self._groups.values()]
         by_stream = min(float(memory.Outside.of(device, 0).by_stream) for device in devices)
-        sharing = [_Sharing.of(*self._sharing(some), self._ends, by_stream) for some in (piped, alone)]
+        sharing = [_Sharing(*self._sharing(some), self._ends, by_stream) for some in (piped, alone)]
         room, copied, one, several = (
             # A cell that holds the whole model is in no pipeline.
             np.concatenate([of_piped[..., :WHOLE], of_whole[..., WHOLE:]], axis=-1)
@@ -241,28 +246,24 @@ class _Maker:
                 *([of.states(micro_batches) for of in sharing] for micro_batches in (1, 2)),
             )
         )
-        single, places = np.split(np.moveaxis(figures[of_layers], 2, 0), [_SINGLE])
-        held = np.moveaxis(places.reshape(-1, len(ENDS), *places.shape[1:]), 1, 3)
         copied_s = (copied[:, of_states] / share[..., None]).min(axis=2)[:, :, None] / self._speeds[:, None]
-        num_layers, (of_work, of_host, of_layers_held) = int(self._counts.sum()), np.split(single, _OF_SINGLE)
-        work, copied_s = Launched(*of_host).where_longer(Work(*of_work), copied_s, num_layers)
-        found = CellColumns(
+        num_layers = int(self._counts.sum())
+        work, copied_s = host.where_longer(work, copied_s, num_layers)
+        return CellColumns(
             num_layers=num_layers,
             alike=len(self._counts) == 1,
             work=work,
-            held=Held(*of_layers_held, *held),
+            held=held,
             one=_by_work(one[:, of_states], share),
             several=_by_work(several[:, of_states], share),
             room=room[of_states],
             copied_s=copied_s,
             copied_most_s=copied_s.max(axis=3),
             share=share,
-            same=np.zeros((2, 0), dtype=np.int64),
         )
-        return replace(found, same=np.stack([found._numbers(slice(0, WHOLE)), found._numbers(slice(WHOLE, None))]))
 
-    def _layers(self, layout: Layout) -> tuple[Floats, Floats]:
-        """[G, F] Seconds and bytes on each group; and [K] the work of a layer of each kind."""
+    def _layers(self, layout: Layout) -> tuple[tuple[list[Work], list[Launched], list[Held]], Floats]:
+        """[G] Seconds and bytes on each group; and [K] the work of a layer of each kind."""
         parallelism, may_choose = layout
         key = _by_layers(layout)[:-2]
         if key not in self._segments:
@@ -274,7 +275,8 @@ class _Maker:
             both = np.array([of.both_s + (not may_choose) * more[0] for of, more in zip(segments, again, strict=True)])
             share = (both / (both @ self._counts)[:, None]).mean(axis=0) * self._counts.sum()
         rows = [of.row(more, share, may_choose=may_choose) for of, more in zip(segments, again, strict=True)]
-        return np.array(rows), share
+        work, host, held = (list(each) for each in zip(*rows, strict=True))
+        return (work, host, held), share
 
     def _on_groups(self, parallelism: Parallelism) -> list[_Segments]:
         traits, found = self._pricer.traits(parallelism), dict[str, _Segments]()
@@ -306,33 +308,21 @@ class _Maker:
         return np.stack(rooms, axis=1) * np.ones(len(ENDS))
 
 
-@dataclass(frozen=True)
 class _Sharing:
     """How n layouts shard states. K = kinds of layers."""
 
-    traits: TraitColumns
-    shards: Shards
-    blocks: Floats
-    """[3, n, K] Parameters of each kind of layer: all, those of experts, and one weight of each shape."""
-    outside: Floats
-    """[n, P] Parameters of stages without layers; ``head``: the head's part."""
-    head: Floats
-    by_stream: float
-    """0 where the allocator of some device keeps no memory for one stream alone (``memory.Outside``)."""
-
-    @classmethod
-    def of(
-        cls, traits: TraitColumns, shards: Shards, units: Sequence[Units], ends: StageTable, by_stream: float
-    ) -> _Sharing:
+    def __init__(
+        self, traits: TraitColumns, shards: Shards, units: Sequence[Units], ends: StageTable, by_stream: float
+    ) -> None:
+        """``by_stream``: 0 where the allocator of some device keeps no memory for one stream alone (``memory.Outside``)."""
+        self.traits, self.shards, self.by_stream = traits, shards, by_stream
         known = {one: stage_weights(one, ends) for one in dict.fromkeys(units)}
-        weights = [known[one] for one in units]
-        blocks = [[u.weights[1:] for u in one.blocks] for one in units]
-        return cls(
-            traits, shards,
-            np.moveaxis(np.array(blocks, dtype=float), 2, 0),
-            np.array([of.outside_blocks for of in weights], dtype=float), np.array([of.head for of in weights], dtype=float),
-            by_stream,
-        )  # fmt: skip
+        blocks = np.array([[u.weights[1:] for u in one.blocks] for one in units], dtype=float)
+        self.blocks = np.moveaxis(blocks, 2, 0)
+        """[3, n, K] Parameters of each kind of layer: all, those of experts, and one weight of each shape."""
+        self.outside = np.array([known[one].outside_blocks for one in units], dtype=float)
+        self.head = np.array([known[one].head for one in units], dtype=float)
+        """[n, P] Parameters of stages without layers; ``head``: the head's part."""
 
     def copied(self) -> Floats:
         """[C, n, K, P] Bytes moved per micro-batch to copy a layer's gradients and to cast its weights."""
@@ -423,8 +413,8 @@ class _Segments:
         shares = (float((of / both).max(initial=0.0)) for of in (forward, weights))
         return Launched(float((both / share).min(initial=np.inf)), *shares)  # type: ignore[arg-type]
 
-    def row(self, again: _Again, share: Floats, *, may_choose: bool) -> Floats:
-        """[F] In the order of ``Work``, ``Launched`` and ``Held``; ``share``: [K] the work of a layer of each kind."""
+    def row(self, again: _Again, share: Floats, *, may_choose: bool) -> tuple[Work, Launched, Held]:
+        """The figures of one layout; ``share``: [K] the work of a layer of each kind."""
         both = self.both_s if may_choose else self.both_s + again.seconds
         forward, weights = list(self._forward_s / both), list(self._weights_s / both)
         if self._head_s:
@@ -442,19 +432,19 @@ class _Segments:
             kept_beside_layers(self._units, self._ends), *self._received,
             peak_bytes(self._units, plain, self._ends)[0], *peak_bytes(self._units, remade, self._ends),
         )  # fmt: skip
-        return np.array([
-            (both / share).min(initial=np.inf), self._head_s,
-            max(forward, default=1.0), max(weights, default=1.0),
+        work_s = (
+            (both / share).min(initial=np.inf), self._head_s, max(forward, default=1.0), max(weights, default=1.0),
             per_byte if may_choose and np.isfinite(per_byte) else 0.0,
-            *self._launched(share),
-            (kept / share).min(initial=np.inf), (again.dropped / share).max(initial=0.0) if may_choose else 0.0,
-            *np.concatenate([none + of for of in places]),
-        ])  # fmt: skip
+        )  # fmt: skip
+        of_layer = (kept / share).min(initial=np.inf), (again.dropped / share).max(initial=0.0) if may_choose else 0.0
+        held = Held(*map(np.array, of_layer), *(none + of for of in places))
+        return Work(*map(np.array, work_s)), self._launched(share), held
 
 
-_OF_SINGLE = np.cumsum([len(Work._fields), len(Launched._fields)])
-_SINGLE = int(_OF_SINGLE[-1]) + 2
-"""How many figures of a row do not depend on the place."""
+def _stacked(rows: Sequence[Sequence[Columns]], of: Ints) -> Columns:
+    """[N, G] or [N, G, P] each figure, from those of each different row on each group; ``of``: [N] the row of each layout."""
+    fields = ([[one[at] for one in groups] for groups in rows] for at in range(len(rows[0][0])))
+    return type(rows[0][0])(*(np.array(field, dtype=float)[of] for field in fields))
 
 
 def _by_layers(layout: Layout) -> tuple[object, ...]:
