@@ -30,21 +30,21 @@ NOTHING = Policy(0, 0)
 """The policy of a segment that is not a block, and so is never recomputed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentMemory:
     """Bytes of activations of one segment and one micro-batch on one rank."""
 
     saved: int
     """Kept from forward to backward."""
-    saved_in_core: int
+    saved_in_core: int = 0
     """The part of ``saved`` that unfused attention keeps between its two products."""
-    saved_in_chains: int
+    saved_in_chains: int = 0
     """The part of ``saved`` that element-wise operators keep."""
-    beside_products: Policy
+    beside_products: Policy = NOTHING
     """The policy that keeps the results of weight products and of fused attention."""
-    every_second_product: Policy
+    every_second_product: Policy = NOTHING
     """The policy that keeps the results of the first, third, ... weight product, and of fused attention."""
-    masks: int
+    masks: int = 0
     """Masks that the segment gets besides the hidden states: every layer reads the same masks, and recompute needs them."""
     forward_extra: int
     """At the peak of its forward pass, beyond what it keeps."""

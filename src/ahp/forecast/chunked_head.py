@@ -7,10 +7,10 @@ same ``chunks`` of tokens.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 
-from ahp.forecast.activations import NOTHING, SegmentMemory
+from ahp.forecast.activations import SegmentMemory
 from ahp.forecast.compute import SegmentTimes, Work
 from ahp.forecast.efficiency import Rates
 from ahp.forecast.tensor_collectives import TensorCost
@@ -57,15 +57,11 @@ def chunked_head(one: Unit, count: int, *, weights: int, weight_bytes: int, hidd
     scaled = weights * 2 * SUM_BYTES + 2 * hidden_bytes + (cast + weights * SUM_BYTES if cast else 0)
     chunk = one.times.forward + one.times.input_gradient + one.times.weight_gradient
     forward = _times(chunk, count) + added
-    zero = {field.name: Work() for field in fields(SegmentTimes)}
     times = SegmentTimes(
-        **zero
-        | {
-            "forward": forward,
-            "input_gradient": Work(rates.element_wise_s(scaled, 0.0, "float32"), max(1, len(one.weights.tensors)) + 1),
-            "element_wise": _times(one.times.element_wise, count),
-            "products": _times(one.times.products, count),
-        }
+        forward=forward,
+        input_gradient=Work(rates.element_wise_s(scaled, 0.0, "float32"), max(1, len(one.weights.tensors)) + 1),
+        element_wise=_times(one.times.element_wise, count),
+        products=_times(one.times.products, count),
     )
     held = one.memory
     return replace(
@@ -76,11 +72,6 @@ def chunked_head(one: Unit, count: int, *, weights: int, weight_bytes: int, hidd
         ),
         memory=SegmentMemory(
             saved=hidden_bytes + weights * SUM_BYTES,
-            saved_in_core=0,
-            saved_in_chains=0,
-            beside_products=NOTHING,
-            every_second_product=NOTHING,
-            masks=0,
             # While one chunk is computed: what it keeps and makes, and its own weight gradients.
             forward_extra=held.saved + max(held.forward_extra, held.backward_extra) + weights * weight_bytes,
             backward_extra=cast,

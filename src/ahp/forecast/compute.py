@@ -49,45 +49,37 @@ class Work:
 class SegmentTimes:
     """Work of one segment on one micro-batch."""
 
-    forward: Work
-    read: Work
+    forward: Work = Work()
+    read: Work = Work()
     """The part of ``forward`` up to the last result that the backward pass reads: the residual sum at the end and the product before it
     come later."""
-    input_gradient: Work
+    input_gradient: Work = Work()
     """The backward pass without the products that make weight gradients."""
-    weight_gradient: Work
-    core_attention: Work
+    weight_gradient: Work = Work()
+    core_attention: Work = Work()
     """The forward pass's scores, softmax, dropout and their product with the values, where attention is not fused."""
-    element_wise: Work
+    element_wise: Work = Work()
     """The part of ``read`` that is neither weight products nor attention."""
-    products: Work
+    products: Work = Work()
     """The forward pass's weight products. The backward products that make the gradients of inputs take as long."""
-    second_products: Work
+    second_products: Work = Work()
     """Every second one of ``products``, and fused attention where recompute repeats it with these."""
-    attention: Work
+    attention: Work = Work()
     """The forward pass's fused attention."""
-    attention_backward: Work
+    attention_backward: Work = Work()
 
     def launching(self, forward: float, backward: float) -> SegmentTimes:
         """The same times with further operators for the host to launch, in the forward and in the backward pass."""
         more = Work(launches=forward)
-        return replace(
-            self,
-            forward=self.forward + more,
-            read=self.read + more,
-            input_gradient=self.input_gradient + Work(launches=backward),
-        )
+        return self._plus(forward=more, read=more, input_gradient=Work(launches=backward))
 
     def moving(self, forward_s: float, backward_s: float) -> SegmentTimes:
         """The same times with further seconds of the device, in the forward and in the backward pass."""
         more = Work(forward_s)
-        return replace(
-            self,
-            forward=self.forward + more,
-            read=self.read + more,
-            element_wise=self.element_wise + more,
-            input_gradient=self.input_gradient + Work(backward_s),
-        )
+        return self._plus(forward=more, read=more, element_wise=more, input_gradient=Work(backward_s))
+
+    def _plus(self, **more: Work) -> SegmentTimes:
+        return replace(self, **{name: getattr(self, name) + work for name, work in more.items()})
 
     def in_a_graph(self) -> SegmentTimes:
         """The same times where one graph launches everything."""

@@ -33,19 +33,19 @@ its query heads share. gathered: ranks divide the products and gather their resu
 class TensorSplit:
     """What a tensor-parallel group divides of one segment, and the tensors it all-reduces for one micro-batch."""
 
-    divided: frozenset[int]
+    divided: frozenset[int] = frozenset()
     """Operators (forward and backward) whose work is divided by the degree."""
-    column: frozenset[int]
-    row: frozenset[int]
+    column: frozenset[int] = frozenset()
+    row: frozenset[int] = frozenset()
     """Forward weight products by how their weight is split."""
-    contracted: frozenset[int]
+    contracted: frozenset[int] = frozenset()
     """Divided products whose inner dimension is the split one: row products forward, the input gradient of column
     products backward."""
-    parameters: frozenset[str]
+    parameters: frozenset[str] = frozenset()
     """Parameters of which each rank holds a part."""
-    forward_reduce: tuple[TensorSpec, ...]
+    forward_reduce: tuple[TensorSpec, ...] = ()
     """Tensors all-reduced in the forward pass: the output of each row product, or of the embedding."""
-    backward_reduce: tuple[TensorSpec, ...]
+    backward_reduce: tuple[TensorSpec, ...] = ()
     """Gradients all-reduced in the backward pass: one for each whole activation that column products read."""
     masks: frozenset[int] = frozenset()
     """Operators that make attention masks over pairs of tokens, the same for all heads: whole on every rank."""
@@ -371,10 +371,8 @@ def _backward_inside(segment: Segment, forward: list[Operator], inside: set[int]
             inside_bytes[op.module] += op.bytes_written if op.index in inside else 0
     divided = set()
     for op in segment.phase("backward"):
-        if op.flops > 0:
-            if op.module in split_modules or 2 * inside_bytes[op.module] > all_bytes[op.module]:
-                divided.add(op.index)
-        elif 2 * inside_bytes[op.module] > all_bytes[op.module]:
+        of_product = op.flops > 0 and op.module in split_modules
+        if of_product or 2 * inside_bytes[op.module] > all_bytes[op.module]:
             divided.add(op.index)
     return divided
 
@@ -386,19 +384,15 @@ def _embedding(segment: Segment, forward: list[Operator]) -> TensorSplit:
     vocabulary = {p.name for p in segment.parameters if len(p.shape) == 2 and p.numel == largest}
     lookups = [op for op in reads if vocabulary & set(op.parameters)]
     return TensorSplit(
-        divided=frozenset(),
-        column=frozenset(),
         row=frozenset(op.index for op in lookups),
-        contracted=frozenset(),
         parameters=frozenset(vocabulary) if lookups else frozenset(),
         forward_reduce=tuple(op.outputs[0] for op in lookups),
-        backward_reduce=(),
     )
 
 
 def _head(segment: Segment, forward: list[Operator], products: set[int]) -> TensorSplit:
     if not products:
-        return TensorSplit(frozenset(), frozenset(), frozenset(), frozenset(), frozenset(), (), ())
+        return TensorSplit()
     by_index = {op.index: op for op in forward}
     last = max(products)
     after = {last}
@@ -413,7 +407,6 @@ def _head(segment: Segment, forward: list[Operator], products: set[int]) -> Tens
     return TensorSplit(
         divided=frozenset(after | backward),
         column=frozenset({last}),
-        row=frozenset(),
         contracted=frozenset(_input_gradients(segment, {by_index[last].module})),
         parameters=frozenset(by_index[last].parameters),
         # The loss over a split vocabulary reduces the row maximum, the row sum and the target's logit.
