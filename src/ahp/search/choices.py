@@ -391,11 +391,10 @@ class Choices:
             return self._too_many_stages(most)
         if given is not None and sum(given) != self.asked.graph.num_layers:
             return f"layers_per_stage = {list(given)}: must sum to the model's {self.asked.graph.num_layers} layers"
-        if given is not None and stages != len(given):
-            return (
-                f"layers_per_stage = {list(given)}: pipeline_parallel_degree x virtual_stages_per_rank must be the "
-                f"{len(given)} entries of it"
-            )
+        for key in ("layers_per_stage", "recomputed_layers_per_stage"):
+            if (each := self.given.get(key)) is not None and stages != len(each):
+                rule = "pipeline_parallel_degree x virtual_stages_per_rank must be the"
+                return f"{key} = {list(each)}: {rule} {len(each)} entries of it"
         return self._bad_recomputed(pipe, pipeline)
 
     def _too_many_stages(self, most: int) -> str:
@@ -413,11 +412,6 @@ class Choices:
         some = self.given.get("recomputed_layers_per_stage")
         if some is None:
             return None
-        if len(some) != pipeline * pipe.virtual:
-            return (
-                f"recomputed_layers_per_stage = {list(some)}: pipeline_parallel_degree x virtual_stages_per_rank must be the "
-                f"{len(some)} entries of it"
-            )
         layout = Parallelism(
             pipeline_parallel_degree=pipeline,
             virtual_stages_per_rank=pipe.virtual,

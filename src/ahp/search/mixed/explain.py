@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 
 from ahp.cluster.cells import link_between, place
 from ahp.cluster.model import Cluster
@@ -153,12 +153,10 @@ def against_spread(used: Problem, ranked: list[Pair], best: Forecast) -> Iterato
     if not ranked:
         yield f"{used.cluster.groups[0].name} alone: no layout over several groups was found that fits and could be as fast"
         return
-    spread = ((layout, forecast) for layout, forecast in ranked if _is_spread(layout))
-    for layout, forecast in islice(spread, 1):  # the fastest of all may have all its stages on one group
-        yield (
-            f"{used.cluster.groups[0].name} alone: the best over several groups, {layout.short()}, "
-            f"{reasons.is_slower_because(forecast, best)}"
-        )
+    # The fastest of all may have all its stages on one group.
+    if (spread := next((pair for pair in ranked if _is_spread(pair[0])), None)) is not None:
+        lost = reasons.is_slower_because(spread[1], best)
+        yield f"{used.cluster.groups[0].name} alone: the best over several groups, {spread[0].short()}, {lost}"
 
 
 def _is_spread(layout: Parallelism) -> bool:

@@ -45,12 +45,11 @@ def nothing_fits_anywhere(
 
 
 def _nearest_miss(asked: Problem, over: MixedOutcome) -> str:
-    def over_by(pair: Pair) -> tuple[float, int]:
-        capacity = on_fullest(asked, pair).capacity_bytes
-        return pair[1].needed_bytes / capacity, capacity
+    def capacity(pair: Pair) -> int:
+        return on_fullest(asked, pair).capacity_bytes
 
-    layout, forecast = min(over.misfits, key=lambda pair: over_by(pair)[0])
-    return f"over several groups the nearest miss, {layout.short()}, {by_how_much(forecast, over_by((layout, forecast))[1])}"
+    miss = min(over.misfits, key=lambda pair: pair[1].needed_bytes / capacity(pair))
+    return f"over several groups the nearest miss, {miss[0].short()}, {by_how_much(miss[1], capacity(miss))}"
 
 
 def that_fits(changed: Problem, asked: Problem | None = None) -> str | None:
