@@ -131,7 +131,7 @@ class MixedPricer(LayoutPricer):
         *,
         first: bool,
         last: bool,
-        micro_batches: int | None = None,
+        micro_batches: int,
         replicate: Group = ALONE,
         experts: Group = ALONE,
         recomputed_layers: int | None = None,
@@ -139,17 +139,16 @@ class MixedPricer(LayoutPricer):
     ) -> StageCost:
         """The cost of one stage on a group's devices; the ``OF_CELLS`` fields of ``parallelism`` do not matter.
 
-        ``recomputed_layers``: None = all, if any are. ``micro_batches``: of the stage's replica; None = the most of any replica.
+        ``recomputed_layers``: None = all, if any are. ``micro_batches``: of the stage's replica.
         ``replicate``, ``experts``: the ranks that sum its gradients, and its experts' (``network.replicas``); ``ALONE`` takes no time.
         """
         degrees = parallelism.model_copy(update=dict.fromkeys(OF_CELLS))
-        count = micro_batches or parallelism.num_micro_batches(self.job)
         kinds = tuple(self.graph.layers[i] for i in layers)
-        key = (degrees, group, kinds, first, last, count, replicate, experts, recomputed_layers, passes_behind)
+        key = (degrees, group, kinds, first, last, micro_batches, replicate, experts, recomputed_layers, passes_behind)
         if key not in self._stage_costs:
             own, traits = self.groups[group], self.traits(parallelism)
             units, data = own.units(parallelism), own.data_parallel(parallelism, traits)
-            data = replace(data, replicate=replicate, experts=(data.experts[0], experts), micro_batches=count)
+            data = replace(data, replicate=replicate, experts=(data.experts[0], experts), micro_batches=micro_batches)
             recompute = recompute_of(parallelism.activation_checkpoint, traits, units)
             some = None if recomputed_layers is None else [recomputed_layers]
             table = own.table([(layers.start, layers.stop, first, last)], some)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from ahp.arrays import Floats, Ints, Mask
 from ahp.forecast.cell_columns import BETWEEN, FIRST, LAST, CellColumns
 from ahp.forecast.stage_room import ANYWHERE, ROUNDING, Positions, StageRoom
 from ahp.schedule.bounds import in_flight
-from ahp.search.mixed.replicas import FINE, FIRST_LOOK, Ahead, Crewed, Crews, Times, longest_s
+from ahp.search.mixed.replicas import FINE, FIRST_LOOK, Crewed, Crews, Late, Times, longest_s
 from ahp.search.mixed.shapes import Shapes
 from ahp.search.mixed.space import SEVERAL, all_forwards_first, splits_backward
 
@@ -138,15 +138,11 @@ class Depth:
             longest = longest_s(
                 room, stages, mix, columns.num_layers, layers, head_s, times, largest, alike=columns.alike
             )
-        return Crews.of(longest, fewest, self._ahead(rows, room, fewest), mix, columns.num_layers)
-
-    def _ahead(self, rows: Ints, room: StageRoom, heavy: int) -> Ahead:
         layer_s = room.layer_s.min(axis=2)
-        if self.schedule == SEVERAL:
-            return Ahead(0 * layer_s, layer_s, np.full(len(rows), np.inf), np.ones(len(rows)))
-        late = Late.of(self.columns, rows, self.schedule, self.columns.copied_most_of(heavy)[rows])
-        way_s = np.maximum(layer_s - late.layer_s, 0.0)
-        return Ahead(way_s, layer_s, 1.0 + (self.p - 1) * late.share, np.maximum(late.inside, 1e-9))
+        late = Late(layer_s, np.full(len(rows), np.inf), np.ones(len(rows)))
+        if self.schedule != SEVERAL:
+            late = late_of(columns, rows, self.schedule, columns.copied_most_of(fewest)[rows])
+        return Crews.of(longest, fewest, late, layer_s, self.p, mix, columns.num_layers)
 
 
 def _each(numbers: Ints) -> Iterator[tuple[int, Ints]]:
@@ -155,27 +151,17 @@ def _each(numbers: Ints) -> Iterator[tuple[int, Ints]]:
         yield number, np.flatnonzero(numbers == number)
 
 
-class Late(NamedTuple):
-    """The work of a stage that can be done outside the way of a micro-batch."""
-
-    layer_s: Floats
-    """[n, G] Seconds of a layer that are not in that way, at most: those of weight gradients, with a split backward pass."""
-    share: Floats
-    """[n] The largest share of a stage's time in forward passes before the first gradient, or in weight gradients after the last one."""
-    inside: Floats
-    """[n] The share of a stage's time in neither, at least."""
-
-    @classmethod
-    def of(cls, columns: CellColumns, rows: Ints, schedule: str, copied_s: Floats) -> Late:
-        """``copied_s``: [n, G] seconds in which a layer's gradients are copied, which can be part of its weight gradient."""
-        work = columns.work
-        if not splits_backward(schedule) and schedule != SEVERAL:
-            share = work.forward_share[rows].max(axis=1) * (not all_forwards_first(schedule))
-            return cls(np.zeros(copied_s.shape), share, 1.0 - share)
-        layer_s, forward, weights = (of[rows] for of in (work.layer_s, work.forward_share, work.weight_share))
-        shares = np.stack([np.maximum(forward, weights), np.minimum(forward + weights, 1.0)])
-        share, both = ((shares * layer_s + copied_s) / np.maximum(layer_s + copied_s, 1e-300)).max(axis=2)
-        return cls(weights * layer_s + copied_s, share, 1.0 - both)
+def late_of(columns: CellColumns, rows: Ints, schedule: str, copied_s: Floats) -> Late:
+    """The late work of some layouts [n]; ``copied_s``: [n, G] seconds in which a layer's gradients are copied, which can be part of its weight
+    gradient."""
+    work = columns.work
+    if not splits_backward(schedule) and schedule != SEVERAL:
+        share = work.forward_share[rows].max(axis=1) * (not all_forwards_first(schedule))
+        return Late(np.zeros(copied_s.shape), share, 1.0 - share)
+    layer_s, forward, weights = (of[rows] for of in (work.layer_s, work.forward_share, work.weight_share))
+    shares = np.stack([np.maximum(forward, weights), np.minimum(forward + weights, 1.0)])
+    share, both = ((shares * layer_s + copied_s) / np.maximum(layer_s + copied_s, 1e-300)).max(axis=2)
+    return Late(weights * layer_s + copied_s, share, 1.0 - both)
 
 
 @lru_cache(maxsize=4096)

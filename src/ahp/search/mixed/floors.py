@@ -24,7 +24,7 @@ from ahp.forecast.mixed import MixedPricer
 from ahp.forecast.stage_room import Positions, StageRoom
 from ahp.plan import Parallelism
 from ahp.search.mixed.by_replicas import ByReplicas, Layouts
-from ahp.search.mixed.capacity import Late
+from ahp.search.mixed.capacity import late_of
 from ahp.search.mixed.shapes import Shapes
 from ahp.search.mixed.space import SEVERAL, Alike, MixedSpace, Shape, layout_of
 from ahp.search.mixed.tables import LayoutTables
@@ -150,7 +150,7 @@ class ShapeFloors:
         whole_s, work, num_layers = self._whole_s[rows], self.columns.work, self.columns.num_layers
         if (pipeline == 1).all():
             return work_s(whole_s, self._cells[rows], total, pipeline, replicas, np.ones(len(rows)), ())
-        late = Late.of(self.columns, rows, schedule, self.columns.copied_of(1)[rows].min(axis=2))
+        late = late_of(self.columns, rows, schedule, self.columns.copied_of(1)[rows].min(axis=2))
         apart_s = num_layers * late.layer_s + (late.layer_s > 0) * work.weight_share[rows] * work.head_s[rows]
         way, share, inside = 1.0 - (apart_s / whole_s).max(axis=1), late.share[:, None], late.inside[:, None]
         ahead = () if schedule == SEVERAL else ((1.0, 1.0 + share * (pipeline - 1)), (inside, 1.0))

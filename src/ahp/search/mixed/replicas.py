@@ -262,17 +262,16 @@ class _Bases(NamedTuple):
         return _Bases(inverse, np.maximum(taken, 0.0), each)
 
 
-class Ahead(NamedTuple):
-    """What bounds replicas of [u] layouts besides their longest stage."""
+class Late(NamedTuple):
+    """The work of a stage that can be done outside the way of a micro-batch."""
 
-    way_s: Floats
-    """[u, G] Seconds that a layer adds to the way of a micro-batch."""
     layer_s: Floats
-    """[u, G] Seconds of both passes of a layer, at least."""
-    passes: Floats
-    """[u] Micro-batches by which a replica is ahead, counting the first one; infinite where no way is known."""
+    """[n, G] Seconds of a layer that are not in that way, at most: those of weight gradients, with a split backward pass."""
+    share: Floats
+    """[n] The largest share of a stage's time in forward passes before the first gradient, or in weight gradients after the last one; infinite
+    where no way is known."""
     inside: Floats
-    """[u] The share of a stage's time spent neither before its first gradient nor after its last one, at least."""
+    """[n] The share of a stage's time in neither, at least."""
 
 
 class Crews(NamedTuple):
@@ -287,19 +286,22 @@ class Crews(NamedTuple):
     least_way_s: Floats
     """The same for any longest stage."""
     passes: Floats
+    """Micro-batches by which a replica is ahead, counting the first one."""
     inside: Floats
 
     @classmethod
-    def of(cls, longest_s: Floats, fewest: int, ahead: Ahead, mix: Ints, num_layers: int) -> Crews:
-        """Crews from figures by mix and by layout."""
-        one = (ahead.passes[:, None], ahead.inside[:, None])
+    def of(
+        cls, longest_s: Floats, fewest: int, late: Late, layer_s: Floats, p: int, mix: Ints, num_layers: int
+    ) -> Crews:
+        """Crews of ``p`` stages, from figures by mix and by layout; ``layer_s``: [u, G] seconds of both passes of a layer, at least."""
         each = np.full((len(longest_s), 1), float(fewest))
-        if not ahead.way_s.any():
+        one = (1.0 + (p - 1) * late.share[:, None], np.maximum(late.inside[:, None], 1e-9))
+        there, way = mix > 0, np.maximum(layer_s - late.layer_s, 0.0)[:, None]
+        if not way.any():
             none = np.zeros(each.shape)
             return cls(longest_s, each, none, none, none, *one)
-        there, way = mix > 0, ahead.way_s[:, None]
         most_way = np.where(there, way, 0.0).max(axis=2)
-        fall = ((most_way[..., None] - way) * mix / ahead.layer_s[:, None]).sum(axis=2)
+        fall = ((most_way[..., None] - way) * mix / layer_s[:, None]).sum(axis=2)
         least_way_s = np.where(there, way, np.inf).min(axis=2) * num_layers
         way_s = np.maximum(most_way * num_layers - fall * np.where(np.isfinite(longest_s), longest_s, 0.0), least_way_s)
         return cls(longest_s, each, way_s, fall, least_way_s, *one)
