@@ -276,13 +276,11 @@ class MixedSpace:
         for zero in zero_stages(self.given, shard, context > 1):
             for sequence in self._values("enable_sequence_parallel", [False, True] if tensor > 1 else [False]):
                 for expert in self._values("expert_parallel_degree", experts):
-                    legal = [
-                        alike
+                    each = (
+                        Alike(tensor, bool(sequence), context, expert, 1, shard, zero, kind, method)
                         for kind, method in product(kinds, self.methods(context))
-                        if self._legal(
-                            alike := Alike(tensor, bool(sequence), context, expert, 1, shard, zero, kind, method), sizes
-                        )
-                    ]
+                    )
+                    legal = [alike for alike in each if self._legal(alike, sizes)]
                     yield from (alike._replace(micro_batch=m) for m in sizes.micro_batches for alike in legal)
 
     def _sizes(self, width: int, shard: int) -> _Sizes:
@@ -291,12 +289,9 @@ class MixedSpace:
         shapes = dict[tuple[str, str] | None, tuple[int, int]]()
         for micro_batch in self._values("micro_batch_size", divisors(batch)):
             total, rest = divmod(batch, shard * micro_batch)
-            rule = None
+            rule, multiple = None, "must be a multiple of data_parallel_shard_degree x micro_batch_size"
             if rest:
-                rule = (
-                    "batch",
-                    f"global_batch_size {batch} must be a multiple of data_parallel_shard_degree x micro_batch_size",
-                )
+                rule = "batch", f"global_batch_size {batch} {multiple}"
             elif shares is not None and sum(shares) != total:
                 of_all = f"global_batch_size {batch} / (data_parallel_shard_degree x micro_batch_size)"
                 rule = "micro-batches", f"micro_batches_per_replica = {list(shares)}: must sum to {of_all}"
