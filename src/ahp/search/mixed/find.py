@@ -318,8 +318,11 @@ class Finder:
             fixed=replace(task.fixed, layers=None, recomputed=None),
         )  # fmt: skip
         return SeveralTask(
-            **vars(task), one=of_one, of_pipe=cache(of_pipe), legal=lambda pipe, m: self.space.legal_pipe(pipe, shape.pipeline, m)
-        )  # fmt: skip
+            **vars(task),
+            one=of_one,
+            of_pipe=cache(of_pipe),
+            legal=lambda pipe, m: self.space.legal_pipe(pipe, shape.pipeline, m),
+        )
 
     def _task(self, shape: Shape) -> Task:
         """The task as far as its schedules do not matter."""
