@@ -74,7 +74,7 @@ def test_a_model_that_runs_in_fp32_alone_is_planned_in_it(
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(MINIMAX))
     words = ["plan", "config.json", "1x1xH100-SXM-80GB", "--job.sequence-length=32", "--job.global-batch-size=8"]
-    why = "self_attn mixes an fp32 buffer with weights in 16 bits"
+    why = "self_attn mixes an fp32 tensor with weights in 16 bits"
     assert main(words) == 0
     assert f"Note      fp32: {why}" in capsys.readouterr().out
     assert Plan.load("plan.yaml").job.precision == "fp32"
@@ -82,6 +82,21 @@ def test_a_model_that_runs_in_fp32_alone_is_planned_in_it(
     assert f"job.precision = 'bf16': {why} (valid: fp32)" in capsys.readouterr().err
     assert main([*words, "--engine.name=deepspeed"]) == 0
     assert Plan.load("plan.yaml").job.precision == "bf16"
+
+
+def test_blocks_of_several_graphs_are_not_planned_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = "tests.graph.small:two_graphs"
+    words = ["plan", model, "1x1xH100-SXM-80GB", *SHORT, "--parallelism.activation-checkpoint=selective"]
+    assert main(words) == 0
+    assert not Plan.load("plan.yaml").engine.compile
+    capsys.readouterr()
+    assert main([*words, "--engine.compile=true"]) == 5
+    told = " ".join(capsys.readouterr().err.split())
+    assert "activation_checkpoint = 'selective': with engine.compile = True a block must be one graph" in told
+    assert "torch.compiler.disable" in told
 
 
 @pytest.mark.parametrize("width", [80, 100])

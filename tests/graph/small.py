@@ -103,6 +103,24 @@ class Plain(nn.Module):
         return self.out(self.embed(input_ids))
 
 
+@torch.compiler.disable
+def outside(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+class TwoGraphs(Block):
+    """One of which torch.compile makes two graphs."""
+
+    def forward(self, x: torch.Tensor, *, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(outside(x), count=count)
+
+
+def two_graphs() -> nn.Module:
+    module = Custom()
+    module.stack = nn.ModuleList(TwoGraphs(16) for _ in range(3))
+    return module
+
+
 def custom() -> nn.Module:
     """A factory: ``tests.graph.small:custom``."""
     return Custom()

@@ -74,9 +74,32 @@ def test_gpt_flops_by_megatrons_formula() -> None:
 def test_a_buffer_in_fp32_beside_weights_in_16_bits_is_found() -> None:
     for precision in ("bf16", "fp16"):
         graph = analyze(MINIMAX, Job(sequence_length=SEQUENCE, precision=precision))
-        assert graph.two_types == "self_attn mixes an fp32 buffer with weights in 16 bits"
+        assert graph.two_types == "self_attn mixes an fp32 tensor with weights in 16 bits"
         assert graph.at(4).two_types == graph.two_types == from_plain(to_plain(graph)).two_types
     assert analyze(MINIMAX, Job(sequence_length=SEQUENCE, precision="fp32")).two_types is None
+
+
+class WideNorm(nn.LayerNorm):
+    """It is given fp32, which no kernel takes beside weights in 16 bits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float()).to(x.dtype)
+
+
+class WideEmbedding(nn.Embedding):
+    """What it returns is cast where a block takes it, as FSDP2 does."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids).float()
+
+
+@pytest.mark.parametrize("what", ["embed", "stack.0.norm", "stack.2.norm"])
+def test_what_no_kernel_takes_in_two_types_is_found_where_it_meets_weights(what: str) -> None:
+    module = Custom()
+    given = module.get_submodule(what)
+    module.set_submodule(what, WideNorm(16) if "norm" in what else WideEmbedding(*given.weight.shape))
+    found = analyze(module, Job(sequence_length=SEQUENCE, precision="bf16")).two_types
+    assert found == ("norm mixes an fp32 tensor with weights in 16 bits" if "norm" in what else None)
 
 
 def test_math_attention_has_the_same_products_as_plain_matmuls() -> None:

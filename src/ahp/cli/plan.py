@@ -178,6 +178,7 @@ def find(
     current: Parallelism | None = None,
 ) -> Found:
     """Analyze and search; keys of the job that the user did not give are chosen. ``method``: the keys of ``search.method.Method``."""
+    from ahp.cli.searched import searched
     from ahp.forecast import rules
     from ahp.graph.kept import analyze
     from ahp.search.batch import small_batch
@@ -186,7 +187,6 @@ def find(
     from ahp.search.method import Method
     from ahp.search.objective import objective_of
     from ahp.search.problem import problem
-    from ahp.search.ranking import search
 
     by = Method(**(method or {}))  # raises before anything is traced
     overrides = dict(overrides)
@@ -207,7 +207,8 @@ def find(
     job = with_batch(job, given, model, graph.num_parameters, cluster.num_devices)
     print(f"searching layouts, world size {cluster.num_devices} ...", file=sys.stderr)
     with waiting("searching layouts"):
-        ranking = search(
+        ranking = searched(
+            model,
             graph,
             cluster,
             job,

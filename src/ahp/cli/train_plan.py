@@ -123,12 +123,12 @@ def _refuse_here(plan: Plan, config: Config | None) -> None:
 def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, quiet: bool) -> Plan:
     """Probe or read the cluster, analyze, search, show the ranking on stdout unless ``quiet``, keep the best plan."""
     from ahp.cli import plan as planning
+    from ahp.cli.searched import searched
     from ahp.forecast import timeline
     from ahp.forecast.step import price
     from ahp.graph.kept import analyze
     from ahp.report import tables
     from ahp.runtime.run.given import with_kept_model
-    from ahp.search.ranking import search as ranked
 
     asked, config = config, with_kept_model(config, folder)
     engine, note = _engine(config)
@@ -137,7 +137,9 @@ def search(config: Config, folder: RunFolder, workers: int | None, *, top: int, 
     wanted = workers or num_workers(config.parallelism) or _most_here(config)
     cluster = _local(folder, wanted) if config.cluster == "local" else _those_there(config.cluster, workers)
     say(f"searching layouts, world size {cluster.num_devices}")
-    ranking = ranked(graph, cluster, config.job, constraints=config.parallelism, engine=engine, keep=top)
+    ranking = searched(
+        config.model, graph, cluster, config.job, constraints=config.parallelism, engine=engine, keep=top
+    )
     if not quiet:
         console = tables.console()
         found = planning.Found(graph, cluster, config.job, (), ranking)

@@ -49,6 +49,7 @@ def illegal(
         refused
         or two_types(graph, job, engine)
         or between_blocks(graph.uncuttable, parallelism, engine)
+        or one_graph(graph.several_graphs, parallelism, engine)
         or _cluster(cluster, job, parallelism)
         or batch(job, parallelism)
         or divided(graph, job, parallelism, engine)
@@ -82,6 +83,21 @@ def between_blocks(uncuttable: str | None, parallelism: Parallelism, engine: Eng
     if engine.loss_chunk_tokens is not None:
         return f"engine.loss_chunk_tokens = {engine.loss_chunk_tokens}: {uncuttable} (valid: null)"
     return None
+
+
+def one_graph(several: str | None, parallelism: Parallelism, engine: EngineChoice) -> str | None:
+    """Refuses what needs one compiled graph of each block for a model whose blocks are several; ``several``: the reason, or None. A block that
+    tensor-parallel ranks divide has been one since it was traced."""
+    sliced = all(tensor > 1 for _, tensor in parallelism.widths)
+    if several is None or engine.name != "ahp" or sliced or not needs_one_graph(parallelism, engine):
+        return None
+    return not_one_graph(several)
+
+
+def not_one_graph(why: str) -> str:
+    """The refusal of selective recompute for a block that torch.compile makes several graphs of."""
+    rule = f"with engine.compile = True a block must be one graph, and something breaks it: {why}"
+    return _broken("activation_checkpoint", "selective", rule, ["none", "full; or engine.compile false"])
 
 
 def divided(graph: ModelGraph, job: Job, parallelism: Parallelism, engine: EngineChoice) -> str | None:

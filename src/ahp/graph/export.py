@@ -13,7 +13,7 @@ GRAPH_SCHEMA_VERSION = 5
 PLAIN_FIELDS = ("name", "model", "micro_batch_size", "sequence_length", "dtype", "layers", "tied", "config",
                 "document_mask", "lora", "uncuttable")  # fmt: skip
 """Fields of a ModelGraph that are JSON already."""
-REASONS = ("needs_masks", "two_types")
+REASONS = ("needs_masks", "two_types", "several_graphs")
 """Fields that few models have."""
 
 PHASE_COLOURS = {"forward": "#dbe9f6", "backward": "#fbe3d4"}

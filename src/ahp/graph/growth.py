@@ -39,7 +39,7 @@ def at(graph: ModelGraph, micro_batch_size: int) -> ModelGraph:
     # The same two traces serve every other size as well.
     grown = _extended(small, large, micro_batch_size)
     larger = replace(small, larger=large, by_lengths=None, needs_masks=None)
-    own = {name: getattr(graph, name) for name in ("by_lengths", "needs_masks", "two_types")}
+    own = {name: getattr(graph, name) for name in ("by_lengths", "needs_masks", "two_types", "several_graphs")}
     return replace(grown, larger=larger, **own)
 
 

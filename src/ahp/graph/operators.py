@@ -141,6 +141,8 @@ class ModelGraph:
     states); None if it can."""
     two_types: str | None = None
     """Why ``ahp``'s runtime cannot compute the model in this ``dtype`` (a buffer in fp32 meets weights in 16 bits); None if it can."""
+    several_graphs: str | None = None
+    """Why torch.compile makes several graphs of a block, if somebody has looked and found a reason (``runtime/compute/one_graph.py``)."""
     larger: ModelGraph | None = field(default=None, repr=False, compare=False)
     """The same model traced with one more sequence: two points determine what grows with the micro-batch. It has a ``larger``
     of its own when this graph runs other operators than those two, or was made from them by ``at``. None: no law holds, and

@@ -40,7 +40,7 @@ from ahp.graph.outline import why_uncuttable
 from ahp.graph.positions import warn_of_longer
 from ahp.graph.record import Recorded
 from ahp.graph.sequences import warn_of_mixed
-from ahp.graph.two_types import why_two_types
+from ahp.graph.two_types import is_of_two_types, may_be_of_two_types, why_two_types
 from ahp.job import Job
 from ahp.plan import validated
 
@@ -88,8 +88,10 @@ def _analyzed(model: Any, contract: Job, micro_batch_size: int, attention: str) 
     warn_of_longer(module, contract.sequence_length)
     tracer = _Tracer(module, model, contract, attention)
     graph = tracer.grown(micro_batch_size, tracer.documents)
-    if any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in module.buffers()) and module is not model:
-        in_fp32 = with_adapters(build_model(model, attention=attention), contract.lora)
+    in_16_bits = any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in module.buffers())
+    live = isinstance(model, nn.Module)
+    if (in_16_bits and not live) or may_be_of_two_types(graph):
+        in_fp32 = module if live else with_adapters(build_model(model, attention=attention), contract.lora)
         subject = _Tracer(in_fp32, model, contract, attention).subjects(tracer.documents)[-1]
         graph = replace(graph, two_types=why_two_types(subject, contract.sequence_length))
     _warn_of_hidden_states(graph)
@@ -210,6 +212,8 @@ class _Tracer:
             says += f" (experts: hidden size and intermediate size must be multiples of {elements} in {self._job.precision})"
         if type(error).__name__ in DEPENDS_ON_VALUES:
             why = f"cannot be traced without data: what it does next depends on the values of a tensor, as with .item() or if ({says})"
+        elif isinstance(error, RuntimeError) and is_of_two_types(error):
+            why = f"it mixes an fp32 tensor with weights in 16 bits (valid: cast the tensor with .to(x.dtype); or job.precision fp32): {says}"
         else:
             why = f"cannot be traced in {self._job.precision}: {type(error).__name__}: {says}"
             if not hasattr(self._module, "config"):

@@ -14,11 +14,13 @@ from ahp.errors import BadInput, NotExpressible, bad_input
 from ahp.forecast import rules
 from ahp.forecast.mixed_rules import widths_of_ranks
 from ahp.graph.blocks import BlockList
+from ahp.graph.call import Documents
 from ahp.graph.outline import Outline
 from ahp.graph.positions import refuse_longer
 from ahp.job import Job
 from ahp.plan import ContextMethod, Parallelism, Plan
 from ahp.runtime.compute.fp8 import check_linear
+from ahp.runtime.compute.one_graph import why_several_graphs
 from ahp.runtime.device_limits import compiles_sliced_blocks, refuse_kernels
 from ahp.runtime.experts.balance_loss import balance_of
 from ahp.runtime.experts.dispatch import check_experts
@@ -89,8 +91,11 @@ def refuse_micro_batches(layout: Parallelism, count: int, ordered: int | None) -
         raise BadInput(f"part = {count * size} rows: {count} micro-batches of micro_batch_size {size}; {reason}")
 
 
-def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | None, plan: Plan) -> None:
-    """Raises BadInput for a model that cannot run under this plan. ``found``: also None if the plan does not need it."""
+def refuse_model(
+    module: nn.Module, blocks: BlockList | None, found: Outline | None, plan: Plan, documents: Documents | None = None
+) -> None:
+    """Raises BadInput for a model that cannot run under this plan. ``found``: also None if the plan does not need it. ``documents``: the input
+    that keeps documents apart, if the job does."""
     p = plan.parallelism
     refuse_longer(module, plan.job.sequence_length)
     if blocks:
@@ -113,6 +118,10 @@ def refuse_model(module: nn.Module, blocks: BlockList | None, found: Outline | N
         _refuse_kept_weights(found, plan)
     if plan.engine.loss_chunk_tokens is not None:
         _refuse_chunks(plan.engine.loss_chunk_tokens, module, found, plan.job)
+    if blocks and rules.one_graph("", p, plan.engine):
+        several = why_several_graphs(module, plan.job, documents)
+        if several is not None:
+            raise BadInput(rules.not_one_graph(several))
 
 
 def _refuse_own_recompute(found: Outline, plan: Plan) -> None:

@@ -155,7 +155,7 @@ class Parallel:
             self.documents, self.attention_reason = document_attention(module, documents, own, mesh.device)
             documents = documents if self.documents is None else self.documents.documents
         found = outline_of(module, own, documents) if blocks and needs_outline(plan) else None
-        refuse_model(module, blocks, found, plan)
+        refuse_model(module, blocks, found, plan, documents)
         path, num_layers = (blocks.path, len(blocks)) if blocks else (None, 0)
         self.tokens = (
             SequenceSharding(module, found, plan, mesh, documents) if found and p.context_parallel_degree > 1 else None

@@ -16,12 +16,15 @@ from torch.profiler import ProfilerActivity, profile
 from ahp.errors import AhpError, BadInput, HardwareMismatch
 from ahp.graph.blocks import find_blocks
 from ahp.graph.call import call_model, logits_of
+from ahp.job import Job
 from ahp.runtime import device_limits
 from ahp.runtime.compute import compile as compiled
 from ahp.runtime.compute.compile import compile_block
+from ahp.runtime.compute.one_graph import why_several_graphs
 from ahp.runtime.compute.recompute import recompute
 from ahp.runtime.compute.uncompiled import uncompiled
 from ahp.runtime.device_limits import CPU_COMPILERS, refuse_without_compiler
+from tests.graph.small import custom, two_graphs
 from tests.marks import cases, skip_where_slices_do_not_compile
 from tests.runtime.compute.test_fp8 import needs_torchao
 from tests.runtime.experts import test_dispatch as test_experts
@@ -40,9 +43,9 @@ def train(
     from ahp.runtime.parallel import parallelize
 
     torch._dynamo.reset()  # of what the worker compiled before
-    counters.clear()
     plan = {"job": JOB, "parallelism": layout, "engine": {"compile": compiled}}
     parallel, results, graphs = parallelize(BUILDERS[model](), plan), [], []
+    counters.clear()  # also of a look at the blocks without data
     for step in range(steps):
         results.append(parallel.step(parallel.shard(batch(step))))
         graphs.append(counters["stats"]["unique_graphs"])
@@ -215,6 +218,30 @@ def test_a_block_of_several_graphs_does_not_keep_its_products_alone(kind: type[n
         match=rf"activation_checkpoint = 'selective': .*one graph.*{told}.*\(valid: none, full; or engine.compile false\)",
     ):
         block(torch.ones(2, requires_grad=True))
+
+
+def test_blocks_of_several_graphs_are_found_without_data() -> None:
+    job = Job(sequence_length=8, precision="fp32")
+    assert why_several_graphs(custom(), job) is None
+    found = why_several_graphs(two_graphs(), job)
+    assert found is not None
+    assert "torch.compiler.disable" in found
+
+
+def test_a_layout_that_needs_one_graph_is_refused_before_its_first_step(pool: Pool) -> None:
+    (told,) = pool.run(refused_layout, 1)
+    assert "activation_checkpoint = 'selective': with engine.compile = True a block must be one graph" in told
+    assert "torch.compiler.disable" in told
+
+
+def refused_layout(rank: int, world: int) -> str:
+    """Runs in each worker."""
+    from ahp.runtime.parallel import parallelize
+
+    layout = {"micro_batch_size": 4, "activation_checkpoint": "selective"}
+    with pytest.raises(BadInput) as refused:
+        parallelize(two_graphs(), {"job": JOB, "parallelism": layout, "engine": {"compile": True}})
+    return str(refused.value)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from ahp.errors import BadInput
+from ahp.forecast.rules import not_one_graph
 from ahp.runtime.compute.recompute import Context, keep_products, recompute
 from ahp.runtime.experts.router_outputs import RouterOutputsTaken
 from ahp.runtime.pipeline.compiled_weight_gradients import SplitGraph
@@ -51,10 +52,7 @@ def selective_recompute_compiler(later: WeightGradients | None = None) -> Compil
             try:
                 return graph(*args, **kwargs)
             except GraphBroke as error:
-                rule = "with engine.compile = True a block must be one graph, and something breaks it"
-                raise BadInput(
-                    f"activation_checkpoint = 'selective': {rule}: {error} (valid: none, full; or engine.compile false)"
-                ) from error
+                raise BadInput(not_one_graph(str(error))) from error
 
         return run
 
