@@ -76,7 +76,7 @@ def draw(seed: int | str) -> Restart:
     if family in ("llama", "gpt2", "mixtral") and d.random() < 0.25:
         job["document_mask"] = True
     engine = {"loss_chunk_tokens": 7} if d.random() < 0.2 else {}
-    # Dropout depends on the layout; which expert takes a token, on a rounding that 16 bits make large, and Muon's products are in bf16.
+    # Dropout depends on the layout; which expert takes a token, on a rounding that 16 bits make large.
     same = dropout > 0 or (precision != "fp32" and num_experts > 1) or d.random() < 0.2
     # At which scale gradients overflow depends on what a rank adds up.
     scale = (OVERFLOWING if same else SMALL) if precision == "fp16" and d.random() < 0.7 else None
