@@ -203,6 +203,7 @@ class Composed(Numbered):
 
     def prepare(self, number: int) -> None:
         self.group_norm = nn.GroupNorm(4, 2 * WIDTH)
+        self.pairs = nn.Bilinear(WIDTH, WIDTH, WIDTH)
         self.register_buffer("order", torch.randperm(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -213,8 +214,13 @@ class Composed(Numbered):
         inner = self.group_norm(inner.reshape(-1, 2 * WIDTH)).view(inner.shape) / inner.norm(dim=-1, keepdim=True)
         inner = inner - inner.detach().std(-1, keepdim=True) + inner.gather(2, inner.argsort(-1))
         inner = F.hardswish(inner) + F.logsigmoid(inner)
+        best, places = inner.topk(40, -1)
+        inner = inner + torch.zeros_like(inner).scatter(2, places, best).scatter_add_(
+            2, places[..., :3], best[..., 3:6]
+        )
+        inner = F.pad(torch.where(inner > 1, torch.zeros_like(inner), inner)[..., 1:], (0, 1)).mT.relu().mT
         scores = torch.inner(inner.log_softmax(-1), self.down.weight)
-        return super().forward(x) + torch.tensordot(scores, self.out.weight, dims=1)
+        return super().forward(x) + self.pairs(x, torch.tensordot(scores, self.out.weight, dims=1))
 
 
 class Beside(Numbered):

@@ -33,7 +33,7 @@ COMPOSED = {
 }  # fmt: skip
 """Operators that torch composes of others: traced as those, of which slicing and the cutting of sequences know each."""
 _OF_MATRICES = {aten.numpy_T.default, aten.mT.default}
-"""x.T and x.mT, which take no dims; for two dims both are one transposition (Falcon's layers multiply by weight.T)."""
+"""x.T and x.mT, which take no dims; x.mT, and x.T of a matrix, is one transposition (Falcon's layers multiply by weight.T)."""
 _EMPTY = {aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default}
 
 
@@ -51,8 +51,8 @@ def simplify(graph: Graph) -> None:
 
 def _take_usual_name(node: Node) -> None:
     node.target = _SYNONYMS.get(node.target, node.target)
-    if node.target in _OF_MATRICES and len(node.meta["val"].shape) == 2:
-        node.target, node.args = aten.transpose.int, (node.args[0], 0, 1)
+    if node.target in _OF_MATRICES and ((rank := node.meta["val"].dim()) == 2 or node.target is aten.mT.default):
+        node.target, node.args = aten.transpose.int, (node.args[0], rank - 2, rank - 1)
 
 
 def _take_no_example(graph: Graph, node: Node) -> None:

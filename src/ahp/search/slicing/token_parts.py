@@ -41,7 +41,7 @@ BATCH = 2
 
 UNIFORM = {
     aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format,
-    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
+    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default, aten.full_like.default,
 }  # fmt: skip
 """Operators that make tensors of one value, of which any part is like the whole."""
 

@@ -32,6 +32,8 @@ REDUCTIONS = {
     aten.argmin.default, aten.prod.dim_int, aten.std.correction, aten.var.correction, aten.logsumexp.default, aten.any.dim, aten.all.dim,
     *_NORMS,
 }  # fmt: skip
+LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default}
+"""Operators that make a tensor of one value, as large as another."""
 ALONG_ONE_DIM = {
     aten.softmax.int, aten.log_softmax.int, aten.cumsum.default, aten.cumprod.default, aten.topk.default, aten.sort.default,
     aten.sort.stable, aten.argsort.default, aten.glu.default,

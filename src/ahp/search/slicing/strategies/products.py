@@ -62,6 +62,16 @@ def _of_features(context: Context, dim: int, size: int) -> Iterator[Split]:
     return (split for split in context.splits(dim, size) if not split.tokens)
 
 
+def bilinear(node: Node, context: Context) -> Iterator[Strategy]:
+    """aten.bilinear(x [*, i], y [*, j], weight [n, i, j], bias [n]): by columns (n), and by all dims before the last."""
+    out, has_bias = shape_of(node), len(tensor_inputs(node)) == 4
+    last = len(out) - 1
+    for split in _of_features(context, last, out[last]):
+        yield Strategy((R, R, split.at(0), split.at(0))[: 3 + has_bias], split)
+    for split in (split for dim in range(last) for split in context.token_splits(dim, out[dim])):
+        yield Strategy((split, split, R, R)[: 3 + has_bias], split)
+
+
 def matmul(node: Node, context: Context) -> Iterator[Strategy]:
     """aten.matmul / mm / bmm / transposed baddbmm: batch dims of both, m, n, k."""
     a, b = (shape_of(i) for i in tensor_inputs(node))

@@ -222,12 +222,29 @@ def gather(node: Node, context: Context) -> Iterator[Strategy]:
     yield Strategy((P, R), P)
 
 
+def scatter(node: Node, context: Context) -> Iterator[Strategy]:
+    """scatter(x, dim, indices, values or one value), scatter_add: splits of the other dims pass, of all tensors alike."""
+    shape, others = shape_of(args_of(node)[0]), [shape_of(i) for i in tensor_inputs(node)[1:]]
+    along = args_of(node)[1] % len(shape)
+    for split in context.splits_of(shape):
+        if split.dim != along and all(other[split.dim] == shape[split.dim] for other in others):
+            yield Strategy((split,) * (1 + len(others)), split)
+
+
 def moved_within(node: Node, context: Context) -> Iterator[Strategy]:
     """flip(x, dims), roll(x, shifts, dims): splits of the other dims pass, of all elements in a row none."""
     shape = shape_of(args_of(node)[0])
     dims = args_of(node)[1] if node.target is aten.flip.default else argument(node, 2, "dims", [])
     moved = {d % len(shape) for d in dims or (range(len(shape)) if node.target is aten.roll.default else ())}
     return _moved(shape, context, ((dim, dim) for dim in range(len(shape)) if dim not in moved))
+
+
+def pad(node: Node, context: Context) -> Iterator[Strategy]:
+    """pad(x, [last before, last after, ...], mode, value): splits of dims that are not padded pass; summands stay summands beside zeros."""
+    shape, sizes, value = shape_of(args_of(node)[0]), args_of(node)[1], argument(node, 3, "value", None)
+    padded = {len(shape) - 1 - i // 2 for i, size in enumerate(sizes) if size}
+    moved = _moved(shape, context, ((dim, dim) for dim in range(len(shape)) if dim not in padded))
+    return (s for s in moved if s.output != P or not value)
 
 
 def repeat(node: Node, context: Context) -> Iterator[Strategy]:
