@@ -46,6 +46,21 @@ class PutsSequenceFirst(Own):
         return self.head(self.norm(x.transpose(0, 1)))
 
 
+class Flat(Numbered):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.view(-1, 16, x.shape[-1])).flatten(0, 1)
+
+
+class Flattens(Own):
+    """All tokens in one row, as engines of inference have them."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids).flatten(0, 1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).view(*input_ids.shape, -1)
+
+
 class Scaled(Numbered):
     """The last one differs from the others."""
 
@@ -65,6 +80,7 @@ class RunsOneTwice(Own):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "streams": built(HasStreams, MixesStreams),
     "sequence first": built(PutsSequenceFirst, SequenceFirst),
+    "flat": built(Flattens, Flat),
     "one twice": built(RunsOneTwice, Scaled),
 }
 BUILDERS.update({f"hidden states: {name}": build for name, build in MODELS.items()})
@@ -72,15 +88,17 @@ BUILDERS.update({f"hidden states: {name}": build for name, build in MODELS.items
 EQUAL = [
     *(("streams", layout) for layout in ("1f1b", "zbv", "context", "sequence")),
     *((name, "tp") for name in ("sequence first", "one twice")),
+    ("sequence first", "1f1b"),
+    ("flat", "zbv"),
 ]
 FAST = [("streams", "1f1b"), ("streams", "context"), ("one twice", "tp")]
 """What has been found."""
-OTHER_DIMS = "the hidden states of blocks are [16, 4, 32] for token ids [4, 16], not [batch, sequence, ..]"
+OTHER_DIMS = "hidden states between blocks are [16, 4, 32] for token ids [4, 16], not [batch, sequence, ..]"
 TWICE = "the model runs block 0 of blocks 2 times"
 REFUSED = {
-    ("sequence first", "1f1b"): OTHER_DIMS.replace("4", "2"),
     ("sequence first", "context"): OTHER_DIMS,
     ("sequence first", "sequence"): OTHER_DIMS,
+    ("flat", "context"): OTHER_DIMS.replace("[16, 4, 32]", "[64, 32]"),
     ("one twice", "1f1b"): TWICE,
     ("one twice", "sequence"): TWICE,
 }

@@ -295,6 +295,18 @@ class TableAfter(Own):
         return self.head(self.norm(x) * self.tables[0])
 
 
+class InRows(Own):
+    """What follows the blocks has all tokens in a row, by sizes that leave a dim open."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x, (batch, length) = self.embed(input_ids), input_ids.shape
+        for block in self.blocks:
+            x = block(x)
+        x = x.view(batch, length, 4, -1)
+        x = self.norm((x - x.mean(-1, keepdim=True)).view(batch * length, -1)).unflatten(0, (batch, length))
+        return self.head(x.flatten(0, 1)).view(batch, length, -1)
+
+
 class LastToken(Own):
     """nanoGPT's, which is given no targets."""
 
@@ -551,7 +563,7 @@ EQUAL: list[tuple[type[Own], type[Numbered], str]] = [
     (ReadsBeside, Beside, "sequence"),
     *((Own, Pruned, layout) for layout in ("tp", "1f1b", "zero3")),
     *((Own, InContainers, layout) for layout in ("tp", "1f1b", "context")),
-    (TableAfter, Numbered, "context"),
+    *((kind, Numbered, "context") for kind in (TableAfter, InRows)),
     *((kind, WithFirst, layout) for kind in (GivesFirst, GivesFirstDetached) for layout in ("1f1b", "tp")),
     (EmbedsAgain, Numbered, "1f1b"),
     (HeadTwice, Numbered, "tp"),

@@ -48,7 +48,7 @@ def illegal(
     return (
         refused
         or two_types(graph, job, engine)
-        or between_blocks(graph.uncuttable, parallelism, engine)
+        or between_blocks(graph.uncuttable, graph.other_dims, parallelism, engine)
         or one_graph(graph.several_graphs, parallelism, engine)
         or _cluster(cluster, job, parallelism)
         or batch(job, parallelism)
@@ -67,21 +67,25 @@ def two_types(graph: ModelGraph, job: Job, engine: EngineChoice) -> str | None:
     return _broken("job.precision", job.precision, graph.two_types, ["fp32"])
 
 
-def between_blocks(uncuttable: str | None, parallelism: Parallelism, engine: EngineChoice) -> str | None:
-    """Refuses what ahp's own runtime cannot do with a model that it cannot cut between its blocks; ``uncuttable``: the reason, or None."""
-    if uncuttable is None or engine.name != "ahp":
+def between_blocks(
+    uncuttable: str | None, other_dims: str | None, parallelism: Parallelism, engine: EngineChoice
+) -> str | None:
+    """Refuses what ahp's own runtime cannot do with a model that it cannot cut between its blocks, and with hidden states of other dims than
+    [batch, sequence, ..], which only stages of one width pass on; the reasons, or None."""
+    why = uncuttable or other_dims
+    if why is None or engine.name != "ahp":
         return None
-    if parallelism.num_stages > 1:
-        rule, degree = f"{uncuttable}, so it cannot be cut into stages", parallelism.pipeline_parallel_degree
-        return _broken("pipeline_parallel_degree", degree, rule, [1])
+    if parallelism.num_stages > 1 and (uncuttable or parallelism.has_unlike_widths):
+        rule = f"{why}, so it cannot be cut into stages{'' if uncuttable else ' of unlike width'}"
+        return _broken("pipeline_parallel_degree", parallelism.pipeline_parallel_degree, rule, [1])
     if parallelism.context_parallel_degree > 1:
-        rule, degree = f"{uncuttable}, which would meet a part of the sequence", parallelism.context_parallel_degree
+        rule, degree = f"{why}, which would meet a part of the sequence", parallelism.context_parallel_degree
         return _broken("context_parallel_degree", degree, rule, [1])
     if parallelism.enable_sequence_parallel and any(tensor > 1 for _, tensor in parallelism.widths):
-        rule = f"{uncuttable}, which would meet a part of the sequence"
+        rule = f"{why}, which would meet a part of the sequence"
         return _broken("enable_sequence_parallel", True, rule, [False])
     if engine.loss_chunk_tokens is not None:
-        return f"engine.loss_chunk_tokens = {engine.loss_chunk_tokens}: {uncuttable} (valid: null)"
+        return f"engine.loss_chunk_tokens = {engine.loss_chunk_tokens}: {why} (valid: null)"
     return None
 
 

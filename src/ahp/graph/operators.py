@@ -155,6 +155,12 @@ class ModelGraph:
         return len(self.layers)
 
     @property
+    def other_dims(self) -> str | None:
+        """A reason if hidden states are not [batch, sequence, ..] between the blocks, else None."""
+        hidden = None if not self.layers else self.blocks[self.layers[-1]].output
+        return None if hidden is None else other_dims(hidden.shape, (self.micro_batch_size, self.sequence_length))
+
+    @property
     def layers_of_kinds(self) -> tuple[int, ...]:
         """How many layers are of each kind in ``blocks``."""
         return tuple(map(self.layers.count, range(len(self.blocks))))
@@ -194,3 +200,11 @@ class ModelGraph:
         if grown is not self:
             self._grown[micro_batch_size] = grown
         return grown
+
+
+def other_dims(hidden: tuple[int, ...], ids: tuple[int, ...]) -> str | None:
+    """A reason if hidden states are not [batch, sequence, ..], by their shape and that of the token ids, else None: ranks that share a sequence
+    cut it along dim 1, and stages of unlike width rows along dim 0."""
+    if hidden[:2] == ids:
+        return None
+    return f"hidden states between blocks are {list(hidden)} for token ids {list(ids)}, not [batch, sequence, ..]"

@@ -26,6 +26,7 @@ from ahp.graph.fake_run import others_pass_on, train_whole
 from ahp.graph.flow import BEFORE, Flow, Recompute
 from ahp.graph.host_numbers import Generators
 from ahp.graph.likeness import ModulesUsed, watched
+from ahp.graph.operators import other_dims
 from ahp.graph.torch_compat import FakeTensorMode, pytree
 from ahp.graph.two_types import is_of_two_types
 from ahp.graph.weight_reads import WeightReads
@@ -95,6 +96,11 @@ class Outline:
     def num_layers(self) -> int:
         return len(self.kinds)
 
+    @property
+    def other_dims(self) -> str | None:
+        """A reason if hidden states are not [batch, sequence, ..] between the blocks, else None."""
+        return other_dims(self.hidden.shape, self.logits.shape[:2])
+
 
 def outline(
     module: nn.Module,
@@ -146,7 +152,6 @@ def _run(
 ) -> torch.Tensor:
     """Run the recorded copy, in training, as every layout does; its logits. Ranks draw the same numbers, so that all refuse alike."""
     train_whole(record.fake)
-    record.ids = (batch_size, sequence_length)
     with (
         as_on_data(record.fake, document_mask=documents is not None),
         mode,
@@ -207,7 +212,6 @@ class _Record:
         self.blocks = list(cast(Stack, fake.get_submodule(blocks_path)))
         """By place in the list: one that stands in several places goes by its first number."""
         self.calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        self.ids: tuple[int, int] = (0, 0)  # the shape of the token ids
         self.order: list[int] = []
         """Numbers of the blocks, in the order in which they ran."""
         self.ran: list[tuple[str, nn.Module, tuple[Any, ...], Any]] = []
@@ -309,7 +313,6 @@ class _Record:
         before = self._before()
         return (
             self.puts_others()
-            or self._other_dims()
             or self.draws.why_uncuttable()
             or self._runs_otherwise()
             or self.uncuttable
@@ -358,13 +361,6 @@ class _Record:
         if all(module in self.inside for block in self.blocks for module in block.modules()):
             return None
         return f"its forward puts other modules into the blocks of {self.blocks_path}"
-
-    def _other_dims(self) -> str | None:
-        """A reason if hidden states are not [batch, sequence, ..] between the blocks, else None: parts of a sequence lie along dim 1."""
-        sizes = tuple(self.outputs[-1].shape)
-        if sizes[:2] == self.ids:
-            return None
-        return f"the hidden states of {self.blocks_path} are {list(sizes)} for token ids {list(self.ids)}, not [batch, sequence, ..]"
 
     def _runs_otherwise(self) -> str | None:
         """A reason if the blocks do not run once each, in order, else None: work due at the first and last block would be done at others."""

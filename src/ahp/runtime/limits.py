@@ -111,7 +111,7 @@ def refuse_model(
         raise BadInput(rules.BALANCE_OF_UNLIKE_WIDTHS)
     if plan.job.precision == "fp8":
         check_linear(blocks)
-    if found and (reason := rules.between_blocks(found.uncuttable, p, plan.engine)):
+    if found and (reason := rules.between_blocks(found.uncuttable, found.other_dims, p, plan.engine)):
         raise BadInput(reason)
     if found:
         _refuse_own_recompute(found, plan)

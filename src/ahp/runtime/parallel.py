@@ -270,20 +270,23 @@ class Parallel:
         if p.num_stages == 1:
             return Accumulation(self.stages[0], self.loss, self.sharding)
         assert found is not None
-        shape = found.logits.shape
-        context, part = p.context_parallel_degree, shape[-1] // (p.tensor_parallel_degree if vocabulary else 1)
-        batch, sequence, *rest = found.hidden.shape
-        logits = replace(found.logits, shape=(batch, sequence // context, part))
-        hidden = replace(found.hidden, shape=(batch, sequence // context, *rest))
-        outputs = logits if self.plan.engine.loss_chunk_tokens is None else hidden
-        if p.enable_sequence_parallel:
-            hidden = replace(hidden, shape=(batch, sequence // context // p.tensor_parallel_degree, *rest))
+        batch, sequence, width = found.logits.shape
+        tokens, tensors = sequence // p.context_parallel_degree, p.tensor_parallel_degree
+        outputs, hidden = (
+            replace(found.logits, shape=(batch, tokens, width // (tensors if vocabulary else 1))),
+            found.hidden,
+        )
+        if self.plan.engine.loss_chunk_tokens is not None:
+            outputs = replace(hidden, shape=(batch, tokens, *hidden.shape[2:]))
+        if found.other_dims is None:  # else no rank has a part of them
+            shared = tokens // tensors if p.enable_sequence_parallel else tokens
+            hidden = replace(hidden, shape=(batch, shared, *hidden.shape[2:]))
         return Pipeline(
             self.stages,
             self.plan.parallelism,
             self.loss,
             self.mesh,
-            ids=(batch, found.hidden.shape[1]),
+            ids=(batch, sequence),
             hidden=hidden,
             outputs=outputs,
         )

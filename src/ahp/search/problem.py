@@ -208,7 +208,7 @@ class Problem:
         refused = get(self.engine.name).refuses(self.job, parallelism, self.engine)
         return (
             refused
-            or rules.between_blocks(self.graph.uncuttable, parallelism, self.engine)
+            or rules.between_blocks(self.graph.uncuttable, self.graph.other_dims, parallelism, self.engine)
             or rules.one_graph(self.graph.several_graphs, parallelism, self.engine)
         )
 

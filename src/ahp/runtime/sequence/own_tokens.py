@@ -114,21 +114,29 @@ class ShapedByOwnTokens(TorchFunctionMode):
 
     def __init__(self, hidden: torch.Tensor, ranks: int) -> None:
         super().__init__()
-        _, self.tokens, *self.rest = hidden.shape
+        self.tokens = hidden.shape[1]
         self.whole = self.tokens * ranks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.view, torch.Tensor.reshape) and len(args) > 1:
-            hidden, size = args[0], tuple(args[1]) if isinstance(args[1], (tuple, list)) else args[1:]
-            if hidden.shape[1:] == (self.tokens, *self.rest) and size[1:] == (self.whole, *self.rest):
-                return hidden
-            if (
-                size[1:2] == (self.whole,)
-                and -1 not in size
-                and math.prod(size) == hidden.numel() * self.whole // self.tokens
-            ):
-                return func(hidden, (size[0], self.tokens, *size[2:]))
+            size = tuple(args[1]) if isinstance(args[1], (tuple, list)) else args[1:]
+            return func(args[0], self._of_own_tokens(args[0], size))
+        if func is torch.Tensor.unflatten and args[1:2] == (0,):
+            return func(args[0], 0, self._of_own_tokens(args[0], tuple(args[2])))
         return func(*args, **(kwargs or {}))
+
+    def _of_own_tokens(self, x: torch.Tensor, size: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A size for whole sequences with this rank's number of tokens, if ``x`` holds no more: [batch, sequence, ..], or all tokens in a row.
+        ``size`` may have a -1, which would take the missing tokens out of another dim."""
+        tokens, whole = self.tokens, self.whole
+        apart = x.shape[1:2] == (tokens,)
+        if apart and size[:1] == (x.shape[0] * whole,):
+            return (x.shape[0] * tokens, *size[1:])
+        if size[1:2] != (whole,):
+            return size
+        own = (apart and size[0] in (-1, x.shape[0])) or x.shape[:1] == (size[0] * tokens,)
+        exact = -1 not in size and math.prod(size) == x.numel() * whole // tokens
+        return (size[0], tokens, *size[2:]) if own or exact else size
 
 
 def _parts_of_kinds(module: nn.Module, found: Outline, job: Job, documents: Documents | None) -> tuple[TokenParts, ...]:
