@@ -20,9 +20,10 @@ from ahp.graph.torch_compat import TorchDispatchMode, pytree
 
 OF_ONE_TYPE = {
     f"aten.{name}"
-    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "native_layer_norm", "native_group_norm", "native_batch_norm")
-}  # fmt: skip
-"""Operators whose kernels take one floating type alone. A norm's input in 16 bits may meet weights in fp32, but weights are cast."""
+    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "native_layer_norm", "native_group_norm")
+}
+"""Operators whose kernels take one floating type alone. A norm's input in 16 bits may meet weights in fp32, but weights are cast; averages of
+a batch norm may be in fp32."""
 
 
 def may_be_of_two_types(graph: ModelGraph) -> bool:
