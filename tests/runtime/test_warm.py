@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from ahp.graph.outline import _Record
+from ahp.graph.outline import Outline, _Record
 from ahp.job import Job
 from tests.runtime.models import JOB, MODELS, SEQUENCE
 from tests.runtime.workers import Pool
@@ -41,3 +43,29 @@ def parts(rank: int, world: int, name: str) -> bytes:
 def test_all_ranks_find_the_same_parts(pool: Pool, name: str) -> None:
     one, other = pool.run(parts, 2, name)
     assert one == other
+
+
+def handed_over(rank: int, world: int, name: str) -> tuple[int, bool]:
+    """Runs in each worker: how often it traced a model that no other test asks for, and whether what it has is what it would find itself."""
+    from tests.runtime import warm
+
+    module, asked = MODELS[name](), {"batch_size": 3, "sequence_length": SEQUENCE - 1}
+    with mock.patch.object(warm, "outline", wraps=warm.outline) as traces:
+        found = warm.kept_outline(module, **asked)
+    return traces.call_count, words(found) == words(warm.outline(module, **asked))
+
+
+def words(found: Outline) -> tuple[Any, ...]:
+    """All that an outline says, with its graphs as code and with what they know of their tensors."""
+    graphs = [
+        (one.names, one.output_spec, one.trainable, one.places, one.graph.code, [str(node.meta) for node in one.nodes])
+        for one in found.captures
+    ]
+    return replace(found, captures=()), graphs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_one_rank_has_traced_the_others_read(pool: Pool, name: str) -> None:
+    traces, alike = zip(*pool.run(handed_over, 4, name), strict=True)
+    assert sum(traces) == 1
+    assert all(alike)

@@ -7,6 +7,7 @@ three models of the equality tests, and torch's own caches that tracing fills, c
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import hashlib
@@ -19,9 +20,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx._graph_pickler import GraphPickler, Options
 
 from ahp.graph.call import Documents
 from ahp.graph.outline import Outline
+from ahp.graph.torch_compat import FakeTensorMode
 from ahp.job import Job
 from ahp.runtime import inside
 from ahp.runtime.sequence import own_tokens
@@ -32,6 +35,7 @@ from tests.runtime.models import MODELS, SEQUENCE
 
 FOUND = Path(os.environ["AHP_TESTS_FOUND"])
 """A folder of this run of the tests (tests/conftest.py)."""
+ANY_OPERATOR = Options(ops_filter=None)
 _kept: dict[Any, Outline] = {}
 _kept_parts: dict[Any, tuple[TokenParts, ...]] = {}
 outline, _parts_of_kinds = inside.outline, own_tokens._parts_of_kinds
@@ -45,11 +49,11 @@ def kept_outline(
     dtype: torch.dtype | None = None,
     documents: Documents | None = None,
 ) -> Outline:
-    """``outline``, found once for modules that are alike."""
+    """``outline``, found once for modules that are alike: by one rank for all ranks, too."""
     asked = {"batch_size": batch_size, "sequence_length": sequence_length, "dtype": dtype, "documents": documents}
     key = _likeness(module), tuple(asked.items())
     if key not in _kept:
-        _kept[key] = outline(module, **asked)
+        _kept[key] = by_one_rank(module, f"outline {key}", lambda: outline(module, **asked))
     return _kept[key]
 
 
@@ -57,12 +61,13 @@ def kept_parts(module: nn.Module, found: Outline, job: Job, documents: Documents
     """``_parts_of_kinds``, found once for modules that are alike, whose outlines in one dtype are alike too: by one rank for all ranks, too."""
     key = _likeness(module), found.hidden.dtype, job.sequence_length, documents
     if key not in _kept_parts:
-        _kept_parts[key] = by_one_rank(module, repr(key), lambda: _parts_of_kinds(module, found, job, documents))
+        _kept_parts[key] = by_one_rank(module, f"parts {key}", lambda: _parts_of_kinds(module, found, job, documents))
     return _kept_parts[key]
 
 
 def by_one_rank(module: nn.Module, key: str, find: Callable[[], Any]) -> Any:
-    """Plain data that the first rank finds while the others wait for it, as long as the module's class is the same in all processes."""
+    """What the first rank finds while the others wait for it, as long as the module's class is the same in all processes. A graph that
+    torch cannot write down each rank finds itself."""
     kind = type(module)
     same = getattr(sys.modules[kind.__module__], kind.__qualname__, None) is kind and " at 0x" not in key
     if not (same and kind.__module__.startswith(("tests.", "transformers."))):
@@ -71,8 +76,10 @@ def by_one_rank(module: nn.Module, key: str, find: Callable[[], Any]) -> Any:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         if content := file.read():
-            return pickle.loads(content)
-        file.write(pickle.dumps(value := find()))
+            return GraphPickler.loads(content, FakeTensorMode(allow_non_fake_inputs=True))
+        value = find()
+        with contextlib.suppress(NotImplementedError, pickle.PicklingError, AttributeError, TypeError):
+            file.write(GraphPickler.dumps(value, ANY_OPERATOR))
         return value
 
 

@@ -270,6 +270,7 @@ def test_the_workers_beside_a_node_that_starts_again_are_not_ended(monkeypatch: 
             began_s = time.monotonic()
             while not host.num_nodes_waiting():
                 assert time.monotonic() - began_s < 120
+                time.sleep(0.1)
             assert (worker.poll(), said) == (None, [])
             assert host.next_rendezvous().world_size == again.result().world_size == 2
         finally:
