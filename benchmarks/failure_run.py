@@ -27,7 +27,6 @@ CLUSTER = "cluster.yaml"
 """File beside the folders of all runs: each start would measure a copy for it, a second of processor time."""
 EVERY = 5
 """Steps between checkpoints: so few that some failures come while one is written."""
-POLL_S = 0.02
 PATIENCE_S = 240.0
 """[Empirical] Far more than any start takes on a busy machine: past it a run does not go on by itself."""
 LLAMA: dict[str, Any] = {
@@ -93,8 +92,8 @@ def _is_worker(process: psutil.Process) -> bool:
 
 
 class Run:
-    """The folder of a run and what is written there. ``limit_s``: ``run.collective_timeout_s``, for which a rank may be waited for; ``over``: set where
-    somebody has asked for the end, and whatever waits for the run raises Stopped."""
+    """The folder of a run and what is written there. ``limit_s``: ``run.collective_timeout_s``, for which a rank may be waited for; ``look_s``: between two
+    looks at the run, where it is waited for; ``over``: set where somebody has asked for the end, and whatever waits for the run raises Stopped."""
 
     def __init__(
         self,
@@ -104,10 +103,11 @@ class Run:
         *,
         steps: int,
         limit_s: float,
+        look_s: float,
         over: threading.Event,
         place: Path | None = None,
     ) -> None:
-        self.home, self.layout, self.steps, self.over = folder, layout, steps, over
+        self.home, self.layout, self.steps, self.look_s, self.over = folder, layout, steps, look_s, over
         self.folder = place or folder / "run"
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True)
@@ -180,9 +180,9 @@ class Run:
         status = read_status(self.folder / "status.json")
         return status is not None and status.state == "done"
 
-    def wait(self, seconds: float = POLL_S) -> None:
-        """Let it go on for so long. Raises Stopped."""
-        if self.over.wait(seconds):
+    def wait(self, seconds: float | None = None) -> None:
+        """Let it go on for so long, by default until the next look. Raises Stopped."""
+        if self.over.wait(self.look_s if seconds is None else seconds):
             raise Stopped
 
     def until(self, said: Callable[[], bool], what: str) -> float:
@@ -271,11 +271,11 @@ def deviation(curve: Curve, reference: Curve) -> float:
 
 
 def reference_curve(
-    folder: Path, layout: Layout, text: Path, *, steps: int, limit_s: float, over: threading.Event
+    folder: Path, layout: Layout, text: Path, *, steps: int, limit_s: float, look_s: float, over: threading.Event
 ) -> Curve:
     """That of a run of so many steps that nothing disturbs."""
     place = folder / f"reference-{layout.name.replace(' ', '-')}"
-    run = Run(place, layout, text, steps=steps, limit_s=limit_s, over=over)
+    run = Run(place, layout, text, steps=steps, limit_s=limit_s, look_s=look_s, over=over)
     try:
         run.start()
         run.ends()

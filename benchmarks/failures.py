@@ -71,11 +71,15 @@ class Form:
     layouts: tuple[Layout, ...] = LAYOUTS
     limit_s: float = 5.0
     """``run.collective_timeout_s``: for so long a rank may be waited for."""
+    look_s: float = 0.02
+    """Between two looks at a run that is waited for."""
     beside: int = 1
     """Runs at a time. Their seconds say nothing then."""
 
 
-SHORT = Form(failures=len(KINDS), strikes=8, host_strikes=1, away=(6, 8), layouts=LAYOUTS[:1], limit_s=15.0, beside=4)
+SHORT = Form(
+    failures=len(KINDS), strikes=8, host_strikes=1, away=(6, 8), layouts=LAYOUTS[:1], limit_s=15.0, look_s=0.2, beside=4
+)  # fmt: skip
 """On a busy machine a rank may be without a core for seconds. All kinds of one host strike one run: each run starts processes that only import."""
 
 
@@ -150,7 +154,9 @@ def struck_run(
     with ExitStack() as kept:
         disk = kept.enter_context(small_disk(place / f"disk-{number}")) if any(k.small_disk for k in kinds) else None
         made = kept.enter_context(hosts([HostSpec()] * 2)) if on_hosts else ()
-        run = Run(place / f"run-{number}", layout, text, steps=ENDLESS, limit_s=form.limit_s, over=over, place=disk)
+        run = Run(
+            place / f"run-{number}", layout, text, steps=ENDLESS, limit_s=form.limit_s, look_s=form.look_s, over=over, place=disk
+        )  # fmt: skip
         run.hosts = made
         kept.callback(run.close)
         trial = trials[0]
@@ -180,7 +186,9 @@ def compare(runs: Sequence[Struck], place: Path, form: Form, text: Path, over: t
         alike = [(run, run.curve) for run in runs if run.layout == layout and run.curve]
         longest = max(len(curve) for _, curve in alike)
         say(f"{longest} steps of {layout.name} that nothing disturbs")
-        reference = reference_curve(place, layout, text, steps=longest, limit_s=form.limit_s, over=over)
+        reference = reference_curve(
+            place, layout, text, steps=longest, limit_s=form.limit_s, look_s=form.look_s, over=over
+        )
         for run, curve in alike:
             for trial in run.trials:
                 trial.deviation = deviation(curve, reference[: len(curve)])
