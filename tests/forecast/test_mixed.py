@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -400,3 +401,16 @@ def test_muon_exchanges_parts_within_the_nodes_of_a_cell():
         graph, Cluster.parse("2x8xH100-SXM-80GB+2x8xA100-SXM-80GB"), job, layout(**keys, stages=stages)
     ).forecast
     assert on_one.step["optimizer"] == pytest.approx(on_two.step["optimizer"])
+
+
+def test_adapters_leave_the_tied_weights_as_they_are(hand_graph):
+    """Without adapters the first and the last stage, which lie on two groups, sum the gradient of these weights over the link."""
+    tied = replace(hand_graph, tied=(("embed.weight", "lm_head.weight"),), head=replace(hand_graph.head, parameters=()))
+    slow = Link(bandwidth_bytes_per_s=1e6, latency_s=1e-3)
+
+    def reduced_s(link: Link, lora: dict[str, int] | None) -> float:
+        job = Job.model_validate({**JOB.model_dump(), "lora": lora})
+        return price(tied, two_kinds(link=link), job, layout(**PIPES, **ACROSS)).forecast.step["gradient_reduce"]
+
+    assert reduced_s(slow, None) > 10 * reduced_s(NETWORK, None)
+    assert reduced_s(slow, {"r": 8}) <= reduced_s(NETWORK, {"r": 8})

@@ -196,13 +196,17 @@ class GroupPricer:
             rule = f"no bandwidth is given between a {device.name} and its host's memory; give device.host_bandwidth_bytes_per_s"
             raise bad_input("engine.offload_optimizer", True, rule, [False])
 
+    def tied_bytes(self, units: Units) -> float:
+        """Bytes of the gradient of weights that the first and the last stage share; adapters leave these weights as they are."""
+        return TIED_BYTES * units.tied_parameters if self.job.lora is None else 0.0
+
     def tied_s(self, parallelism: Parallelism, units: Units) -> float:
         """Seconds to all-reduce the gradient of weights that the first and the last stage share."""
-        p = parallelism.pipeline_parallel_degree
-        if p == 1 or units.tied_parameters == 0 or self.job.lora is not None:
+        p, num_bytes = parallelism.pipeline_parallel_degree, self.tied_bytes(units)
+        if p == 1 or num_bytes == 0:
             return 0.0
         group = pipeline_axis(parallelism).pair(0, p - 1, self.nodes.devices_per_node)
-        return self.network.time_s("all_reduce", TIED_BYTES * units.tied_parameters, group)
+        return self.network.time_s("all_reduce", num_bytes, group)
 
     def stage_memory(
         self, parallelism: Parallelism, traits: Traits, recomputed_layers: Sequence[int] | None = None

@@ -37,7 +37,7 @@ from ahp.forecast.beside_stages import BesideStages, gathers_beside, gathers_s, 
 from ahp.forecast.constants import margins
 from ahp.forecast.efficiency import is_cpu
 from ahp.forecast.group import CollectiveKind, Group, strided_group
-from ahp.forecast.group_pricer import LOSS_AND_NORM_BYTES, TIED_BYTES, GroupPricer
+from ahp.forecast.group_pricer import LOSS_AND_NORM_BYTES, GroupPricer
 from ahp.forecast.groups import replica_members
 from ahp.forecast.mixed_network import MixedNetwork
 from ahp.forecast.priced import LayoutPricer, Priced, Replica
@@ -288,13 +288,13 @@ class MixedPricer(LayoutPricer):
         """Seconds to all-reduce the gradient of weights that a replica's first and last stage share: in parts between pairs of ranks
         where both have the same width, else whole over all their ranks (runtime/shard/ownership.py)."""
         first, last = layout.stage_rank[0], layout.stage_rank[-1]
-        units = self.groups[cells[first].group].units(layout.own[first])
-        if len(cells) == 1 or units.tied_parameters == 0:
+        group = self.groups[cells[first].group]
+        num_bytes = group.tied_bytes(group.units(layout.own[first]))
+        if len(cells) == 1 or num_bytes == 0:
             return 0.0
-        num_bytes = TIED_BYTES * units.tied_parameters
         if layout.widths[first] == layout.widths[last]:
             return self._between_s("all_reduce", num_bytes, cells[0], cells[-1])
-        times = self.network.times(self.groups[cells[first].group].network)
+        times = self.network.times(group.network)
         whole = num_bytes * layout.widths[first][1]
         return times.time_s("all_reduce", whole, self.network.together((cells[first], cells[last])))
 
