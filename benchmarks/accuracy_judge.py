@@ -101,13 +101,20 @@ def judge_all(runs: Sequence[Run], simulate: Simulate, words: str = "pricing") -
 @contextmanager
 def differing(features: Mapping[str, bool]) -> Iterator[None]:
     """Engines that have or do not have these features of their releases while the block runs."""
+    if not features:
+        yield
+        return
     has = releases.has
 
     def of_program(engine: str, feature: str, version: str | None) -> bool:
         return features[feature] if feature in features else has(engine, feature, version)
 
-    with patch.object(releases, "has", of_program):
-        yield
+    step._pricer.cache_clear()  # pricers know a layout's features by the release alone
+    try:
+        with patch.object(releases, "has", of_program):
+            yield
+    finally:
+        step._pricer.cache_clear()
 
 
 @contextmanager

@@ -201,6 +201,22 @@ def test_a_program_is_priced_by_what_it_has_itself(accuracy: Any, tmp_path: Path
     assert seen == [(True, False), (False, False), (False, True), (True, True)]
 
 
+def test_rows_that_differ_in_what_their_program_has_alone_are_priced_apart(accuracy: Any, tmp_path: Path) -> None:
+    """Pricers are kept by what a user says, which these rows have in common."""
+    from accuracy_judge import judge_all
+    from accuracy_rows import read
+
+    from ahp import simulate
+
+    model = {"name": "m", "layers": 8, "hidden": 2048, "heads": 16, "vocab": 1024, "seq": 1024}
+    alike = row(1, 1.0, model=model, zero_stage=1, release="2025-06", interconnect="10 Gb/s", gpus_per_node=1)
+    rows = [alike | {"precision": "bf16", "differs": {"overlapped_gradients": on}} for on in (False, True)]
+    rows.append(alike | {"precision": "bf16"})
+    (tmp_path / "source.json").write_text(json.dumps([one | {"id": str(at)} for at, one in enumerate(rows)]))
+    off, on, shipped = (one.predicted_s for one in judge_all(read([tmp_path / "source.json"])[0], simulate))
+    assert off > on == shipped
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(steps.constants()))
 def test_a_constant_of_whole_steps_moves_a_real_forecast(accuracy: Any, name: str) -> None:

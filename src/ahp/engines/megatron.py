@@ -95,20 +95,23 @@ class MegatronEngine(Engine):
 
     def traits(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> Traits:
         """Its behavior for the forecast; the caller has checked ``refuses`` first."""
+
+        def has(feature: str) -> bool:
+            return releases.has(self.name, feature, choice.version)
+
         zero = parallelism.zero_stage if parallelism.weight_shards > 1 else 0
         half = job.precision != "fp32"
         fp8 = job.precision == "fp8"
         one_by_one = zero == 3 and job.precision == "fp16"
         # --overlap-grad-reduce and --overlap-param-gather are off by default, and on in the published recipes, which have the distributed
         # optimizer (NeMo, scripts/performance/helpers.py); Megatron-FSDP always overlaps.
-        overlaps = not one_by_one and (fp8 or zero >= 1)
+        fsdp, recipes = zero >= 2 and not one_by_one, fp8 or zero == 1
+        reduces_beside = fsdp or (recipes and has("overlapped_gradients"))
+        gathers_beside = fsdp or (recipes and has("overlapped_gathers"))
         several = parallelism.weight_shards * parallelism.weight_replicas > 1
         each = max(LEAST_BUCKET_ELEMENTS, BUCKET_ELEMENTS_OF_RANK * parallelism.data_parallel_degree)
-        bucket = 0 if one_by_one or zero >= 2 else each if overlaps else ALL_ELEMENTS
+        bucket = 0 if one_by_one or zero >= 2 else each if reduces_beside else ALL_ELEMENTS
         grouped = host.value("grouped_forward_operators"), host.value("grouped_backward_operators")
-
-        def has(feature: str) -> bool:
-            return releases.has(self.name, feature, choice.version)
 
         return Traits(
             states=StateTraits(master_weight_bytes=4, optimizer_bytes=8, compute_weight_bytes=2 if half else 0),
@@ -117,7 +120,7 @@ class MegatronEngine(Engine):
                 each_weight=one_by_one,
                 copies=one_by_one,  # core/distributed/param_and_grad_buffer.py: weights are views of param_data
                 ends_apart=True,
-                overlap=1.0 if overlaps else 0.0,
+                overlap=1.0 if gathers_beside else 0.0,
                 bucket_elements=bucket,
                 block_bytes=1 if fp8 else 0,
                 forward="never" if zero == 0 else "per_micro_batch" if zero == 3 else "per_step",
@@ -128,9 +131,9 @@ class MegatronEngine(Engine):
             ),
             reduce=ReduceTraits(
                 element_bytes=_gradient_bytes(job),
-                overlap=1.0 if overlaps else 0.0,
+                overlap=1.0 if reduces_beside else 0.0,
                 bucket_elements=bucket,
-                buckets_on_first_stage_alone=overlaps and parallelism.pipeline_parallel_degree > 1,
+                buckets_on_first_stage_alone=reduces_beside and parallelism.pipeline_parallel_degree > 1,
                 every_micro_batch=zero >= 2,
                 copies=False,
             ),
