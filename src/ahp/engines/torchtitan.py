@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ahp.engines import fsdp2, releases
 from ahp.engines.engine import Engine
-from ahp.engines.fp8 import EAGER_TORCHAO_FP8, EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_FP8, FUSED_TORCHAO_OPERATORS
+from ahp.engines.fp8 import (
+    EAGER_TORCHAO_FP8,
+    EAGER_TORCHAO_OPERATORS,
+    FUSED_TORCHAO_FP8,
+    FUSED_TORCHAO_OPERATORS,
+    with_gathers_in_8_bits,
+)
 from ahp.engines.host import host
 from ahp.engines.support import Support
 from ahp.engines.traits import (
@@ -91,7 +95,10 @@ class TorchtitanEngine(Engine):
             ),
             gradients=GradientTraits(element_bytes=4 if in_fp32 else state, whole=not every),
             # distributed/fsdp.py, apply_fsdp_to_decoder; tied weights are one unit
-            gather=fsdp2.gathers(zero, pipelined=pipelined)._replace(ends_apart=has("ends_apart")),
+            # docs/float8.md: --float8.enable_fsdp_float8_all_gather, which recipes in 8 bits and ``ahp export`` set
+            gather=fsdp2.gathers(zero, pipelined=pipelined)._replace(
+                ends_apart=has("ends_apart"), block_bytes=1 if job.precision == "fp8" and zero else 0
+            ),
             reduce=ReduceTraits(
                 element_bytes=4,  # training.mixed_precision_reduce has no other value
                 overlap=0.0 if pipelined else 1.0,
@@ -145,6 +152,7 @@ class TorchtitanEngine(Engine):
                 launches_per_operator=host.value("eager_launches"),
                 checkpoint=None if choice.compile else fsdp2.eager_checkpoint(),
             ),
-            fp8=replace(recipe, gathers_in_8_bits=True),  # 0.2.2, models/llama3/infra/parallelize.py: tensorwise scales
+            # 0.2.2, models/llama3/infra/parallelize.py: tensorwise scales
+            fp8=with_gathers_in_8_bits(recipe, sharded=zero > 0),
             source="torchtitan b5bcd76: distributed/parallelize.py, FSDP2 of torch 2.13",
         )

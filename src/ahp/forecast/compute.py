@@ -13,7 +13,7 @@ from ahp.forecast.division import BATCHED, GROUPED, Division, is_weight_gradient
 from ahp.forecast.efficiency import Rates, kind_of
 from ahp.forecast.expert_operators import ExpertOperators
 from ahp.forecast.gpu import AttentionKernel, ElementWiseKind
-from ahp.forecast.kernels import Kernels
+from ahp.forecast.kernels import Kernels, owners
 from ahp.forecast.selective import last_read, second_products
 from ahp.forecast.tables import PRECISION_OF
 from ahp.graph.operators import ModelGraph, Operator, Segment
@@ -134,8 +134,15 @@ class Launched:
         weight gradients add to fp32. ``attention_again``: recompute of every second product repeats fused attention too.
         ``fused_permutation``: see ``ExpertTraits``. ``graphed``: operators that one CUDA graph launches in each pass."""
         self._experts = ExpertOperators.of(segment, kernels)
+        cast_before = inputs_cast_before(segment) if fp8 is not None and fp8.casts_once else frozenset[int]()
         self._operator_s = partial(
-            operator_s, kernels=kernels, causal=causal, fp8=fp8, kernel=kernel, accumulates=accumulates
+            operator_s,
+            kernels=kernels,
+            causal=causal,
+            fp8=fp8,
+            cast_before=cast_before,
+            kernel=kernel,
+            accumulates=accumulates,
         )
         self._fuses_experts = fp8 is not None and fp8.fused_experts
         core, last = core_attention(segment), last_read(segment)
@@ -260,13 +267,14 @@ def operator_s(
     *,
     causal: bool = False,
     fp8: Fp8Recipe | None = None,
+    cast_before: frozenset[int] = frozenset(),
     kernel: AttentionKernel | None = None,
     accumulates: bool = False,
     reads_chain: bool = False,
 ) -> float:
     """Device seconds of one operator; on a CPU with its launch, which nothing hides there.
 
-    ``reads_chain``: the operator is a product of experts that reads the result of the operators between two such products.
+    ``cast_before``: products whose input another one has cast. ``reads_chain``: the operator is a product of experts that reads the result of the operators between two such products.
     """
     moved = kernels.moved_bytes.get(op.index, 0.0)
     if moved == 0 and op.flops == 0:
@@ -303,21 +311,45 @@ def operator_s(
     if fp8 is None or op.name in BATCHED:
         return max(rates.matmul_s(*shape, named, **added), moved / rates.bytes_per_s) + host_s
     busy_s = max(rates.matmul_s(*shape, "fp8", **added) * _fp32_sums(op, rates), moved / 2 / rates.bytes_per_s)
-    return busy_s + _cast_bytes(op, shape, fp8) / rates.bytes_per_s + host_s
+    own = 1.0 / division.tensor if fp8.casts_own_part and division.gathers_input(op) else 1.0
+    cast = _cast_bytes(op, shape, fp8, of_input=0.0 if op.index in cast_before else own)
+    return busy_s + cast / rates.bytes_per_s + host_s
 
 
 def _fp32_sums(op: Operator, rates: Rates) -> float:
     return rates.gpu.fp32_sums if rates.gpu is not None and op.phase == "backward" else 1.0
 
 
-def _cast_bytes(op: Operator, shape: tuple[float, float, float, float], fp8: Fp8Recipe) -> float:
-    """Bytes moved to cast the operands of a product of (batch, m, n, k)."""
+def _cast_bytes(
+    op: Operator, shape: tuple[float, float, float, float], fp8: Fp8Recipe, *, of_input: float = 1.0
+) -> float:
+    """Bytes moved to cast the operands of a product of (batch, m, n, k); of the layer's input, the part ``of_input``."""
     batch, m, n, k = shape
     if is_weight_gradient(op):
         first, second = fp8.weight_gradient_cast_bytes
+        second *= of_input
+    elif op.phase == "backward":
+        first, second = fp8.input_gradient_cast_bytes
     else:
-        first, second = fp8.input_gradient_cast_bytes if op.phase == "backward" else fp8.forward_cast_bytes
+        first, second = fp8.forward_cast_bytes
+        first *= of_input
     return batch * (first * m * k + second * k * n)
+
+
+def inputs_cast_before(segment: Segment) -> frozenset[int]:
+    """Products of a pass whose layer's input is that of an earlier product: forward ones, and those that make gradients of weights."""
+    owner, found = owners(segment), set[int]()
+    seen = set[tuple[str, frozenset[int]]]()
+    for op in segment.operators:
+        if op.flops == 0 or op.name in (*GROUPED, *BATCHED) or not (op.parameters or is_weight_gradient(op)):
+            continue
+        if op.phase == "backward" and op.parameters:
+            continue  # gradients of inputs: each product's own
+        read = {owner[i] for i in op.depends_on if not segment.operators[i].parameters}
+        key = op.phase, frozenset(i for i in read if segment.operators[i].phase == "forward")
+        found.update({op.index} if key in seen else ())
+        seen.add(key)
+    return frozenset(found)
 
 
 def core_attention(segment: Segment) -> frozenset[int]:

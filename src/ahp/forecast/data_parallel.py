@@ -112,8 +112,10 @@ class DataParallel:
     def gather_s(self, weights: CommUnit, network: Times, stage: StageParameters | None = None) -> float:
         """Seconds to gather one unit. ``stage``: the parameters of its stage; None = not known, which gives the least seconds."""
         seconds, bucket = 0.0, self.traits.gather.bucket_elements
-        each_bytes = (weights.in_block and self.traits.gather.block_bytes) or self.weight_bytes
-        for count, shard, _, held in self._parts(weights, stage):
+        in_block_bytes = (weights.in_block and self.traits.gather.block_bytes) or self.weight_bytes
+        of_experts_bytes = in_block_bytes if self.traits.fp8.experts else self.weight_bytes
+        parts = self._parts(weights, stage)
+        for (count, shard, _, held), each_bytes in zip(parts, (in_block_bytes, of_experts_bytes), strict=False):
             together = _together(weights, count, bucket, held)
             seconds += self._sent_s("all_gather", count, each_bytes, shard, weights, together, network)
         return seconds

@@ -42,6 +42,10 @@ class Division:
         """The part of the experts' tokens that the rank has, or its part of each token."""
         return 1.0 / self.tensor / self.context
 
+    def gathers_input(self, op: Operator) -> bool:
+        """Whether a forward product reads activations that sequence-parallel ranks gather."""
+        return self.sequence_parallel and op.index in self.split.column
+
     def share(self, op: Operator) -> float:
         """The part of an operator's work that the rank does."""
         if op.index in self.split.masks:
