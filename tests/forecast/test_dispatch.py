@@ -11,6 +11,7 @@ from ahp.engines.traits import ExpertTraits
 from ahp.errors import NotExpressible
 from ahp.forecast.axes import has_opposite_pass
 from ahp.forecast.dispatch import Routed, all_to_all_s, copied_s, pass_waits_s, sorted_s
+from ahp.forecast.efficiency import Rates
 from ahp.forecast.gpu import Gpu
 from ahp.forecast.group import Group
 from ahp.forecast.overlap import CONTENTION
@@ -130,12 +131,12 @@ def test_megatron_and_torchtitan_sort_what_has_arrived_by_expert_and_back():
     moved = 4 * 2 * 2 * 2 * (4 * 8192 * 1024 * 2)
     rate = Gpu(catalogue.find("H100-SXM-80GB").device).bytes_per_s
     assert experts_s(1) - experts_s(1, engine="deepspeed") == pytest.approx(moved / rate)
-    assert experts_s(1, engine="torchtitan") == pytest.approx(experts_s(1))
+    assert experts_s(1, engine={"name": "torchtitan", "compile": True}) == pytest.approx(experts_s(1))
     copies = Operator(0, "aten._grouped_mm", "", "forward", (TensorSpec((8, 4), "bfloat16"), TensorSpec((4, 4, 4), "bfloat16")), (), (), (), 1, 0, 0)  # fmt: skip
-    sorts = ExpertTraits(sorts_arrived=True)
-    assert sorted_s(copies, 0.5, Group(2, 2, 1), sorts, 1.0) == 4 * 0.5 * 64
-    assert sorted_s(copies, 0.5, Group(4, 4, 1), sorts, 1.0) == 0  # one expert a rank
-    assert sorted_s(copies, 0.5, Group(2, 2, 1), ExpertTraits(), 1.0) == 0
+    sorts, rates = ExpertTraits(sorts_arrived=True), Rates(catalogue.find("H100-SXM-80GB").device, None, 1)
+    assert sorted_s(copies, 0.5, Group(2, 2, 1), sorts, rates) == pytest.approx(4 * 0.5 * 64 / rate)
+    assert sorted_s(copies, 0.5, Group(4, 4, 1), sorts, rates) == 0  # one expert a rank
+    assert sorted_s(copies, 0.5, Group(2, 2, 1), ExpertTraits(), rates) == 0
 
 
 def test_megatrons_own_flags_say_how_tokens_travel():

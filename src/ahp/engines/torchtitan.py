@@ -87,6 +87,7 @@ class TorchtitanEngine(Engine):
             return releases.has(self.name, feature, choice.version)
 
         fused_loss = bool(choice.compile) and has("compiled_loss")
+        by_torch, compiled_experts = has("experts_by_torch"), bool(choice.compile) and has("compiled_experts")
         return Traits(
             states=StateTraits(
                 master_weight_bytes=state,
@@ -129,7 +130,9 @@ class TorchtitanEngine(Engine):
                 sends_again="gathers",  # results of reduce-scatters are on the list of what to keep
             ),
             # models/common/token_dispatcher.py, AllToAllTokenDispatcher: _permute, _unpermute
-            experts=ExpertTraits(folded=SUPPORT.folded(parallelism), sorts_arrived=True),
+            experts=ExpertTraits(
+                folded=SUPPORT.folded(parallelism), sorts_arrived=True, sorts_by_torch=by_torch and not compiled_experts
+            ),
             kernels=KernelTraits(
                 fusion="fused" if choice.compile else "modules" if has("norm_kernel") else "eager",
                 fusion_at_the_ends="modules",  # 0.2.2, models/llama3/infra/parallelize.py: apply_compile takes only blocks
@@ -146,6 +149,8 @@ class TorchtitanEngine(Engine):
                 recent_cudnn=has("recent_cudnn"),
                 complex_positions=has("complex_positions"),
                 repeated_keys=has("repeated_keys"),
+                experts_summed=None if not by_torch else "scattered" if has("scattered_sum") else "batched",
+                experts_compiled=compiled_experts,
             ),
             host=HostTraits(
                 operators_per_unit=casts if job.precision == "fp8" else 0,

@@ -18,6 +18,7 @@ Selective = Literal["core", "beside_products", "every_second_product"]
 SendsAgain = Literal["nothing", "gathers", "all"]
 Receives = Literal["one", "waiting", "all"]
 FewKeys = Literal["refused", "whole", "gathered"]
+SumOfExperts = Literal["scattered", "batched"]
 
 WHOLE_DOCUMENTS: tuple[ContextWay, ...] = ("all-to-all",)
 """Ways of sharing sequences in which a rank has all tokens in attention, and so whole documents."""
@@ -244,6 +245,8 @@ class ExpertTraits(NamedTuple):
     sorts_arrived: bool = False
     """Whether NCCL's all-to-all leaves the copies of tokens in the order of the ranks that sent them, so that a kernel puts them in the order of a
     rank's experts, and another one puts the results back."""
+    sorts_by_torch: bool = False
+    """Whether these two are torch's own kernels, which put and add rows element by element; else they move as fast as memory."""
     launched_one_by_one: bool = False
     """Whether the product of each expert is one kernel; else torch's grouped GEMM computes all products in one kernel."""
     one_after_another: bool = False
@@ -296,6 +299,10 @@ class KernelTraits(NamedTuple):
     sine, which it fuses (``forecast/titan_attention.py``)."""
     repeated_keys: bool = False
     """Whether keys and values that several queries share are copied for each of them."""
+    experts_summed: SumOfExperts | None = None
+    """How the results of a token's experts are summed where torch's own kernels order tokens and sum (``forecast/titan_experts.py``); None = as traced."""
+    experts_compiled: bool = False
+    """Whether a compiler makes the kernels around that sum, and the gradient of the ordering."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits, loss and gradient exist at a time; None = all of a micro-batch."""
 

@@ -12,8 +12,10 @@ from math import comb
 from ahp.engines.traits import ExpertTraits
 from ahp.forecast.communication import Times
 from ahp.forecast.division import num_experts
+from ahp.forecast.efficiency import Rates
 from ahp.forecast.group import Group
 from ahp.forecast.overlap import shown_s
+from ahp.forecast.titan_experts import ADDED_ADDRESSES, PUT_ADDRESSES
 from ahp.graph.operators import Operator
 
 
@@ -54,13 +56,19 @@ def all_to_all_s(routed: Routed, group: Group, network: Times, how: ExpertTraits
     return max(between_s, network.time_s("all_to_all", routed.share_sent_once(group.size) * routed.num_bytes, within))
 
 
-def sorted_s(grouped: Operator, share: float, group: Group, how: ExpertTraits, bytes_per_s: float) -> float:
+def sorted_s(grouped: Operator, share: float, group: Group, how: ExpertTraits, rates: Rates) -> float:
     """Seconds in which a pass puts the copies that have arrived from each rank in the order of their experts, and back: two kernels, each of which
     reads and writes every copy. ``share``: the part of the copies that the rank computes."""
     sent_once = group.nodes > 1 and how.tokens_once_to_a_node
     if not how.sorts_arrived or sent_once or num_experts(grouped) == group.size:
         return 0.0
-    return 4.0 * share * grouped.inputs[0].bytes / bytes_per_s
+    copies = grouped.inputs[0]
+    moved_s = share * copies.bytes / rates.bytes_per_s
+    if not how.sorts_by_torch or rates.gpu is None:
+        return 4.0 * moved_s
+    # ``x[indices]`` is as fast as memory; forward the results are put, backward the gradients are added: the mean of both passes.
+    by_element = share * copies.numel * (PUT_ADDRESSES + ADDED_ADDRESSES) / 2
+    return 2.0 * moved_s + max(2.0 * moved_s, rates.gpu.unvectorized_s(by_element))
 
 
 def copied_s(grouped: Operator, share: float, ranks: int, bytes_per_s: float) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from ahp.forecast.joined import moved_where_joined
 from ahp.forecast.norms import in_norms, read_for_weights, reads_besides
 from ahp.forecast.one_by_one import one_by_one
 from ahp.forecast.titan_attention import moved_around_attention
+from ahp.forecast.titan_experts import OfExperts, moved_by_torch
 from ahp.graph.operators import LOSS, Operator, Segment
 
 MASKS = ("bernoulli", "dropout")
@@ -107,16 +108,22 @@ def kernels(
     around, pairs = moved_around_attention(
         segment, chains.owner, complex_positions=how.complex_positions, repeated_keys=how.repeated_keys, compiled=across
     )
+    of_experts = (
+        moved_by_torch(segment, how.experts_summed, compiled=how.experts_compiled)
+        if how.experts_summed
+        else OfExperts({}, {})
+    )
     if how.loss_keeps_fp32:
         kept, moved = loss_in_fp32(segment, chains.owner, kept, moved)
-    for index, more in (*of_weights.items(), *of_joined.items(), *apart.more_bytes.items(), *around.items()):
+    besides = of_weights, of_joined, apart.more_bytes, around, of_experts.more_bytes
+    for index, more in (item for each in besides for item in each.items()):
         moved[index] = moved.get(index, 0.0) + more
     return Kernels(
         moved,
         chains.launched(kept),
         kept,
         input_bytes,
-        {**_unvectorized(alone), **apart.addresses, **pairs},
+        {**_unvectorized(alone), **apart.addresses, **pairs, **of_experts.addresses},
         grouped,
         one_graph=across,
     )

@@ -241,7 +241,7 @@ class UnitPricer:
         if how.one_graph:  # its recipes have HybridEP, which sorts what it sends
             return waits_s
         computed = 1 / division.context / (division.tensor if how.experts.folded else 1)
-        return waits_s + sorted_s(grouped, computed, axes.expert, how.experts, self.rates.bytes_per_s)
+        return waits_s + sorted_s(grouped, computed, axes.expert, how.experts, self.rates)
 
 
 def _tied_parameters(graph: ModelGraph) -> int:

@@ -1,0 +1,70 @@
+"""What torchtitan's experts run by torch's own kernels that the trace, of transformers' models, moves otherwise: how tokens are ordered by expert, and how the
+results of a token's experts are summed.
+
+Ordering is ``x[indices]``, whose gradient torch sorts and adds row by row (aten/native/cuda/Indexing.cu, indexing_backward_kernel). The sum is a
+deterministic ``scatter_add``, which is the same kernel (torch 2.13, TensorAdvancedIndexing.cpp, _scatter_via_index_put), or was a batched product in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ahp.engines.traits import SumOfExperts
+from ahp.forecast.division import GROUPED
+from ahp.graph.operators import Operator, Segment
+
+ADDED_ADDRESSES = 1.84
+"""For each element of all copies of tokens whose rows torch adds: as long as so many addresses. 196,608 rows of 2,048 take 1.848 ms on B200
+(pytorch/ao pull request 4623), 0.744 elements a clock and SM, over 1.37 (``unvectorized`` in kernels.yaml)."""
+
+PUT_ADDRESSES = 1.0
+"""The same where rows are put in their places and not added (aten/native/cuda/IndexKernel.cu, index_put_kernel)."""
+
+BATCHED_BYTES, BATCHED_ADDRESSES = 14.0, 2.80
+"""A batched product: zeros (2), results put in the order of tokens (4), cast to fp32 (6) and read (4), beyond the 2 of one kernel; and in the backward pass a
+product of one column with one row, 6 to 9 ms for 65,536 tokens of 8 copies of 2,048 elements on B200 (pytorch/torchtitan pull request 2466)."""
+
+SCALED_BYTES = (2.0, 18.0)
+"""What a scatter moves beyond that: results times their weights written, by one kernel, or by three (a cast, a product, a cast)."""
+
+
+class OfExperts(NamedTuple):
+    """By operator: bytes besides the traced ones, and elements whose addresses a GPU computes one by one."""
+
+    more_bytes: dict[int, float]
+    addresses: dict[int, float]
+
+
+def moved_by_torch(segment: Segment, summed: SumOfExperts, *, compiled: bool) -> OfExperts:
+    """``compiled``: whether a compiler makes the kernels around the scatter, and the gradient of ``x[indices]``."""
+    found = OfExperts({}, {})
+    grouped = [op for op in segment.phase("forward") if op.name in GROUPED]
+    if not grouped:
+        return found
+    copies, module = grouped[0].inputs[0], grouped[0].module
+    own = [op for op in segment.operators if op.module == module and op.flops == 0]
+
+    def last(phase: str, name: str, rows: int) -> Operator | None:
+        with_rows = (op for op in own if op.phase == phase and op.name == name and len(op.outputs[0].shape) == 2)
+        made = [op for op in with_rows if op.outputs[0].shape[1] == copies.shape[1] and op.outputs[0].shape[0] == rows]
+        return made[-1] if made else None
+
+    forward, backward = (
+        last("forward", "aten.index", copies.shape[0]),
+        last("backward", "aten.index_put", copies.shape[0]),
+    )
+    if forward is None or backward is None:
+        return found
+    if summed == "scattered":
+        found.more_bytes[forward.index] = SCALED_BYTES[not compiled] * copies.numel
+        found.addresses[forward.index] = ADDED_ADDRESSES * copies.numel
+    else:
+        found.more_bytes[forward.index] = BATCHED_BYTES * copies.numel
+        found.addresses[forward.index] = PUT_ADDRESSES * copies.numel
+        found.addresses[backward.index] = BATCHED_ADDRESSES * copies.numel
+    ordered = [
+        op for op in own if op.phase == "backward" and op.name == "aten.index_put" and len(op.outputs[0].shape) == 2
+    ]
+    if not compiled and ordered[-1] is not backward:
+        found.addresses[ordered[-1].index] = ADDED_ADDRESSES * copies.numel
+    return found
