@@ -274,7 +274,8 @@ def operator_s(
 ) -> float:
     """Device seconds of one operator; on a CPU with its launch, which nothing hides there.
 
-    ``cast_before``: products whose input another one has cast. ``reads_chain``: the operator is a product of experts that reads the result of the operators between two such products.
+    ``cast_before``: products whose input another one has cast. ``reads_chain``: the operator is a product of experts that reads the result of
+    the operators between two such products.
     """
     moved = kernels.moved_bytes.get(op.index, 0.0)
     if moved == 0 and op.flops == 0:

@@ -108,11 +108,9 @@ def kernels(
     around, pairs = moved_around_attention(
         segment, chains.owner, complex_positions=how.complex_positions, repeated_keys=how.repeated_keys, compiled=across
     )
-    of_experts = (
-        moved_by_torch(segment, how.experts_summed, compiled=how.experts_compiled)
-        if how.experts_summed
-        else OfExperts({}, {})
-    )
+    summed, of_experts = how.experts_summed, OfExperts({}, {})
+    if summed is not None:
+        of_experts = moved_by_torch(segment, summed, compiled=how.experts_compiled)
     if how.loss_keeps_fp32:
         kept, moved = loss_in_fp32(segment, chains.owner, kept, moved)
     besides = of_weights, of_joined, apart.more_bytes, around, of_experts.more_bytes

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ahp.engines.traits import SumOfExperts
 from ahp.forecast.division import GROUPED
-from ahp.graph.operators import Operator, Segment
+from ahp.graph.operators import Operator, Phase, Segment
 
 ADDED_ADDRESSES = 1.84
 """For each element of all copies of tokens whose rows torch adds: as long as so many addresses. 196,608 rows of 2,048 take 1.848 ms on B200
@@ -38,33 +38,27 @@ class OfExperts(NamedTuple):
 def moved_by_torch(segment: Segment, summed: SumOfExperts, *, compiled: bool) -> OfExperts:
     """``compiled``: whether a compiler makes the kernels around the scatter, and the gradient of ``x[indices]``."""
     found = OfExperts({}, {})
-    grouped = [op for op in segment.phase("forward") if op.name in GROUPED]
-    if not grouped:
+    grouped = next((op for op in segment.phase("forward") if op.name in GROUPED), None)
+    if grouped is None:
         return found
-    copies, module = grouped[0].inputs[0], grouped[0].module
-    own = [op for op in segment.operators if op.module == module and op.flops == 0]
+    copies = grouped.inputs[0]
 
-    def last(phase: str, name: str, rows: int) -> Operator | None:
-        with_rows = (op for op in own if op.phase == phase and op.name == name and len(op.outputs[0].shape) == 2)
-        made = [op for op in with_rows if op.outputs[0].shape[1] == copies.shape[1] and op.outputs[0].shape[0] == rows]
-        return made[-1] if made else None
+    def rows(phase: Phase, name: str) -> list[Operator]:
+        own = (op for op in segment.phase(phase) if op.name == name and op.module == grouped.module)
+        return [op for op in own if op.outputs[0].shape[1:] == copies.shape[1:]]
 
-    forward, backward = (
-        last("forward", "aten.index", copies.shape[0]),
-        last("backward", "aten.index_put", copies.shape[0]),
-    )
-    if forward is None or backward is None:
+    # Forward tokens are put in the order of experts, then results in that of tokens; backward the same the other way round.
+    ordered, added = rows("forward", "aten.index"), rows("backward", "aten.index_put")
+    if len(ordered) < 2 or len(added) < 2:
         return found
+    results, gradients = ordered[-1].index, added[0].index
     if summed == "scattered":
-        found.more_bytes[forward.index] = SCALED_BYTES[not compiled] * copies.numel
-        found.addresses[forward.index] = ADDED_ADDRESSES * copies.numel
+        found.more_bytes[results] = SCALED_BYTES[not compiled] * copies.numel
+        found.addresses[results] = ADDED_ADDRESSES * copies.numel
     else:
-        found.more_bytes[forward.index] = BATCHED_BYTES * copies.numel
-        found.addresses[forward.index] = PUT_ADDRESSES * copies.numel
-        found.addresses[backward.index] = BATCHED_ADDRESSES * copies.numel
-    ordered = [
-        op for op in own if op.phase == "backward" and op.name == "aten.index_put" and len(op.outputs[0].shape) == 2
-    ]
-    if not compiled and ordered[-1] is not backward:
-        found.addresses[ordered[-1].index] = ADDED_ADDRESSES * copies.numel
+        found.more_bytes[results] = BATCHED_BYTES * copies.numel
+        found.addresses[results] = PUT_ADDRESSES * copies.numel
+        found.addresses[gradients] = BATCHED_ADDRESSES * copies.numel
+    if not compiled:
+        found.addresses[added[-1].index] = ADDED_ADDRESSES * copies.numel
     return found
