@@ -26,6 +26,7 @@ from ahp.runtime.compute.uncompiled import uncompiled
 from ahp.runtime.device_limits import CPU_COMPILERS, refuse_without_compiler
 from tests.graph.small import custom, two_graphs
 from tests.marks import cases, skip_where_slices_do_not_compile
+from tests.runtime.averages import averaging
 from tests.runtime.compute.test_fp8 import needs_torchao
 from tests.runtime.experts import test_dispatch as test_experts
 from tests.runtime.graphs import no_kernels
@@ -226,6 +227,7 @@ def test_blocks_of_several_graphs_are_found_without_data() -> None:
     found = why_several_graphs(two_graphs(), job)
     assert found is not None
     assert "torch.compiler.disable" in found
+    assert why_several_graphs(averaging("in place"), job) == "it writes into its buffers or its input"
 
 
 def test_a_layout_that_needs_one_graph_is_refused_before_its_first_step(pool: Pool) -> None:

@@ -46,7 +46,7 @@ def selective_recompute_compiler(later: WeightGradients | None = None) -> Compil
     backend = _PRODUCTS_KEPT if later is None else _backend("products", later)
 
     def compiler(forward: Forward) -> Forward:
-        graph = _one_graph(forward, backend)
+        graph = in_one_graph(forward, backend)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -72,7 +72,7 @@ class FullRecomputeCompiler:
 
     def __call__(self, forward: Forward) -> Forward:
         """``forward`` as one graph or, once a graph broke, as several."""
-        graph, graphs = _one_graph(forward, self._backend), self._graphs(forward)
+        graph, graphs = in_one_graph(forward, self._backend), self._graphs(forward)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return graph(*args, **kwargs) if self.one_graph else graphs(*args, **kwargs)
@@ -101,7 +101,7 @@ class GraphBroke(Exception):
     """A forward that must be one graph is several; the message is the reason."""
 
 
-def _one_graph(forward: Forward, backend: Backend) -> Forward:
+def in_one_graph(forward: Forward, backend: Backend) -> Forward:
     """``forward`` as one graph, made by this backend of torch.compile. The compiled forward raises GraphBroke if it is several.
 
     The backend puts recompute into the graph. A forward that calls ``checkpoint`` itself would not work: function modes around it,
@@ -122,6 +122,12 @@ def _one_graph(forward: Forward, backend: Backend) -> Forward:
     return run
 
 
+def refuse_writes(graph: GraphModule, inputs: list[torch.Tensor]) -> None:
+    """Raises GraphBroke if a second run would read written values, not the earlier ones."""
+    if writes_inputs(graph, inputs):
+        raise GraphBroke("it writes into its buffers or its input")
+
+
 def _backend(kept: Literal["products", "inputs"] | None, later: WeightGradients | None = None) -> Backend:
     """A backend for torch.compile, which also caches graphs by backend: forwards that are to share graphs must get the same one."""
 
@@ -129,9 +135,8 @@ def _backend(kept: Literal["products", "inputs"] | None, later: WeightGradients 
         # A frozen block behind frozen embeddings has no backward, and torch's compiler refuses recompute there.
         if not (torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)):
             return compile_graph(graph, inputs, BACKEND)
-        if kept is not None and writes_inputs(graph, inputs):
-            # The second run would read the written values, not the earlier ones.
-            raise GraphBroke("it writes into its buffers or its input")
+        if kept is not None:
+            refuse_writes(graph, inputs)
         split = None if later is None else SplitGraph(graph, inputs, later)
         if split is not None:
             graph, inputs = split.graph, [*inputs, *split.probes]
