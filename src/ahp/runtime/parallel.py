@@ -272,15 +272,12 @@ class Parallel:
         assert found is not None
         batch, sequence, width = found.logits.shape
         tokens, tensors = sequence // p.context_parallel_degree, p.tensor_parallel_degree
-        outputs, hidden = (
-            replace(found.logits, shape=(batch, tokens, width // (tensors if vocabulary else 1))),
-            found.hidden,
-        )
+        outputs = replace(found.logits, shape=(batch, tokens, width // tensors if vocabulary else width))
+        hidden, rest = found.hidden, found.hidden.shape[2:]
         if self.plan.engine.loss_chunk_tokens is not None:
-            outputs = replace(hidden, shape=(batch, tokens, *hidden.shape[2:]))
+            outputs = replace(hidden, shape=(batch, tokens, *rest))
         if found.other_dims is None:  # else no rank has a part of them
-            shared = tokens // tensors if p.enable_sequence_parallel else tokens
-            hidden = replace(hidden, shape=(batch, shared, *hidden.shape[2:]))
+            hidden = replace(hidden, shape=(batch, tokens // (tensors if p.enable_sequence_parallel else 1), *rest))
         return Pipeline(
             self.stages,
             self.plan.parallelism,
