@@ -1,4 +1,4 @@
-"""The search of the commands: once more if the best plan needs of the blocks what they do not allow."""
+"""The search of the commands: once more if the best plan needs blocks that are one compiled graph, and they are not."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ahp.search.ranking import Ranking, search
 
 
 def searched(model: str | dict[str, Any], graph: ModelGraph, cluster: Cluster, job: Job, **asked: Any) -> Ranking:
-    """``search`` with these arguments. Of a model that is code it is found out whether blocks are one compiled graph, if the best plan needs
-    that: the look takes 2 s, which no other plan has to spend."""
+    """``search`` with these arguments. If the best plan needs one compiled graph of each block and the model is code, its blocks are compiled
+    without data, which takes 2 s; if they are several graphs, the search is repeated without such plans."""
     ranking = search(graph, cluster, job, **asked)
     best = ranking.best
-    if is_description(model) or not rules.one_graph("", best.parallelism, best.engine):
+    if is_description(model) or not rules.wants_one_graph(best.parallelism, best.engine):
         return ranking
     from ahp.graph.models import build_model
     from ahp.runtime.compute.one_graph import why_several_graphs

@@ -90,12 +90,15 @@ def between_blocks(
 
 
 def one_graph(several: str | None, parallelism: Parallelism, engine: EngineChoice) -> str | None:
-    """Refuses what needs one compiled graph of each block for a model whose blocks are several; ``several``: the reason, or None. A block that
-    tensor-parallel ranks divide has been one since it was traced."""
+    """Refuses what needs one compiled graph of each block for a model whose blocks are several; ``several``: the reason, or None."""
+    return None if several is None or not wants_one_graph(parallelism, engine) else not_one_graph(several)
+
+
+def wants_one_graph(parallelism: Parallelism, engine: EngineChoice) -> bool:
+    """Whether ahp's own runtime needs one compiled graph of each block as the model has it. A block that tensor-parallel ranks divide has been one
+    since it was traced."""
     sliced = all(tensor > 1 for _, tensor in parallelism.widths)
-    if several is None or engine.name != "ahp" or sliced or not needs_one_graph(parallelism, engine):
-        return None
-    return not_one_graph(several)
+    return engine.name == "ahp" and not sliced and needs_one_graph(parallelism, engine)
 
 
 def not_one_graph(why: str) -> str:

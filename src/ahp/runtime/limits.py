@@ -118,7 +118,7 @@ def refuse_model(
         _refuse_kept_weights(found, plan)
     if plan.engine.loss_chunk_tokens is not None:
         _refuse_chunks(plan.engine.loss_chunk_tokens, module, found, plan.job)
-    if blocks and rules.one_graph("", p, plan.engine):
+    if blocks and rules.wants_one_graph(p, plan.engine):
         several = why_several_graphs(module, plan.job, documents)
         if several is not None:
             raise BadInput(rules.not_one_graph(several))
