@@ -105,6 +105,12 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
         ("job: {optimizer: {learning_rate: fast}}", ["job.optimizer.learning_rate = 'fast'"]),
         ("parallelism: {tensor_paralel_degree: 2}", ["tensor_paralel_degree: unknown key", "tensor_parallel_degree"]),
         ("job: {optimizer: {lr: 1}}", ["job.optimizer.lr: unknown key (did you mean: learning_rate?)"]),
+        (
+            "job: {loss_chunk_tokens: 8}",
+            ["job.loss_chunk_tokens: unknown key (did you mean: engine.loss_chunk_tokens?)"],
+        ),
+        ("job: {loss_pieces: 8}", ["job.loss_pieces: unknown key (valid: data, data_field, packing, "]),
+        ("engine: {tensor_parallel_degree: 2}", ["(did you mean: parallelism.tensor_parallel_degree?)"]),
         ("job: {torch_dtype: bf16}", ["job.torch_dtype: unknown key (did you mean: precision?)"]),
         ("sequence_length: 64", ["sequence_length: unknown key (did you mean: job.sequence_length?)"]),
         ("job: {learning_rate: 1}", ["job.learning_rate: unknown key (did you mean: job.optimizer.learning_rate?)"]),

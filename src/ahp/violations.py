@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from itertools import islice
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
@@ -19,6 +20,8 @@ MOST_SHOWN = 80
 
 MOST_MEANT = 3
 """The most keys that are suggested for a wrong one."""
+ALIKE = 0.45
+"""A key is suggested if this share of the letters of both is in the same order: ``batch`` and ``global_batch_size``."""
 MOST_TOLD = 10
 """The most violations of one file that are reported; a list of a wrong type has one for each of its values."""
 LONGEST = 600
@@ -64,17 +67,29 @@ def broken_rules(error: ValidationError, kind: type[BaseModel], where: str) -> I
 def _meant(key: str, names: list[str], kind: type[BaseModel]) -> str:
     """The keys that a wrong one may mean: by the name that others give it, by its place, by its spelling, or else some of the valid ones.
 
-    ``names``: the keys that are valid there; ``kind``: of the whole data, in which the key may have another place.
+    ``names``: the keys that are valid there; ``kind``: of the whole data, in which the key may have another place. If this is a part of
+    config.yaml, the key may be one of another part.
     """
     meant = OTHER_NAMES.get(key, key)
     if meant in names:
         return f"did you mean: {meant}?"
-    if elsewhere := sorted(_paths_to(meant, kind), key=lambda path: path.count("."))[:MOST_MEANT]:
-        return f"did you mean: {', '.join(elsewhere)}?"
+    elsewhere = [*_paths_to(meant, kind)] or [*_paths_to(meant, _config_of(kind))]
+    if elsewhere:
+        return f"did you mean: {', '.join(sorted(elsewhere, key=lambda path: path.count('.'))[:MOST_MEANT])}?"
     near = nearest(key[:MOST_SHOWN], names, MOST_MEANT)
-    if near == names[:MOST_MEANT] and len(names) > MOST_MEANT:  # none is spelt like it
+    if len(names) > MOST_MEANT:
+        near = [name for name in near if name.startswith(key) or SequenceMatcher(None, key, name).ratio() > ALIKE]
+    if not near:
         return f"valid: {', '.join(names[:MOST_TOLD])}{', ...' if len(names) > MOST_TOLD else ''}"
     return f"did you mean: {', '.join(near)}?"
+
+
+def _config_of(part: type[BaseModel]) -> type[BaseModel]:
+    """The record of config.yaml, if it has this part; else the part itself."""
+    from ahp.config import Config  # here, as its records are checked by this module
+
+    parts = {record for field in Config.model_fields.values() for record in _records(field.annotation)}
+    return Config if part in parts else part
 
 
 def taken_for_numbers(given: Any, found: Any, key: str = "") -> Iterator[str]:
@@ -182,12 +197,13 @@ def _place(kind: type[BaseModel], loc: tuple[int | str, ...]) -> _Place:
     return _Place(tuple(keys), record, forms)
 
 
-def _records(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The record types that a field can hold, including in lists."""
+def _records(annotation: Any, *, in_lists: bool = True) -> Iterator[type[BaseModel]]:
+    """The record types that a field can hold."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    for one in get_args(annotation):
-        yield from _records(one)
+    if in_lists or get_origin(annotation) is not tuple:
+        for one in get_args(annotation):
+            yield from _records(one, in_lists=in_lists)
 
 
 def _paths_to(key: str, kind: type[BaseModel], above: tuple[type[BaseModel], ...] = ()) -> Iterator[str]:
@@ -195,9 +211,7 @@ def _paths_to(key: str, kind: type[BaseModel], above: tuple[type[BaseModel], ...
     if key in kind.model_fields:
         yield key
     for name, field in kind.model_fields.items():
-        if field.annotation is None or get_origin(field.annotation) is tuple:
-            continue
-        for record in dict.fromkeys(_records(field.annotation)):
+        for record in dict.fromkeys(_records(field.annotation, in_lists=False)):
             if record not in (kind, *above):
                 yield from (f"{name}.{path}" for path in _paths_to(key, record, (kind, *above)))
 

@@ -57,6 +57,8 @@ OTHER_NAMES: dict[str, str] = SHORT_NAMES | {
     "nproc_per_node": "devices_per_node",
     "gpu": "device",
     "memory_gb": "memory_bytes",
+    "rank": "r",
+    "lora_rank": "r",
 }
 """The keys that a wrong one means although it is spelled otherwise: short names, and the names of torch and transformers."""
 

@@ -345,6 +345,7 @@ def test_a_worker_that_failed_does_not_wait_for_its_threads() -> None:
             ["plan", "tiny", "8xH100", "--precison=fp16"],
             "--precison: no option of ahp plan (did you mean: --job.precision?)",
         ),
+        (["plan", "tiny", "8xH100", "--job.loss-chunk-tokens", "8"], "(did you mean: engine.loss_chunk_tokens?)"),
         (["plan", "tiny", "8xH100", "--tp", "4"], "(did you mean: --parallelism.tensor_parallel_degree?)"),
         (["plan", "tiny", "8xH100", "--seq-len", "4"], "(did you mean: --job.sequence_length?)"),
         (["plan", "tiny", "8xH100", "--objectiv", "cost"], "(did you mean: --objective?)"),
