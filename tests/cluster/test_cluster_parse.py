@@ -102,7 +102,7 @@ def test_groups_joined_in_a_short_form_are_a_mixed_cluster(text: str, groups: li
         ("8xH100+", "each side of \\+"),
         ("8xH100+8xH1OO-SXM-80GB", "not in the catalogue.*H100-SXM-80GB"),
         ("8xH100+12xA100", r"valid: 8xA100, 16xA100, 1x12xA100"),
-        ("8xH100+2xRTX 4090", "RTX-4090-24GB has no usual network"),
+        ("8xH100+2xRTX 4090", "in the short form @100 after RTX-4090-24GB, which has no usual network"),
     ],
 )
 def test_a_group_that_cannot_be_is_refused(text: str, words: str) -> None:
@@ -351,3 +351,14 @@ def test_a_measurement_of_nothing_is_refused(table: str) -> None:
         data["groups"][0]["measured"] = {table: [sample | {key: -1}]}
         with pytest.raises(BadInput, match=key):
             Cluster.from_dict(data)
+
+
+def test_a_network_that_is_not_known_is_asked_for_in_the_form_that_was_written() -> None:
+    with pytest.raises(BadInput) as refused:
+        Cluster.parse("2x8xRTX-4090")
+    form = str(refused.value).rpartition(" ")[2]
+    assert form == "2x8xRTX-4090-24GB@100"
+    network = Cluster.parse(form).groups[0].inter_node
+    assert network is not None
+    assert network.bandwidth_bytes_per_s == 12.5e9
+    assert Cluster.parse("8xH100+2xRTX-4090-24GB@100").links[0].link.bandwidth_bytes_per_s == 12.5e9

@@ -282,8 +282,8 @@ def _group(description: GroupDescription, where: str) -> NodeGroup:
         inter_node = entry.inter_node(devices_per_node)
         if inter_node is None:
             raise BadInput(
-                f"{where}: inter_node_gbps is missing: there is no usual network for {device.name}; "
-                "give the Gb/s of one node per direction, such as inter_node_gbps: 100"
+                f"{where}: inter_node_gbps is missing: there is no usual network for {device.name}; give the Gb/s of one node per direction, "
+                f"such as inter_node_gbps: 100, or in the short form {description.nodes}x{devices_per_node}x{device.name}@100"
             )
     inter_node = _with_hop(inter_node, description, entry, where)
     domain = usual_domain(entry, description.nodes, devices_per_node)
@@ -381,7 +381,8 @@ def _usual_link(
             raise bad_input(
                 "links",
                 [],
-                f"add {{between: [{a.name}, {b.name}], gbps: ...}}: {group.device.name} has no usual network",
+                f"add {{between: [{a.name}, {b.name}], gbps: 100}}, or in the short form @100 after {group.device.name}, which has no usual "
+                "network",
             )
         networks.append(network)
     slower = min(networks, key=lambda network: network.bandwidth_bytes_per_s)
