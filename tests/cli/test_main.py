@@ -122,7 +122,7 @@ def test_a_warning_of_ours_is_one_line_without_code(tmp_path: Path, monkeypatch:
     ended = subprocess.run([sys.executable, "-m", "ahp", *words], capture_output=True, text=True, check=True)
     told = [line for line in ended.stderr.splitlines() if "max_position_embeddings" in line]
     rule = "the model takes 64 positions, by max_position_embeddings of its config"
-    assert told == [f"warning: sequence_length = 128: {rule}; it is forecast anyway, but training refuses it"]
+    assert told == [f"warning: job.sequence_length = 128: {rule}; it is forecast anyway, but training refuses it"]
     assert "graph = " not in ended.stderr
 
 

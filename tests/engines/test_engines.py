@@ -25,7 +25,7 @@ from ahp.schedule.registry import SCHEDULES
         ("ahp", {}, {}, {"moe_token_dispatcher_type": "alltoall"}, "engine.moe_token_dispatcher_type = 'alltoall'"),
         ("torchtitan", {}, {}, {"cuda_graph_modules": ("attn",)}, "engine.cuda_graph_modules = ('attn',)"),
         ("megatron", {"activation_checkpoint": "full"}, {}, {"cuda_graph_modules": ("attn",)}, "engine.cuda_graph_modules = ['attn']"),
-        ("torchtitan", {}, {"precision": "fp16"}, {}, "precision = 'fp16'"),
+        ("torchtitan", {}, {"precision": "fp16"}, {}, "job.precision = 'fp16'"),
         ("deepspeed", {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}, {}, {}, "data_parallel_replicate_degree = 2"),
         ("deepspeed", {"activation_checkpoint": "selective"}, {}, {}, "activation_checkpoint = 'selective'"),
         ("deepspeed", {"tensor_parallel_degree": 2, "enable_sequence_parallel": True}, {}, {}, "enable_sequence_parallel = True"),

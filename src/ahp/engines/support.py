@@ -79,7 +79,7 @@ class Support:
         if reason := self._refuses_recomputed(engine, p):
             return reason
         if job.precision not in self.precisions:
-            return _cannot(engine, "precision", job.precision, self.precisions)
+            return _cannot(engine, "job.precision", job.precision, self.precisions)
         if job.dtype not in self.dtypes:
             valid = f"{listed(self.dtypes)}; or engine.name ahp or torchtitan"
             return f"job.dtype = {job.dtype!r}: states in 16 bits are not priced for {engine} (valid: {valid})"

@@ -68,10 +68,10 @@ def warn_of_longer(module: nn.Module, sequence_length: int) -> None:
         return
     if positions.is_table:
         raise BadInput(
-            f"sequence_length = {sequence_length}: the model has {positions.longest} positions (valid: 2 to {positions.longest})"
+            f"job.sequence_length = {sequence_length}: the model has {positions.longest} positions (valid: 2 to {positions.longest})"
         )
     message = (
-        f"sequence_length = {sequence_length}: {_words(positions)}; it is forecast anyway, but training refuses it"
+        f"job.sequence_length = {sequence_length}: {_words(positions)}; it is forecast anyway, but training refuses it"
     )
     warnings.warn(message, stacklevel=3)
 
