@@ -229,7 +229,7 @@ class Drawn:
     """Tables with the same times for whatever micro-batches."""
 
     def __init__(self, whole: Any) -> None:
-        self.whole = whole
+        self.whole, self.num_layers = whole, whole.shape[-1]
 
     def by_layers(self, micro_batches: int) -> StageCosts:
         return StageCosts(self.whole, 0 * np.where(np.isfinite(self.whole), self.whole, 0.0), None, None)  # type: ignore[arg-type]
@@ -249,7 +249,7 @@ def test_the_cut_is_the_one_whose_longest_stage_is_shortest(
     )
     fewest = np.array(data.draw(st.sampled_from(list(cuts(layers, p)))))
     fewest = np.maximum(fewest - data.draw(st.integers(0, layers)), 1)
-    found = _cut(kinds, Drawn(whole), layers, np.full(num_kinds, 2), np.zeros(num_kinds), fewest, splits=False)  # type: ignore[arg-type]
+    found = _cut(kinds, Drawn(whole), np.full(num_kinds, 2), np.zeros(num_kinds), fewest, splits=False)  # type: ignore[arg-type]
 
     def longest_s(cut: tuple[int, ...]) -> float:
         return max(float(whole[group, stage, cut[stage] - 1]) for kind in kinds for stage, group in enumerate(kind))
