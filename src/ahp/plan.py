@@ -486,15 +486,15 @@ def _refuse_no_plan(data: Mapping[str, Any], path: str) -> None:
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
-def validated(kind: type[AnyRecord], data: Any, where: str) -> AnyRecord:
-    """A record from plain data, or the record itself; a violation becomes one BadInput that names the keys in the user's words."""
+def validated(kind: type[AnyRecord], data: Any, where: str, within: type[Record] | None = None) -> AnyRecord:
+    """A record from plain data, or itself; a violation becomes one BadInput in the user's words. ``within``: a record that has it as a part."""
     if isinstance(data, kind):
         return data
     data = dict(data) if isinstance(data, Mapping) else data
     try:
         found = kind.model_validate(data)
     except ValidationError as error:
-        raise BadInput(f"{where}: {first_few(broken_rules(error, kind, where))}") from None
+        raise BadInput(f"{where}: {first_few(broken_rules(error, kind, where, within))}") from None
     if taken := list(taken_for_numbers(data, found)):
         raise BadInput(f"{where}: {first_few(taken)}")
     return found

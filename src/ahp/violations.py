@@ -41,14 +41,17 @@ RULES = {
 """The rule that a violation breaks, keyed by pydantic's name for it; braces are filled with pydantic's context."""
 
 
-def broken_rules(error: ValidationError, kind: type[BaseModel], where: str) -> Iterator[str]:
-    """One line for each violation that pydantic found in data for ``kind``; ``where`` is the name of the data as a whole."""
+def broken_rules(
+    error: ValidationError, kind: type[BaseModel], where: str, within: type[BaseModel] | None = None
+) -> Iterator[str]:
+    """One line for each violation that pydantic found in data for ``kind``; ``where`` is the name of the data as a whole, ``within`` a record that
+    has it as a part."""
     found = list(_at_the_innermost(error.errors()))
     for item, place in _of_the_form_meant([(item, _place(kind, item["loc"])) for item in found]):
         key = ".".join(place.keys) or where
         match item["type"]:
             case "extra_forbidden":
-                yield f"{key}: unknown key ({_meant(place.keys[-1], list(place.record.model_fields), kind)})"
+                yield f"{key}: unknown key ({_meant(place.keys[-1], list(place.record.model_fields), kind, within or kind)})"
             case "missing":
                 yield f"{key}: missing, and it has no default"
             case "model_type" | "model_attributes_type":
@@ -64,16 +67,16 @@ def broken_rules(error: ValidationError, kind: type[BaseModel], where: str) -> I
                 yield f"{key} = {shortened(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
-def _meant(key: str, names: list[str], kind: type[BaseModel]) -> str:
+def _meant(key: str, names: list[str], kind: type[BaseModel], within: type[BaseModel]) -> str:
     """The keys that a wrong one may mean: by the name that others give it, by its place, by its spelling, or else some of the valid ones.
 
-    ``names``: the keys that are valid there; ``kind``: of the whole data, in which the key may have another place. If this is a part of
-    config.yaml, the key may be one of another part.
+    ``names``: the keys that are valid there; ``kind``: of the whole data, in which the key may have another place; ``within``: the record that has
+    this data as a part, where the key may be one of another part.
     """
     meant = OTHER_NAMES.get(key, key)
     if meant in names:
         return f"did you mean: {meant}?"
-    elsewhere = [*_paths_to(meant, kind)] or [*_paths_to(meant, _config_of(kind))]
+    elsewhere = [*_paths_to(meant, kind)] or [*_paths_to(meant, within)]
     if elsewhere:
         return f"did you mean: {', '.join(sorted(elsewhere, key=lambda path: path.count('.'))[:MOST_MEANT])}?"
     near = nearest(key[:MOST_SHOWN], names, MOST_MEANT)
@@ -82,14 +85,6 @@ def _meant(key: str, names: list[str], kind: type[BaseModel]) -> str:
     if not near:
         return f"valid: {', '.join(names[:MOST_TOLD])}{', ...' if len(names) > MOST_TOLD else ''}"
     return f"did you mean: {', '.join(near)}?"
-
-
-def _config_of(part: type[BaseModel]) -> type[BaseModel]:
-    """The record of config.yaml, if it has this part; else the part itself."""
-    from ahp.config import Config  # here, as its records are checked by this module
-
-    parts = {record for field in Config.model_fields.values() for record in _records(field.annotation)}
-    return Config if part in parts else part
 
 
 def taken_for_numbers(given: Any, found: Any, key: str = "") -> Iterator[str]:

@@ -37,7 +37,7 @@ from ahp.cli.waiting import waiting
 from ahp.cli.writable import require_writable
 from ahp.cluster.model import Cluster, NodeGroup
 from ahp.cluster.parse import width_words
-from ahp.config import Constraints, set_dotted
+from ahp.config import Config, Constraints, set_dotted
 from ahp.errors import bad_input
 from ahp.graph.catalogue import CATALOGUE
 from ahp.job import Job
@@ -195,8 +195,8 @@ def find(
     for key, value in overrides.items():
         set_dotted(asked, key, value)
     layout = asked.get("parallelism", {})
-    constraints = validated(Constraints, {} if layout == "auto" else layout, "parallelism")
-    engine = validated(EngineChoice, asked.get("engine", {}), "engine")
+    constraints = validated(Constraints, {} if layout == "auto" else layout, "parallelism", Config)
+    engine = validated(EngineChoice, asked.get("engine", {}), "engine", Config)
     objective = objective_of(asked.get("objective", {}))
     job = with_sequence(given, model, cluster, engine)
     print(f"analyzing {model} ...", file=sys.stderr)

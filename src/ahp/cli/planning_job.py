@@ -68,7 +68,7 @@ def with_sequence(given: dict[str, Any], model: Any, cluster: Cluster, engine: E
         chosen["sequence_length"] = min(context_of(model) or UNKNOWN_CONTEXT, LONGEST_DEFAULT_SEQUENCE)
     in_bf16 = chosen.get("dtype") == "bf16"  # such weights compute in no other type
     chosen.setdefault("precision", "bf16" if in_bf16 else precision_for(cluster, engine or EngineChoice())[0])
-    return validated(Job, chosen, "job")
+    return validated(Job, chosen, "job", Config)
 
 
 def with_batch(job: Job, given: dict[str, Any], model: Any, num_parameters: int, num_devices: int) -> Job:

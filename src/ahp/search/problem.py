@@ -10,7 +10,7 @@ from typing import Any
 
 from ahp.cached_method import cached_method
 from ahp.cluster.model import Cluster, NodeGroup
-from ahp.config import Constraints
+from ahp.config import Config, Constraints
 from ahp.divisors import divisors
 from ahp.engines.registry import get, traits_of
 from ahp.engines.traits import Traits
@@ -321,12 +321,12 @@ def problem(
     if not isinstance(graph, ModelGraph):
         raise bad_input("graph", type(graph).__name__, "must be a ModelGraph", ["ahp.analyze(model, job)"])
     where = Cluster.resolve(cluster)
-    contract = validated(Job, job, "job")
-    choice = validated(EngineChoice, EngineChoice() if engine is None else engine, "engine")
+    contract = validated(Job, job, "job", Config)
+    choice = validated(EngineChoice, EngineChoice() if engine is None else engine, "engine", Config)
     if isinstance(constraints, Parallelism):
         fixed = Constraints.exactly(constraints)
     else:
-        fixed = validated(Constraints, constraints or {}, "parallelism")
+        fixed = validated(Constraints, constraints or {}, "parallelism", Config)
     if graph.sequence_length != contract.sequence_length:
         raise bad_input(
             "job.sequence_length",
