@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ahp.engines import fsdp2, releases
 from ahp.engines.engine import Engine
 from ahp.engines.fp8 import (
@@ -86,8 +88,8 @@ class TorchtitanEngine(Engine):
         def has(feature: str) -> bool:
             return releases.has(self.name, feature, choice.version)
 
-        fused_loss = bool(choice.compile) and has("compiled_loss")
-        by_torch, compiled_experts = has("experts_by_torch"), bool(choice.compile) and has("compiled_experts")
+        compiled_loss = bool(choice.compile) and has("compiled_loss")
+        sorts_by_torch = has("experts_by_torch") and not (choice.compile and has("compiled_experts"))
         return Traits(
             states=StateTraits(
                 master_weight_bytes=state,
@@ -115,7 +117,7 @@ class TorchtitanEngine(Engine):
                 copies=True,  # torch 2.13 distributed/_functional_collectives.py: all_gather_single, reduce_scatter_single
                 gathers_normed=not has("normed_heads_apart"),
                 # torch 2.13 distributed/tensor/parallel/loss.py, _nll_loss_and_log_softmax_backward: (grad_input + exp(x)) * grad_output
-                loss_copies=None if fused_loss else 3.0,
+                loss_copies=None if compiled_loss else 3.0,
             ),
             pipeline=PipelineTraits(
                 receives="all",
@@ -130,28 +132,8 @@ class TorchtitanEngine(Engine):
                 sends_again="gathers",  # results of reduce-scatters are on the list of what to keep
             ),
             # models/common/token_dispatcher.py, AllToAllTokenDispatcher: _permute, _unpermute
-            experts=ExpertTraits(
-                folded=SUPPORT.folded(parallelism), sorts_arrived=True, sorts_by_torch=by_torch and not compiled_experts
-            ),
-            kernels=KernelTraits(
-                fusion="fused" if choice.compile else "modules" if has("norm_kernel") else "eager",
-                fusion_at_the_ends="modules",  # 0.2.2, models/llama3/infra/parallelize.py: apply_compile takes only blocks
-                fused_loss=fused_loss,
-                flash2_on=tuple(
-                    generation
-                    for generation, feature in (
-                        ("hopper", "cudnn_attention"),
-                        ("blackwell", "cudnn_attention_on_blackwell"),
-                    )
-                    if not has(feature)
-                ),
-                norm_weights_apart=not has("norms_in_one_kernel"),
-                recent_cudnn=has("recent_cudnn"),
-                complex_positions=has("complex_positions"),
-                repeated_keys=has("repeated_keys"),
-                experts_summed=None if not by_torch else "scattered" if has("scattered_sum") else "batched",
-                experts_compiled=compiled_experts,
-            ),
+            experts=ExpertTraits(folded=SUPPORT.folded(parallelism), sorts_arrived=True, sorts_by_torch=sorts_by_torch),
+            kernels=_kernels(has, compiled=bool(choice.compile)),
             host=HostTraits(
                 operators_per_unit=casts if job.precision == "fp8" else 0,
                 launches_per_operator=host.value("eager_launches"),
@@ -161,3 +143,21 @@ class TorchtitanEngine(Engine):
             fp8=with_gathers_in_8_bits(recipe, sharded=zero > 0),
             source="torchtitan b5bcd76: distributed/parallelize.py, FSDP2 of torch 2.13",
         )
+
+
+def _kernels(has: Callable[[str], bool], *, compiled: bool) -> KernelTraits:
+    """``has``: whether the release has a feature."""
+    of_cudnn = {"hopper": "cudnn_attention", "blackwell": "cudnn_attention_on_blackwell"}
+    summed = "scattered" if has("scattered_sum") else "batched"
+    return KernelTraits(
+        fusion="fused" if compiled else "modules" if has("norm_kernel") else "eager",
+        fusion_at_the_ends="modules",  # 0.2.2, models/llama3/infra/parallelize.py: apply_compile takes only blocks
+        fused_loss=compiled and has("compiled_loss"),
+        flash2_on=tuple(generation for generation, feature in of_cudnn.items() if not has(feature)),
+        norm_weights_apart=not has("norms_in_one_kernel"),
+        recent_cudnn=has("recent_cudnn"),
+        complex_positions=has("complex_positions"),
+        repeated_keys=has("repeated_keys"),
+        experts_summed=summed if has("experts_by_torch") else None,
+        experts_compiled=compiled and has("compiled_experts"),
+    )
