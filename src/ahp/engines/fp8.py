@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 Pair = tuple[float, float]
@@ -53,31 +54,12 @@ NVIDIAS_FP8 = Fp8Recipe(
 """Activations and gradients are cast once by a fused kernel, which also writes the transpose for the weight gradient. One product makes queries, keys and
 values, and one gate and up."""
 
-EAGER_TORCHAO_FP8 = Fp8Recipe(
-    (33, 33),
-    (33, 29),
-    (2, 29),
-    9,
-    gathers_in_8_bits=False,
-    casts_once=False,
-    keeps="in_16_bits",
-    experts=False,
-    shares_scales=True,
-)
+_torchao = partial(Fp8Recipe, gathers_in_8_bits=False, experts=False, shares_scales=True)
+EAGER_TORCHAO_FP8 = _torchao((33, 33), (33, 29), (2, 29), 9, casts_once=False, keeps="in_16_bits")
 """torchao's casts, kernel by kernel: |x| and its maximum move 6 bytes per 16-bit element; conversion to fp32, scaling, clamping and rounding
 27; a transpose of 8 bits 2. Scales are found once; casts of the input and the weight are done again in backward
 (runtime/compute/fp8_product.py). Two fp32 copies and the result lie in memory at once."""
-FUSED_TORCHAO_FP8 = Fp8Recipe(
-    (5, 5),
-    (6, 4),
-    (0, 4),
-    2,
-    gathers_in_8_bits=False,
-    casts_once=True,
-    keeps="made_again",
-    experts=False,
-    shares_scales=True,
-)
+FUSED_TORCHAO_FP8 = _torchao((5, 5), (6, 4), (0, 4), 2, casts_once=True, keeps="made_again")
 """The same if a compiler makes one kernel for the maximum and one for the cast with its transpose. It computes cast inputs again rather than
 keep them: on an H100 a LLaMA block keeps neither the results of its norms nor that of its activation (torch 2.11, torchao 0.18). What is computed twice
 from the same tensor it computes once (torch 2.13, _functorch/partitioners.py, fx_graph_cse)."""
