@@ -85,15 +85,20 @@ def test_an_order_of_its_own_is_told_beside_the_proof(ranking: Ranking) -> None:
 
 def test_several_groups_have_a_gap_or_a_proof(ranking: Ranking) -> None:
     of = {**vars(ranking.certificate), "any_cut_s": None, "any_part_s": None, "best_s": 2.0, "found_s": 2.0}
-    mixed = MixedCertificate(**{**of, "proven": False, "lowest_bound_left_s": 1.5}, shapes=100, placed=7, unlike=3)
+    open_ = {**of, "proven": False, "lowest_bound_left_s": 1.5}
+    mixed = MixedCertificate(**open_, shapes=100, placed=7, unlike=3, any_widths_s=1.25)
     first, second, third = words(replace(ranking, certificate=mixed))
     assert first.startswith(f"100 shapes over 2 groups of devices and {mixed.rows - 100:,} layouts of one group alone")
     assert "faster" not in second
     assert (
         third
-        == "the best is within 25 % of the optimum: no layout takes under 1.50 s; not proven: stages of unlike width (no bound)"
+        == "the best is within 25 % of the optimum: no layout takes under 1.50 s; not proven: stages of unlike width (at least 1.25 s)"
     )
-    settled = replace(mixed, proven=True, unlike=0)
+    assert words(replace(ranking, certificate=replace(mixed, any_widths_s=0.0)))[2].endswith("unlike width (no bound)")
+    assert words(replace(ranking, certificate=replace(mixed, any_widths_s=2.0)))[2].endswith(
+        "no layout takes under 1.50 s; no faster with stages of unlike width"
+    )
+    settled = replace(mixed, proven=True, unlike=0, any_widths_s=None)
     assert words(replace(ranking, certificate=settled))[2] == (
         "nothing faster that fits was missed: the rest takes at least 1.50 s"
     )

@@ -1,4 +1,4 @@
-"""Stages of unlike width in the search: what is proposed is legal and faster, and nothing is claimed of it that is not known."""
+"""Stages of unlike width in the search: what is proposed is legal and faster, and no such layout takes less than its bound."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from ahp.job import Job
 from ahp.plan import Parallelism
 from ahp.search.mixed import widths
 from ahp.search.mixed.balance import share
+from ahp.search.mixed.floors import ShapeFloors
+from ahp.search.mixed.space import spaces_of
 from ahp.search.mixed.widths import UnlikeWidths, _Finder, unlike_widths
 from ahp.search.problem import Problem, problem
 from ahp.search.ranking import search
@@ -146,7 +148,7 @@ def test_a_given_layout_that_does_not_fit_is_said_to_miss() -> None:
 
 
 @pytest.mark.slow
-def test_the_ranking_has_them_in_their_place_and_the_certificate_says_nothing_of_them() -> None:
+def test_the_ranking_has_them_in_their_place_and_the_certificate_a_bound_of_them() -> None:
     job = Job(sequence_length=2048, global_batch_size=32, precision="fp16")
     cluster = cluster_of(("V100-SXM-32GB", 2, 4), ("A100-SXM-80GB", 1, 2), gbps=100)
     fixed = {"micro_batch_size": 1, "data_parallel_replicate_degree": 1}
@@ -159,6 +161,7 @@ def test_the_ranking_has_them_in_their_place_and_the_certificate_says_nothing_of
     assert found.best.parallelism.has_unlike_widths
     assert times[0] < alike.forecast.step_time_s == found.certificate.best_s
     assert "of them with stages of unlike width" in found.proof[0]
+    assert "; not proven: stages of unlike width (at least " in found.proof[2]
     assert not any(line.startswith(("tensor parallel", "no data parallelism")) for line in found.best.why)
     assert any(line.startswith("stages of unlike width: ") and "faster than" in line for line in found.best.why)
 
@@ -170,3 +173,22 @@ def test_the_ranking_has_them_in_their_place_and_the_certificate_says_nothing_of
 def test_layers_are_shared_by_speed(total: int, rates: list[float], wanted: list[int]) -> None:
     numbers = np.arange(1, total + 1)
     assert share([1] * len(rates), total, 1, [numbers / rate for rate in rates]) == [[count] for count in wanted]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_no_widths_take_less_than_their_bound(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    devices = random.choice(["H100-SXM-80GB", "A100-SXM-80GB", "L4-24GB", "V100-SXM-32GB"], size=2, replace=False)
+    nodes, per_node = random.choice([1, 2], size=2), random.choice([2, 3, 4, 8], size=2)
+    groups = [(str(device), int(n), int(each)) for device, n, each in zip(devices, nodes, per_node, strict=True)]
+    job = Job(sequence_length=2048, global_batch_size=int(random.choice([8, 12, 32])), precision="fp16")
+    engine = {"name": "ahp", "compile": bool(random.random() < 0.5)}
+    used = problem(analyze("llama3-8b", job), cluster_of(*groups, gbps=400), job, {}, engine)
+    [space] = spaces_of(used)
+    at_least_s, finder = ShapeFloors(used.mixed_pricer, space).of_any_widths_s(), _Finder(used)
+    promises = sorted(finder.promising([]), key=lambda one: one.pipeline_s)
+    some = random.choice(len(promises), size=8, replace=False).tolist()
+    layouts = [finder.layout(promises[at]) for at in {*range(8), *some}]
+    times = [used.price(layout.model_copy(update={"activation_checkpoint": "none"})).step_time_s for layout in layouts]
+    assert 0.3 * min(times) < at_least_s < min(times)

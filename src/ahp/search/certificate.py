@@ -93,17 +93,16 @@ class Certificate:
 
     def _other_choices(self) -> str:
         """What is proven about cuts into stages and layers to recompute that were not tried."""
-        floors = ((self.any_cut_s, "uneven pipeline stages"), (self.any_part_s, "other layers recomputed"))
-        known = [(floor_s, others) for floor_s, others in floors if floor_s is not None]
+        known = [(floor_s, others) for floor_s, others in self._floors() if floor_s is not None]
         settled = [others for floor_s, others in known if floor_s >= self.found_s]
-        left = [f"{others} (at least {seconds(floor_s)})" for floor_s, others in known if floor_s < self.found_s]
-        left += self._without_bound()
+        bounds = [(f"at least {seconds(floor_s)}" if floor_s else "no bound", floor_s, of) for floor_s, of in known]
+        left = [f"{others} ({bound})" for bound, floor_s, others in bounds if floor_s < self.found_s]
         words = f"; no faster with {' or '.join(settled)}" if settled else ""
         return f"{words}; not proven: {', '.join(left)}" if left else words
 
-    def _without_bound(self) -> list[str]:
-        """Choices without a lower bound: nothing is known about those that were not priced."""
-        return []
+    def _floors(self) -> list[tuple[float | None, str]]:
+        """Other choices than those of the rows, each with its lower bound: 0 where none is known, None where there is no choice."""
+        return [(self.any_cut_s, "uneven pipeline stages"), (self.any_part_s, "other layers recomputed")]
 
 
 def merged(found: list[tuple[Rule, ...]]) -> tuple[Rule, ...]:

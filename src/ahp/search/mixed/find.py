@@ -80,6 +80,8 @@ class MixedOutcome:
     forecasts: int = 0
     floor_s: float = float("inf")
     """Every layout that was not priced takes at least this long."""
+    any_widths_s: float = float("inf")
+    """Every layout with stages of different width takes at least this long."""
 
     @property
     def left(self) -> int:
@@ -111,6 +113,7 @@ def find_over(
         too_large=sum(one.too_large for one in found),
         forecasts=sum(one.forecasts for one in found),
         floor_s=min((one.floor_s for one in found), default=float("inf")),
+        any_widths_s=min((one.any_widths_s for one in found), default=float("inf")),
     )
 
 
@@ -122,8 +125,8 @@ class Finder:
         self.asked, self.space, self.budget = asked, space, budget
         self.names = tuple(group.name for group in asked.cluster.groups)
         self.best_s = best_s
-        self.outcome = MixedOutcome(size=space.legal)
         self.floors = ShapeFloors(asked.mixed_pricer, space)
+        self.outcome = MixedOutcome(size=space.legal, any_widths_s=self.floors.of_any_widths_s())
         self._waiting: list[tuple[float, int, Task, list[Placement]]] = []
         """Shapes whose most promising placements are not priced yet: (bound, tie-breaker, task, placements)."""
         self._priced: dict[Shape, float] = {}

@@ -83,6 +83,16 @@ class ShapeFloors:
         rate = (self._cells / self._whole_s).sum(axis=1)
         return float((self._total / np.maximum(rate, 1e-300)).min(initial=np.inf))
 
+    def of_any_widths_s(self) -> float:
+        """Seconds that a step takes at least where each stage may have another width: each group's devices compute layers as fast as at the width
+        that suits them best, and the head takes as long as it takes on whom it costs the fewest layers."""
+        space, work, there = self.space, self.columns.work, self._cells > 0
+        sequences = np.array([alike.shard * alike.micro_batch for alike in space.alike])
+        rates = np.where(there, (sequences / self._width)[:, None] / np.maximum(work.layer_s, 1e-300), 0.0).max(axis=0)
+        layers = self.columns.num_layers + (work.head_s / np.maximum(work.layer_s, 1e-300))[there].min()
+        devices = np.array([group.num_devices for group in space.asked.cluster.groups])
+        return float(space.asked.job.global_batch_size * layers / (rates @ devices))
+
     def by_work(self, kind: ShapeKind, limit_s: float) -> Shapes:
         """The shapes of a kind whose floor by work and speed is below a limit, the lowest first. The first of several rows with the same columns
         and shapes stands for all."""

@@ -24,7 +24,7 @@ from ahp.search.mixed import explain as mixed_explain
 from ahp.search.mixed.find import Budget, MixedOutcome, find_over
 from ahp.search.mixed.misfit import nothing_fits_anywhere
 from ahp.search.mixed.space import Shape, no_shape, shape_of, spaces_of
-from ahp.search.mixed.widths import given_widths, unlike_widths
+from ahp.search.mixed.widths import given_widths, may_differ, unlike_widths
 from ahp.search.one_group import Fastest, fastest_on_one_group
 from ahp.search.pairs import Pair, by_time
 from ahp.search.problem import OF_PLACEMENTS, Problem
@@ -56,7 +56,9 @@ class MixedCertificate(Certificate):
     own_order_s: float | None = None
     """The step of the first plan, where it has a schedule made for its stages."""
     unlike: int = 0
-    """Layouts with stages of different width that were priced; they are not among the rows and have no bound."""
+    """Layouts with stages of different width that were priced; they are not among the rows."""
+    any_widths_s: float | None = None
+    """No layout with stages of different width takes less; 0 where no bound is known, None where all stages have the same width."""
 
     @property
     def gap(self) -> float:
@@ -93,8 +95,8 @@ class MixedCertificate(Certificate):
         within = f"the best is within {percent(self.gap)} of the optimum: no layout takes under {bound}"
         return f"{within}{self._other_choices()}"
 
-    def _without_bound(self) -> list[str]:
-        return ["stages of unlike width (no bound)"] if self.unlike else []
+    def _floors(self) -> list[tuple[float | None, str]]:
+        return [*super()._floors(), (self.any_widths_s, "stages of unlike width")]
 
 
 @dataclass(frozen=True)
@@ -355,4 +357,13 @@ def _certificate(
         shapes=over.size + over.broken + over.twins,
         placed=over.placed,
         unlike=unlike,
+        any_widths_s=_any_widths_s(asked, over),
     )
+
+
+def _any_widths_s(asked: Problem, over: MixedOutcome) -> float | None:
+    """As ``MixedCertificate.any_widths_s``. A given micro-batch is that of a replica here: wide stages divide it into smaller ones, which no shape
+    has."""
+    if over.any_widths_s == float("inf") or not may_differ(asked):
+        return None
+    return over.any_widths_s if asked.constraints.given.get("micro_batch_size", 1) == 1 else 0.0

@@ -1,8 +1,8 @@
 """Layouts with stages of different width, in addition to those whose cells are all alike.
 
-Stages have one width within a group of devices, and different widths on different groups. No bound is known for these layouts: the most
-promising ones, by the time of a layer on each group at each width, are priced, and the fastest are improved layer by layer. So the
-certificate does not cover them.
+Stages have one width within a group of devices, and different widths on different groups. The most promising ones, by the time of a layer on
+each group at each width, are priced, and the fastest are improved layer by layer. Of the others only a loose bound is known, by the work of
+their layers (``ShapeFloors.of_any_widths_s``).
 """
 
 from __future__ import annotations
@@ -96,9 +96,7 @@ def unlike_widths(asked: Problem, ranked: Sequence[Pair], best_s: float = math.i
 
     ``best_s``: a layout whose layers alone take as long or longer is not priced.
     """
-    given = asked.constraints.given
-    alike = any(key in given for key in GIVEN) or any(given.get(key, 1) != 1 for key in ONE)
-    if alike or "balance_loss" in asked.graph.config:
+    if not may_differ(asked):
         return UnlikeWidths()
     finder, best = _Finder(asked), list[Priced]()
     for promise in heapq.nsmallest(LOOKED_AT, finder.promising(ranked), key=lambda one: one.pipeline_s):
@@ -110,6 +108,13 @@ def unlike_widths(asked: Problem, ranked: Sequence[Pair], best_s: float = math.i
     improved = map(finder.improved, best[:IMPROVED])
     found = {one.parallelism: one.forecast for one in improved}
     return UnlikeWidths(by_time(found.items()), finder.forecasts)
+
+
+def may_differ(asked: Problem) -> bool:
+    """Whether the user and the model leave it to the search how wide each stage is."""
+    given = asked.constraints.given
+    alike = any(key in given for key in GIVEN) or any(given.get(key, 1) != 1 for key in ONE)
+    return not alike and "balance_loss" not in asked.graph.config
 
 
 def given_widths(asked: Problem) -> Parallelism | None:
@@ -192,7 +197,9 @@ class _Finder:
         return found
 
     def _widths(self, group: NodeGroup, common: Common) -> Iterator[Width]:
-        for tensor in range(1, group.devices_per_node + 1):
+        for tensor in divisors(group.num_devices):
+            if tensor > group.devices_per_node:
+                continue
             own = common.layout(tensor_parallel_degree=tensor)
             cell, engine = tensor * common.context, self.asked.engine
             if self.graph.sequence_length % cell or rules.context(self.graph, own, engine):
