@@ -134,6 +134,19 @@ def test_both_readmes_say_the_same() -> None:
     assert shell(english) == shell(chinese)
 
 
+def test_readmes_have_the_error_of_the_accuracy_page() -> None:
+    page = (ROOT / "docs/accuracy.md").read_text(encoding="utf-8")
+    rows = page[page.index("<!-- unseen -->") : page.index("<!-- end of unseen -->")]
+    sources = {
+        name for name in re.findall(r"^\| ([a-z_0-9]+)(?: \(experts\))? \|", rows, re.MULTILINE) if name != "source"
+    }
+    [mean] = re.findall(r"^\| \*\*each source one vote\*\* \| \d+ \| \d+ \| ([\d.]+) \|", rows, re.MULTILINE)
+    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in READMES)
+    assert f"{len(sources)} sources were never used to derive a" in english
+    assert f"constant; their mean error is {mean} %" in english
+    assert f"{len(sources)} 个来源从未用于标定常数,其平均误差为 {mean} %" in chinese
+
+
 def test_files_hold_one_idea() -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "src").rglob("*.py")}
     assert lengths
