@@ -62,12 +62,13 @@ REAL = {"complex_positions": False, "repeated_keys": False}
 FUSED = {"fused_gate": True, "fused_positions": True}
 DIFFERS: tuple[tuple[str, Mapping[str, bool]], ...] = (
     ("nanotron", REAL), ("olmo-core", REAL), ("automodel", REAL), ("kempner", {**REAL, "repeated_keys": True}),
-    ("internevo", FUSED), ("fms-fsdp", {"cudnn_attention": False}),
+    ("internevo", {**FUSED, "flash_attention_2": False}), ("fms-fsdp", {"cudnn_attention": False}),
 )  # fmt: skip
 """Features of an engine (engines/releases.yaml) that a program which is priced as it has or does not have, by a word of a row's framework: nanotron
 2411b022 and OLMo-core turn queries and keys in one kernel, and their FlashAttention needs no copies (OLMo-core, nn/rope.py, nn/attention/backend.py);
 KempnerForge repeats keys and values (kempnerforge/model/attention.py); InternEvo c628a8c8 has flash-attn's rotary kernel and a scripted gate
-(internlm/model/modules/embedding.py, internlm/model/utils.py); fms-fsdp of 2024 has the "SDPA implementation of Flash attention v2" (README.md)."""
+(internlm/model/modules/embedding.py, internlm/model/utils.py), and its figures are InternLM's of 2023, which ran flash-attn 1.0.5
+(InternLM/InternLM 0f5ee057, doc/en/install.md; 20fe5ac2, doc/en/train_performance.md has the same); fms-fsdp of 2024 has the "SDPA implementation of Flash attention v2" (README.md)."""
 
 RELEASES = {"PyTorch 26.01": "2026-01", "Megatron-LM examples/llama/README.md @d98e8a64": "2025-06-14"}
 """Releases by words of the source, for rows without ``release``: the month of the container, and the day on which the figures were committed."""

@@ -187,5 +187,13 @@ def test_megatrons_experts_by_day(version: str | None, one_after_another: bool) 
 def test_deepspeed_has_features_but_no_releases() -> None:
     """Megatron-DeepSpeed 4efb479d: torch's kernels turn queries and keys, and compute gates."""
     kernels = get("deepspeed").traits(JOB, Parallelism(), EngineChoice(name="deepspeed")).kernels
-    assert (kernels.gate_apart, kernels.positions_apart) == (True, True)
+    assert (kernels.gate_apart, kernels.positions_apart, kernels.attention) == (True, True, None)
     assert "the same for all releases" in (releases.refuses("deepspeed", "2024-12") or "")
+
+
+def test_a_program_priced_as_deepspeed_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """InternLM of 2023 had FlashAttention's first generation; BLOOM's script set CUDA_LAUNCH_BLOCKING."""
+    monkeypatch.setattr(releases, "has", lambda engine, feature, version: feature == "waiting_host")
+    traits = get("deepspeed").traits(JOB, Parallelism(), EngineChoice(name="deepspeed"))
+    assert traits.kernels.attention == "flash1"
+    assert traits.host.waits

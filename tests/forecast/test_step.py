@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 
 from ahp.cluster.model import Measurements
+from ahp.engines import releases
 from ahp.engines.host import host
 from ahp.errors import BadInput, NotExpressible
 from ahp.forecast.assembly import NORMAL_90, band_s
 from ahp.forecast.constants import margins
 from ahp.forecast.efficiency import Rates
 from ahp.forecast.pricer import slowest_share
-from ahp.forecast.step import forecast, price, pricer, simulate
+from ahp.forecast.step import _pricer, forecast, price, pricer, simulate
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 
@@ -168,6 +169,24 @@ def test_a_gpu_waits_for_the_host_only_where_that_is_slower(tiny):
     # All that the device does is hidden behind the launches then: half the launches, half the step.
     faster = price_on_one_node(tiny, layout, launch_s=5e-5).forecast
     assert behind.step_time_s / faster.step_time_s == pytest.approx(2, rel=0.1)
+
+
+def test_a_host_that_waits_for_each_kernel_adds_all_its_launches(tiny, monkeypatch):
+    def step(launch_s, waits):
+        monkeypatch.setattr(releases, "has", lambda engine, feature, version: feature != "waiting_host" or waits)
+        nodes = make_cluster(per_node=4, launch_s=launch_s)
+        layout = Parallelism(data_parallel_shard_degree=4, zero_stage=1, micro_batch_size=8)
+        _pricer.cache_clear()
+        try:
+            return price(tiny, nodes, JOB, layout, EngineChoice(name="deepspeed")).forecast.step
+        finally:
+            _pricer.cache_clear()
+
+    hidden, alone, beside = step(1e-9, False), step(1e-9, True), step(2e-9, True)
+    assert "host" not in hidden
+    assert beside["host"] == pytest.approx(2 * alone["host"])
+    for part in ("forward", "backward", "gradient_reduce"):  # the reduction at the end hides behind no launch
+        assert beside[part] == pytest.approx(hidden[part])
 
 
 def test_fp32_replicas_copy_nothing_but_what_they_send(tiny):

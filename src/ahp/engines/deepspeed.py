@@ -133,6 +133,7 @@ class DeepSpeedEngine(Engine):
             ),
             kernels=KernelTraits(
                 fusion="fused",
+                attention=None if releases.has(self.name, "flash_attention_2", None) else "flash1",
                 fused_loss=False,  # Megatron's, whose logits are copied to fp32 first
                 dropout_apart=True,  # Megatron's
                 joined_products=True,  # query_key_value, dense_h_to_4h
@@ -142,6 +143,10 @@ class DeepSpeedEngine(Engine):
                 norms_apart=True,
                 norm_weights_apart=True,
             ),
-            host=HostTraits(operators_per_unit=0, launches_per_operator=steps.value("host_launches")),
+            host=HostTraits(
+                operators_per_unit=0,
+                launches_per_operator=steps.value("host_launches"),
+                waits=releases.has(self.name, "waiting_host", None),
+            ),
             source="DeepSpeed edaa722: runtime/engine.py, runtime/zero, runtime/pipe",
         )

@@ -332,6 +332,8 @@ class HostTraits(NamedTuple):
     """Parts of a block (attn, moe_router) that one CUDA graph launches in each pass."""
     checkpoint: CheckpointHost | None = None
     """None: operators that run again take as long as the first time, and there are no others."""
+    waits: bool = False
+    """Whether the host waits for each kernel before it prepares the next one, so that neither works while the other does."""
 
 
 @dataclass(frozen=True)

@@ -200,19 +200,21 @@ def _add_host(
     beside: Floats | float = 0.0, stalled: Floats | float = 0.0,
 ) -> None:  # fmt: skip
     """Add the time that the device waits for the host. On a CPU the operators' times hold their own launches, so only the engine's are
-    added; a GPU waits where all launches of a pass take longer than what they launch, and while ``stalled`` launches are prepared.
+    added; a GPU waits where all launches of a pass take longer than what they launch (for all of them if the host waits for each kernel), and
+    while ``stalled`` launches are prepared.
     ``beside``: the host's work for recompute, as a number of the model's operators."""
     if data.host_is_device:
         parts["host"] = np.reshape(own_launches, (1, 1, -1)) * data.operator_s + beside * data.operator_s
         return
     host_s = ((launches + beside) * data.traits.host.launches_per_operator + own_launches) * data.operator_s
     stalled_s = stalled * data.traits.host.launches_per_operator * data.operator_s
-    parts["host"] = np.maximum(host_s - _sum(parts.values()), 0.0) + stalled_s
+    hidden_s = 0.0 if data.traits.host.waits else _sum(parts.values())
+    parts["host"] = np.maximum(host_s - hidden_s, 0.0) + stalled_s
 
 
 def _beyond_host(once: Parts, data: DataParallel, *passes: Parts) -> Parts:
     """The part of ``once`` beyond the device's wait for the host in its passes: both run at the same time, and the longer counts."""
-    if data.host_is_device or not once:
+    if data.host_is_device or data.traits.host.waits or not once:
         return once
     total_s, waited_s = _sum(once.values()), _sum(parts["host"] for parts in passes)
     hidden = np.divide(
