@@ -188,10 +188,11 @@ def _own_product(name: str, device: str, raw: dict[str, Any]) -> Row | None:
         return None
     sides = raw["m"], raw["n"], raw["k"]
     detail = f"{raw['layout']} {precision}" if "layout" in raw else f"fp8, a scale a {raw['scales']}"
-    if not raw.get("fast_accumulate", True):
-        detail += ", fp32 sums"
+    in_fp32 = not raw.get("fast_accumulate", True)
+    detail += ", fp32 sums" if in_fp32 else ""
     detail += f", {'long' if raw['seconds'] > LONG_S else 'short'}"
-    return Row(name, device, f"{OWN}product", detail, raw["seconds"], lambda gpu: gpu.product_s(1, *sides, precision))
+    predict = lambda gpu: gpu.product_s(1, *sides, precision) * (gpu.fp32_sums if in_fp32 else 1.0)  # noqa: E731
+    return Row(name, device, f"{OWN}product", detail, raw["seconds"], predict)
 
 
 def _own_group(name: str, device: str, raw: dict[str, Any]) -> Row:
