@@ -48,7 +48,7 @@ class Layout:
 
     name: str
     degrees: dict[str, Any]
-    model: dict[str, Any] = field(default_factory=lambda: LLAMA)
+    model: dict[str, Any] | str = field(default_factory=lambda: LLAMA)
 
 
 LAYOUTS = (

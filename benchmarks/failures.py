@@ -177,7 +177,7 @@ def struck_run(
             trial.went_on, trial.why = False, str(error)
             say(f"  {trial.kind}: {error}")
             trials = trials[: trials.index(trial) + 1]
-    return Struck(LAYOUTS[0] if on_hosts else layout, trials, curve)
+    return Struck(form.layouts[0] if on_hosts else layout, trials, curve)
 
 
 def compare(runs: Sequence[Struck], place: Path, form: Form, text: Path, over: threading.Event) -> None:
@@ -228,7 +228,8 @@ def campaign(form: Form, seed: int, kinds: Sequence[Kind]) -> Iterator[tuple[Lay
         strikes = form.host_strikes if on_hosts else form.strikes
         while there:
             taken, there = there[:strikes], there[strikes:]
-            layout = TWO_HOSTS if on_hosts else form.layouts[number % len(form.layouts)]
+            first = form.layouts[0]
+            layout = replace(TWO_HOSTS, model=first.model) if on_hosts else form.layouts[number % len(form.layouts)]
             yield layout, taken, [draw.randrange(2**32) for _ in taken]
             number += 1
 
@@ -261,6 +262,9 @@ def main() -> int:
     parser.add_argument(
         "--limit-s", type=float, help="run.collective_timeout_s of the runs (default: 5, with --short 15)"
     )
+    parser.add_argument(
+        "--model", help="what the runs train, as in a config.yaml (default: models of each layout's own)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of kinds and moments (default: 0)")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="kinds whose name has one of these words")
     parser.add_argument(
@@ -283,6 +287,8 @@ def main() -> int:
         return 0
     given = {"failures": arguments.failures, "limit_s": arguments.limit_s}
     form = replace(SHORT if arguments.short else Form(), **{name: value for name, value in given.items() if value})
+    if arguments.model:
+        form = replace(form, layouts=tuple(replace(layout, model=arguments.model) for layout in form.layouts))
     trials = read(arguments.results)
     say(f"seed {arguments.seed}; collectives may take {form.limit_s:g} s")
     over = threading.Event()

@@ -37,8 +37,10 @@ def test_a_run_goes_on_after_each_failure(tmp_path: Path, words: tuple[str, ...]
     """Kinds that this system does not let be tried (no root, no network namespaces) are named and left out."""
     results = tmp_path / "results.jsonl"
     asked = ["--short", "--only", *words, "--failures", str(failures), "--results", str(results)]
+    asked += ["--model", "tests.runtime.models:OfTexts"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, str(BENCHMARK), *asked], cwd=BENCHMARK.parent, capture_output=True, text=True
+        [sys.executable, str(BENCHMARK), *asked], cwd=BENCHMARK.parent, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     trials = [json.loads(line) for line in results.read_text().splitlines()]

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ahp.graph.models import build_model
-from tests.runtime.hanging import CONFIG
+from tests.runtime.models import OfTexts
 
 AFTER = 3
 """Steps that all ranks do."""
@@ -18,8 +17,7 @@ AFTER = 3
 
 def model() -> nn.Module:
     """With one micro-batch a step."""
-    torch.manual_seed(0)
-    found, calls = build_model(CONFIG, device="cpu"), []
+    found, calls = OfTexts(), []
 
     def die(module: nn.Module, args: Any) -> None:
         traced = type(args[0]) is not torch.Tensor or args[0].is_meta
@@ -28,5 +26,5 @@ def model() -> nn.Module:
             if len(calls) > AFTER:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    found.get_submodule("model.layers.1.mlp").register_forward_pre_hook(die)
+    found.get_submodule("blocks.1.up").register_forward_pre_hook(die)
     return found

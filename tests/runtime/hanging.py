@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ahp.graph.models import build_model
+from tests.runtime.models import OfTexts
 
 AFTER = 4
 """Steps that all ranks do."""
@@ -30,8 +30,7 @@ def everywhere() -> nn.Module:
 
 
 def hanging(*ranks: str) -> nn.Module:
-    torch.manual_seed(0)
-    found, calls = build_model(CONFIG, device="cpu"), []
+    found, calls = OfTexts(), []
 
     def hang(module: nn.Module, args: Any) -> None:
         traced = type(args[0]) is not torch.Tensor or args[0].is_meta
@@ -40,5 +39,5 @@ def hanging(*ranks: str) -> nn.Module:
             if len(calls) > AFTER:
                 signal.pause()
 
-    found.get_submodule("model.layers.1.mlp").register_forward_pre_hook(hang)
+    found.get_submodule("blocks.1.up").register_forward_pre_hook(hang)
     return found

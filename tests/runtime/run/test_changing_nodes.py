@@ -22,7 +22,7 @@ from ahp.runtime.ranks.watch import OWN_CAUSE_S
 from ahp.runtime.run.folder import RunFolder
 from benchmarks.namespaces import Host, HostSpec, hosts, why_not
 from tests.runtime import hanging
-from tests.runtime.run.test_trainer import MODEL, curve, plan
+from tests.runtime.run.test_trainer import curve, plan
 from tests.runtime.run.test_trainer import text as text  # a fixture
 from tests.runtime.workers import free_port, listened_on
 
@@ -40,7 +40,7 @@ class Nodes:
         job: dict[str, Any],
         *,
         num_addresses: int = 1,
-        model: str | None = None,
+        model: str = "tests.runtime.models:OfTexts",
         layout: Any = None,
         workers: int = 1,
         **run: Any,
@@ -50,7 +50,7 @@ class Nodes:
         self.rendezvous = ",".join(f"127.0.0.1:{port}" for port in self.ports)
         self.run, self.workers = folder / "run", workers
         config = {
-            "model": model or MODEL,
+            "model": model,
             "cluster": Cluster.resolve(TWO_CORES).plain(),
             "job": job,
             "parallelism": layout or "auto",

@@ -18,7 +18,7 @@ import yaml
 from ahp.cli.nodes import asked
 from ahp.runtime.ranks.slurm import task
 from tests.runtime.ranks.test_slurm import STEP
-from tests.runtime.run.test_trainer import HALF, MODEL, STEPS, curve, plan
+from tests.runtime.run.test_trainer import HALF, STEPS, curve, plan
 from tests.runtime.run.test_trainer import text as text  # a fixture
 from tests.runtime.workers import free_port, listened_on
 
@@ -48,7 +48,7 @@ def entry_points_of_the_package(folder: Path) -> Path:
 @pytest.mark.slow
 def test_the_commands_for_two_nodes_train(text: Path, tmp_path: Path) -> None:
     config = {
-        "model": MODEL,
+        "model": "tests.runtime.models:OfTexts",
         "cluster": {"nodes": 2, "devices_per_node": 1, "device": "cpu", "inter_node_gbps": 10},
         "job": plan(text).job.model_dump(mode="json"),
         "parallelism": {"data_parallel_shard_degree": 2},
