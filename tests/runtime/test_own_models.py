@@ -22,7 +22,8 @@ from tests.runtime.test_families import CALM, EPS
 from tests.runtime.workers import Pool
 
 STEPS, WIDTH, NUM_LAYERS = 2, 32, 4
-MORE = {**LAYOUTS, "context": {"context_parallel_degree": 2, "micro_batch_size": 4}}
+CONTEXT = {"context_parallel_degree": 2, "micro_batch_size": 4}
+MORE = {**LAYOUTS, "context": CONTEXT, "ring": {**CONTEXT, "context_parallel_method": "ring"}}
 
 
 class Own(Custom):
@@ -221,6 +222,48 @@ class Composed(Numbered):
         inner = F.pad(torch.where(inner > 1, torch.zeros_like(inner), inner)[..., 1:], (0, 1)).mT.relu().mT
         scores = torch.inner(inner.log_softmax(-1), self.down.weight)
         return super().forward(x) + self.pairs(x, torch.tensordot(scores, self.out.weight, dims=1))
+
+
+class PerToken(Numbered):
+    """Further operators that work on each token alone: products of other names, and those that compare, place or look up features."""
+
+    def prepare(self, number: int) -> None:
+        self.conv, self.grouped = nn.Conv1d(WIDTH, 2 * WIDTH, 1), nn.Conv1d(WIDTH, WIDTH, 1, groups=4, bias=False)
+        self.gate, self.prelu = nn.Parameter(torch.randn(WIDTH) / 8), nn.PReLU()
+        self.table, self.classes = nn.Embedding(3, WIDTH), nn.Parameter(torch.randn(3, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm_2(x)
+        y = self.prelu(self.grouped(F.glu(self.conv(y.mT), 1)).mT) * (y @ self.gate).sigmoid().unsqueeze(-1)
+        y = torch.baddbmm(y, y, self.out.weight.expand(len(y), -1, -1), beta=0.5)
+        heads = y.unflatten(2, (4, 8)).transpose(1, 2) @ self.out.weight.unflatten(0, (4, 8))[..., :8]
+        y = y + heads.transpose(1, 2).flatten(2) * F.cosine_similarity(x, y, dim=-1).unsqueeze(-1)
+        turned = torch.polar(y.sigmoid(), x)
+        y = (
+            torch.where(x > 0.5, turned.real, 0.5)
+            + torch.where(y > 0.2, 0.1, turned.imag)
+            + (torch.complex(x, y).abs().detach() // 1)
+        )
+        ranked = y.take_along_dim(y.argsort(-1), -1)[..., torch.arange(WIDTH).flip(0)]
+        y = y + ranked.diff(dim=-1, append=ranked[..., -1:]) / torch.std_mean(ranked, -1, keepdim=True)[0]
+        y = y + F.pairwise_distance(x, y).unsqueeze(-1) + torch.linalg.vecdot(x, y).unsqueeze(-1) / WIDTH
+        y = y + x.median(-1, keepdim=True)[0] + x.aminmax(dim=-1, keepdim=True)[1] + x.cummax(-1)[0]
+        y = y.index_add(2, torch.arange(4), x[..., :4]).index_fill(2, torch.arange(2), 0.5)
+        y = y.scatter_reduce(2, y.argsort(-1)[..., :5], x[..., :5], "mean")
+        chosen = y[..., :3].argmax(-1)
+        y = y + self.table(chosen) + F.one_hot(chosen, 3).to(y.dtype) @ self.classes + y.new_full(y.shape, 0.1)
+        return super().forward(x) + y * self.out.weight.abs().mean()
+
+
+class TorchsLayer(Numbered):
+    """Its ``nn.MultiheadAttention`` has all tokens in a row, position by position."""
+
+    def prepare(self, number: int) -> None:
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 4, 48, dropout=0.0, batch_first=True, norm_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return super().forward(x) + self.layer(x, seen, is_causal=True)
 
 
 class Beside(Numbered):
@@ -511,6 +554,34 @@ class OverRows(Numbered):
         return super().forward((rows - rows.mean(0)).view(x.shape))
 
 
+class GivenMask(Numbered):
+    """Hands torch's attention the mask that it is given."""
+
+    def prepare(self, number: int) -> None:
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) + self.attention(x, x, x, attn_mask=seen, need_weights=False)[0]
+
+
+class GivesMask(GivesFirst):
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+
+
+class OverAll(Numbered):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean())
+
+
+class Convolves(Numbered):
+    def prepare(self, number: int) -> None:
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.conv(x.mT).mT)
+
+
 class RollsRows(Numbered):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.reshape(-1, WIDTH).roll(1, 0).view(x.shape))
@@ -558,7 +629,9 @@ EQUAL: list[tuple[type[Own], type[Numbered], str]] = [
     *((Own, kind, "tp") for kind in (Counted, Configured, Closed, HookedWithin, Table, Buffered, TiedWithin, Vector)),
     *((Own, kind, "tp") for kind in (GateUnseen, WholeNumbers, EveryOther)),
     (Own, Counted, "sequence"),
-    *((Own, Composed, layout) for layout in ("tp", "context")),
+    *((Own, kind, layout) for kind in (Composed, PerToken) for layout in ("tp", "context")),
+    *((Own, TorchsLayer, layout) for layout in ("tp", "ring")),
+    (GivesMask, GivenMask, "context"),
     (Own, ComputedWeight, "zero-bubble"),
     (ReadsBeside, Beside, "sequence"),
     *((Own, Pruned, layout) for layout in ("tp", "1f1b", "zero3")),
@@ -597,6 +670,8 @@ REFUSED: list[tuple[type[Own], type[Numbered], str, str]] = [
     (GivesNotes, Noting, "tp", "reads a tensor that was computed before it and is not among its arguments"),
     (Own, ByLength, "context", "gets a number computed from the sequence's length"),
     (Own, OverRows, "context", "aten.mean.dim reads other tokens than its own"),
+    (Own, OverAll, "context", "aten.mean.default reads other tokens than its own"),
+    (Own, Convolves, "context", "aten.conv1d.default reads other tokens than its own"),
     (Own, MakesMask, "context", "a block makes the mask of its attention from the sequence's length"),
     (Own, RollsRows, "context", "aten.roll.default reads other tokens than its own"),
     (Own, AddsUpRows, "context", "aten.matmul.default reads other tokens than its own"),

@@ -28,7 +28,9 @@ COMPOSED = {
         aten.einsum.default, aten.tensordot.default, aten.inner.default, aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int,
         aten.moveaxis.intlist, aten.narrow.default, aten.tensor_split.sections, aten.tensor_split.indices, aten.hstack.default,
         aten.vstack.default, aten.dstack.default, aten.column_stack.default, aten.atleast_1d.Sequence, aten.atleast_2d.Sequence,
-        aten.atleast_3d.Sequence, aten.tile.default, aten.std.dim, aten.var.dim,
+        aten.atleast_3d.Sequence, aten.tile.default, aten.std.dim, aten.var.dim, aten.std_mean.dim, aten.var_mean.dim,
+        aten.cosine_similarity.default, aten.pairwise_distance.default, aten.linalg_vecdot.default, aten.take_along_dim.default,
+        aten.diff.default, aten.trapezoid.dx, aten.nanmean.default, aten.broadcast_tensors.default,
     )
 }  # fmt: skip
 """Operators that torch composes of others: traced as those, of which slicing and the cutting of sequences know each."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from ahp.errors import BadInput, bad_input
+from ahp.runtime.sequence.attention_module import MODULE, attend_in_sight
 from ahp.runtime.sequence.context import Context
 from ahp.runtime.sequence.ring import Mask, ring_attention
 from ahp.runtime.tensor.collectives import exchange_rows, gather_shared
@@ -32,11 +33,12 @@ class InContext(TorchFunctionMode):
         self.context = context
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in ATTENTION and not isinstance(
-            query_of(args, kwargs), FakeTensor
-        ):  # fake tensors: the block is being traced
+        if func not in (MODULE, *ATTENTION) or isinstance(query_of(args, kwargs), FakeTensor):
+            return func(*args, **(kwargs or {}))  # fake tensors: the block is being traced
+        if func in ATTENTION:
             return _attention(self.context, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        with self:
+            return attend_in_sight(*args, **(kwargs or {}))
 
 
 def query_of(args: Any, kwargs: Any) -> torch.Tensor:

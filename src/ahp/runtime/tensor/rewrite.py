@@ -23,6 +23,7 @@ from ahp.search.slicing.conversion import Step, steps
 from ahp.search.slicing.packing import CUTS, cut_dim, cut_sizes, slice_range
 from ahp.search.slicing.placement import P, Placement, R, Split, Strategy, args_of, kwargs_of, shape_of, tensor_inputs
 from ahp.search.slicing.solve import Slicing
+from ahp.search.slicing.strategies.elements import MEANS
 
 aten = torch.ops.aten
 
@@ -125,7 +126,7 @@ class _Rewriter:
 
     def _localised(self, node: Node, new: Node, strategy: Strategy) -> Node:
         """Adapt a call to this rank's part: sizes among its arguments become local, random numbers the rank's own."""
-        if node.target is aten.mean.dim and strategy.output == P and strategy.inputs[0] != P:
+        if node.target in MEANS and strategy.output == P and strategy.inputs[0] != P:
             return self.graph.call_function(aten.div.Tensor, (new, self.degree))  # a mean over a part of the elements
         if drops(node.target, args_of(node), kwargs_of(node)):
             new.target = with_own_numbers(node.target, self.group.rank())  # type: ignore[arg-type]

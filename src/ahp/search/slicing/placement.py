@@ -79,10 +79,9 @@ class Tokens:
             yield Split(dim, (size,), tokens=True)
         if 1 in self.dims and size == self.sequence:
             yield Split(dim, (size,), tokens=True)
-        if (
-            1 in self.dims and size % (self.batch * self.sequence) == 0
-        ):  # the positions of each sequence, one after another
-            yield Split(dim, (size // self.batch,) * self.batch, tokens=True)
+        if 1 in self.dims and size % (self.batch * self.sequence) == 0:
+            yield Split(dim, (size // self.batch,) * self.batch, tokens=True)  # each sequence after another
+            yield Split(dim, (size,), tokens=True)  # each position of all sequences after another
 
     def may_start(self, split: Split, shape: tuple[int, ...]) -> bool:
         """Whether a whole tensor of this shape may be cut like this: its dim is exactly the batch, the sequence or both merged."""

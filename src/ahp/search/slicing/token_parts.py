@@ -32,6 +32,7 @@ from ahp.search.slicing.placement import (
     tensor_inputs,
 )
 from ahp.search.slicing.strategies import is_known, strategies
+from ahp.search.slicing.strategies.elements import LIKE
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -153,9 +154,11 @@ def _placed(node: Node, inputs: list[Place], context: Context) -> Place | None:
         dim = _token_dim(shape_of(node), length)
         return ROW if dim is None else Split(dim, (length,), tokens=True)
     if all(place in (R, MADE) for place in inputs):
-        return MADE if MADE in inputs else _made(node, length)
+        return MADE if MADE in inputs else _made(node, inputs, length)
     if node.target is ATTENTION:
         return _attended(inputs, length)
+    if node.target in UNIFORM - LIKE:
+        return _made(node, inputs, length)
     if writes(node) and node.target in VALUES_ALONE and set(inputs[1:]) <= {R, inputs[0]}:
         return inputs[0]
     for strategy in strategies(node, context):
@@ -184,12 +187,13 @@ def _mixes(node: Node, row: int) -> bool:
     return mixes_along(row, source, func, args_of(node), kwargs_of(node))
 
 
-def _made(node: Node, length: int) -> Place:
-    """The place of what is made of whole tensors, or of nothing."""
+def _made(node: Node, inputs: list[Place], length: int) -> Place:
+    """The place of what is made of whole tensors, of nothing, or of a part that gives it its type alone (``x.new_zeros``)."""
     shape = shape_of(node)
     if BATCH * length in shape:
         return ROW
-    if length not in shape or any(length in shape_of(i) for i in tensor_inputs(node)):  # the latter: made of a mask
+    of_mask = any(place == R and length in shape_of(i) for i, place in zip(tensor_inputs(node), inputs, strict=True))
+    if length not in shape or of_mask:
         return R
     dim = _token_dim(shape, length)
     alike = node.target in UNIFORM or node.target is aten.expand.default  # a dim that grew from 1

@@ -26,16 +26,25 @@ aten = torch.ops.aten
 _SUMS = {aten.add.Tensor, aten.sub.Tensor}
 _SCALES = {aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.mul.Scalar, aten.div.Scalar}
 
+UNTAGGED = {
+    aten.polar.default, aten.complex.default, aten.floor_divide.default, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther,
+    aten.real.default, aten.imag.default,
+}  # fmt: skip
+"""Operators that work element by element without torch's tag that says so."""
+MEANS = {aten.mean.default, aten.mean.dim}
+_ADD_UP = MEANS | {aten.sum.default, aten.sum.dim_IntList}
 _NORMS = {aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype}
 REDUCTIONS = {
-    aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.argmax.default,
+    *_ADD_UP, aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.argmax.default,
     aten.argmin.default, aten.prod.dim_int, aten.std.correction, aten.var.correction, aten.logsumexp.default, aten.any.dim, aten.all.dim,
-    *_NORMS,
+    aten.max.default, aten.min.default, aten.prod.default, aten.any.default, aten.all.default, aten.std_mean.correction,
+    aten.var_mean.correction, aten.median.dim, aten.aminmax.default, aten.nansum.default, aten.count_nonzero.default, *_NORMS,
 }  # fmt: skip
 LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default}
 """Operators that make a tensor of one value, as large as another."""
 ALONG_ONE_DIM = {
-    aten.softmax.int, aten.log_softmax.int, aten.cumsum.default, aten.cumprod.default, aten.topk.default, aten.sort.default,
+    aten.softmax.int, aten.log_softmax.int, aten.cumsum.default, aten.cumprod.default, aten.cummax.default, aten.cummin.default,
+    aten.logcumsumexp.default, aten.topk.default, aten.sort.default,
     aten.sort.stable, aten.argsort.default, aten.glu.default,
 }  # fmt: skip
 
@@ -45,7 +54,7 @@ def pointwise(node: Node, context: Context) -> Iterator[Strategy]:
     out, inputs = shape_of(node), tensor_inputs(node)
     for split in context.splits_of(out):
         if out[split.dim] > 1:
-            yield Strategy(tuple(_broadcast(split, shape_of(i), out) for i in inputs), split)
+            yield Strategy(tuple(broadcast(split, shape_of(i), out) for i in inputs), split)
     if node.target in _SUMS and len(inputs) == 2 and all(shape_of(i) == out for i in inputs) and not kwargs_of(node):
         yield Strategy((P, P), P)
     if node.target in _SCALES and shape_of(inputs[0]) == out and inputs[0] is args_of(node)[0]:
@@ -54,7 +63,8 @@ def pointwise(node: Node, context: Context) -> Iterator[Strategy]:
         yield Strategy((R, P), P)
 
 
-def _broadcast(split: Split, shape: tuple[int, ...], out: tuple[int, ...]) -> Placement:
+def broadcast(split: Split, shape: tuple[int, ...], out: tuple[int, ...]) -> Placement:
+    """Where an input of this shape lies if the output is split."""
     dim = split.dim - (len(out) - len(shape))
     return R if dim < 0 or shape[dim] == 1 else split.at(dim)
 
@@ -73,6 +83,13 @@ def every_dim(node: Node, context: Context) -> Iterator[Strategy]:
     of its own part, by its own random numbers."""
     for split in context.splits_of(shape_of(node)):
         yield Strategy((split,), split)
+
+
+def prelu(node: Node, context: Context) -> Iterator[Strategy]:
+    """prelu(x, weight [1] or [size of x's dim 1])"""
+    for split in context.splits_of(shape_of(node)):
+        if shape_of(tensor_inputs(node)[1]) in ((), (1,)) or split.dim != 1:
+            yield Strategy((split, R), split)
 
 
 def normalisation(node: Node, context: Context) -> Iterator[Strategy]:
@@ -99,7 +116,7 @@ def reduction(node: Node, context: Context) -> Iterator[Strategy]:
     dims = argument(node, 2 if node.target in _NORMS else 1, "dim")
     reduced = {d % len(shape) for d in ([dims] if isinstance(dims, int) else dims or range(len(shape)))}
     keep = len(shape_of(node)) == len(shape)
-    is_sum = node.target in (aten.sum.dim_IntList, aten.mean.dim)
+    is_sum = node.target in _ADD_UP
     for split in context.splits_of(shape):
         dim = split.dim
         if dim not in reduced:

@@ -18,12 +18,14 @@ from ahp.search.slicing.placement import (
     shape_of,
     tensor_inputs,
 )
+from ahp.search.slicing.strategies.elements import broadcast
 
 
 def linear(node: Node, context: Context) -> Iterator[Strategy]:
     """aten.linear(x [*, k], weight [n, k], bias [n]); a weight [k] has no columns, and stays whole."""
     x, weight = shape_of(args_of(node)[0]), shape_of(args_of(node)[1])
-    if len(weight) != 2:
+    if len(weight) == 1:
+        yield from _with_vector(x, context)
         return
     yield from _product(context, x, n=weight[0], n_dim=0, k_dim=1, has_bias=len(tensor_inputs(node)) == 3)
 
@@ -58,6 +60,13 @@ def _product(
         yield Strategy((split, R, R)[: 2 + has_bias], split)
 
 
+def _with_vector(x: tuple[int, ...], context: Context) -> Iterator[Strategy]:
+    """x [*, k] times a vector [k]."""
+    for dim in range(len(x) - 1):
+        for split in context.token_splits(dim, x[dim]):
+            yield Strategy((split, R), split)
+
+
 def _of_features(context: Context, dim: int, size: int) -> Iterator[Split]:
     return (split for split in context.splits(dim, size) if not split.tokens)
 
@@ -72,25 +81,50 @@ def bilinear(node: Node, context: Context) -> Iterator[Strategy]:
         yield Strategy((split, split, R, R)[: 3 + has_bias], split)
 
 
+def conv1d(node: Node, context: Context) -> Iterator[Strategy]:
+    """aten.conv1d(x [batch, k, tokens], weight [n, k, 1], bias [n], ..): by columns (n), batch and tokens; a wider kernel reads other tokens."""
+    x, weight, has_bias = shape_of(args_of(node)[0]), shape_of(args_of(node)[1]), len(tensor_inputs(node)) == 3
+    if len(x) != 3 or weight[2] != 1 or shape_of(node)[2] != x[2]:
+        return
+    if weight[1] == x[1]:  # no groups
+        for split in _of_features(context, 1, weight[0]):
+            yield Strategy((R, split.at(0), split.at(0))[: 2 + has_bias], split)
+    for split in (split for dim in (0, 2) for split in context.token_splits(dim, x[dim])):
+        yield Strategy((split, R, R)[: 2 + has_bias], split)
+
+
 def matmul(node: Node, context: Context) -> Iterator[Strategy]:
-    """aten.matmul / mm / bmm / transposed baddbmm: batch dims of both, m, n, k."""
+    """aten.matmul / mm / bmm: batch dims of both, m, n, k."""
     a, b = (shape_of(i) for i in tensor_inputs(node))
     if len(a) >= 2 and len(b) == 2:
-        yield from _product(context, a, n=b[1], n_dim=1, k_dim=0, has_bias=False)
+        return _product(context, a, n=b[1], n_dim=1, k_dim=0, has_bias=False)
+    if len(b) == 1:
+        return _with_vector(a, context)
+    return _stacked(a, b, shape_of(node), context)
+
+
+def baddbmm(node: Node, context: Context) -> Iterator[Strategy]:
+    """aten.baddbmm(x, a [batch, m, k], b [batch, k, n]): the product of a and b, and x beside it."""
+    x, a, b = (shape_of(i) for i in tensor_inputs(node))
+    for s in _stacked(a, b, shape_of(node), context):
+        if isinstance(s.output, Split):
+            yield Strategy((broadcast(s.output, x, shape_of(node)), *s.inputs), s.output)
+
+
+def _stacked(a: tuple[int, ...], b: tuple[int, ...], out: tuple[int, ...], context: Context) -> Iterator[Strategy]:
+    """a [*, m, k] times b [*, k, n]: batch dims, which may be broadcast, m, n, k."""
+    if len(a) < 2 or len(b) < 2:
         return
-    if len(a) < 2 or len(a) != len(b):
-        return
-    last = len(a) - 1
-    for dim in range(last - 1):
-        if a[dim] == b[dim]:
-            for split in context.splits(dim, a[dim]):
-                yield Strategy((split, split), split)
-    for split in context.splits(last - 1, a[last - 1]):
-        yield Strategy((split, R), split)
-    for split in context.splits(last, b[last]):
-        yield Strategy((R, split), split)
-    for split in context.splits(last, a[last]):
-        yield Strategy((split, split.at(last - 1)), P)
+    m, n = len(out) - 2, len(out) - 1
+    for dim in range(m):
+        for split in context.splits(dim, out[dim]):
+            yield Strategy((broadcast(split, a, out), broadcast(split, b, out)), split)
+    for split in context.splits(m, out[m]):
+        yield Strategy((split.at(len(a) - 2), R), split)
+    for split in context.splits(n, out[n]):
+        yield Strategy((R, split.at(len(b) - 1)), split)
+    for split in context.splits(len(a) - 1, a[-1]):
+        yield Strategy((split, split.at(len(b) - 2)), P)
 
 
 def grouped(node: Node, context: Context) -> Iterator[Strategy]:

@@ -199,7 +199,7 @@ def index(node: Node, context: Context) -> Iterator[Strategy]:
     along, shape = looked_up[0], shape_of(args_of(node)[0])
     more = len(shape_of(node)) - len(shape)
     for split in context.splits_of(shape):
-        if split.dim != along and not split.tokens:
+        if split.dim != along:
             yield Strategy((split, R), split.at(split.dim + (more if split.dim > along else 0)))
     yield Strategy((P, R), P)
 
@@ -229,6 +229,22 @@ def scatter(node: Node, context: Context) -> Iterator[Strategy]:
     for split in context.splits_of(shape):
         if split.dim != along and all(other[split.dim] == shape[split.dim] for other in others):
             yield Strategy((split,) * (1 + len(others)), split)
+
+
+def index_written(node: Node, context: Context) -> Iterator[Strategy]:
+    """index_add, index_copy(x, dim, indices [n], values), index_fill(x, dim, indices, one value): splits of the other dims pass."""
+    shape = shape_of(args_of(node)[0])
+    for split in context.splits_of(shape):
+        if split.dim != args_of(node)[1] % len(shape):
+            yield Strategy((split, R, split)[: len(tensor_inputs(node))], split)
+
+
+def looked_up(node: Node, context: Context) -> Iterator[Strategy]:
+    """embedding(weight, indices), one_hot(indices, classes): each rank looks up its own tokens."""
+    inputs = tensor_inputs(node)
+    for dim, size in enumerate(shape_of(inputs[-1])):
+        for split in context.token_splits(dim, size):
+            yield Strategy((*(R for _ in inputs[1:]), split), split)
 
 
 def moved_within(node: Node, context: Context) -> Iterator[Strategy]:
