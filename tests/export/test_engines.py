@@ -16,7 +16,7 @@ from ahp.engines import registry as engines
 from ahp.errors import BadInput, NotExpressible
 from ahp.export import accelerate, deepspeed, megatron, torchtitan
 from ahp.export.engine_target import Format
-from ahp.export.megatron_keys import DATA, EXPERTS, GRAPH_RULE, LOSS_RULE, RECIPE_RULE
+from ahp.export.megatron_keys import BESIDE_RULE, DATA, EXPERTS, GRAPH_RULE, LOSS_RULE, RECIPE_RULE
 from ahp.export.table import Subject, Unreadable, plan_of
 from ahp.export.target import Shape
 from ahp.job import Job, Optimizer
@@ -374,6 +374,22 @@ def test_gradients_are_averaged_in_the_collective_where_the_forecast_counts_on_i
     assert bool(written.get("--ddp-average-in-collective")) == averages
     if averages:
         assert engines.get("megatron").traits(job, p, engine).gradients.passes == 1
+
+
+EIGHT_DEVICES = {"--nnodes": 1, "--nproc-per-node": 8, "--bf16": True}
+
+
+@pytest.mark.parametrize("given", ["--overlap-grad-reduce", "--ddp-average-in-collective"])
+def test_gradients_that_plain_data_parallelism_sums_otherwise_than_priced_are_told(given: str) -> None:
+    settings = {**EIGHT_DEVICES, given: True}
+    with pytest.raises(Unreadable, match=f"{given}: without --use-distributed-optimizer the forecast sums"):
+        BESIDE_RULE.read(settings)
+    for priced in (
+        {"--use-distributed-optimizer": True},
+        {"--fp8-format": "hybrid"},
+        {"--tensor-model-parallel-size": 8},
+    ):
+        assert not BESIDE_RULE.read({**settings, **priced})
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,20 @@ DATA = Rule(
 )
 
 
+def _read_beside(settings: Settings) -> Fields:
+    """Plain data parallelism is priced with Megatron's defaults (``ahp.engines.megatron``)."""
+    given, fields = [key for key in (OVERLAP, AVERAGE) if settings.get(key)], _read_data(settings)
+    several = fields[P + "data_parallel_replicate_degree"] * number(settings, CONTEXT) > 1
+    if given and several and not fields[P + "zero_stage"] and FORMAT not in settings:
+        raise Unreadable(
+            f"{', '.join(given)}: without {OPTIMIZER} the forecast sums gradients after the backward pass, and divides them by itself"
+        )
+    return {}
+
+
+BESIDE_RULE = Rule((OVERLAP, AVERAGE), (), lambda s: {}, _read_beside)
+
+
 def _write_stages(s: Subject) -> Settings:
     p = s.p
     if p.num_stages == 1:
@@ -394,6 +408,7 @@ DIALECT = Dialect(
     launcher=(NODES, EACH),
     rules=(
         DATA,
+        BESIDE_RULE,
         size(TENSOR, "tensor_parallel_degree"),
         size(PIPE, "pipeline_parallel_degree"),
         size(CONTEXT, "context_parallel_degree"),
