@@ -45,6 +45,13 @@ FOUND = {
         {"micro_batch_size": 6},
         {"tensor_parallel_degree": 3, "enable_sequence_parallel": True, "micro_batch_size": 6},
     ),
+    # Frozen weights in fp32 lay in the memory of the program's, so that reading a checkpoint looked as if the program had changed them.
+    "frozen-weights-in-a-pipeline": Restart(
+        partial(gpt2, 0.0),
+        {"micro_batch_size": 6},
+        {"pipeline_parallel_degree": 2, "micro_batch_size": 6},
+        job={"lora": {"r": 2, "target_modules": "all-linear"}},
+    ),
 }
 """What draws have found."""
 

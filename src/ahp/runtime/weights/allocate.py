@@ -96,11 +96,14 @@ def hold_in(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def store_frozen(module: nn.Module, dtype: torch.dtype) -> None:
-    """Store weights that are not trained in ``dtype``, in which they compute, in place: only updates need fp32. Tied parameters stay tied."""
+    """Store weights that are not trained in ``dtype``, in which they compute, in place: only updates need fp32. Tied parameters stay tied, and
+    those of that type the program's own: another one in their memory would look as if the program had changed what a checkpoint is read into."""
     stored: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for leaf, parameter in part._parameters.items():
-            if parameter is not None and not parameter.requires_grad and parameter.is_floating_point():
+            if parameter is None or parameter.dtype is dtype:
+                continue
+            if not parameter.requires_grad and parameter.is_floating_point():
                 if id(parameter) not in stored:
                     stored[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
                 part._parameters[leaf] = stored[id(parameter)]
