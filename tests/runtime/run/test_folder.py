@@ -521,6 +521,17 @@ def test_a_folder_stays_locked_without_the_logs_that_somebody_deleted(folder: Ru
         pass
 
 
+@pytest.mark.parametrize("name", ["status.json", "metrics.jsonl", "tokenizer.json"])
+def test_a_folder_in_the_place_of_a_file_is_named(folder: RunFolder, name: str) -> None:
+    """The start failed in the middle, by an error of the system's."""
+    (folder.path / name).mkdir()
+    told = (
+        f"run.folder = '{folder.path}': cannot be written ({folder.path / name}: is a folder); give another run.folder"
+    )
+    with pytest.raises(BadInput, match=re.escape(told)), folder.held():
+        pass
+
+
 def test_metrics_that_somebody_deleted_are_told(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     """Their lines were lost without a word."""
     for step in (1, 2):

@@ -144,6 +144,9 @@ class RunFolder:
                 pass
             if (fault := self.fault_of_writing()) is not None:
                 raise unwritable("run.folder", self.path, fault)
+            folder = next((own for name, own in vars(self).items() if name.endswith("_file") and own.is_dir()), None)
+            if folder is not None:
+                raise unwritable("run.folder", self.path, IsADirectoryError(errno.EISDIR, "is a folder"), where=folder)
             self.is_held = True
             try:
                 yield
