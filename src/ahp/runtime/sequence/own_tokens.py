@@ -55,6 +55,9 @@ class SequenceSharding:
         if found.reads_beside:
             rule = f"the model computes with what {found.blocks_path} return beside their hidden states, of which a rank has a part"
             raise bad_input("context_parallel_degree", degree, rule, [1])
+        if plan.engine.compile and any(isinstance(part, nn.MultiheadAttention) for part in module.modules()):
+            rule = "nn.MultiheadAttention would be compiled to its kernel for evaluation, which sees this context rank's tokens alone"
+            raise bad_input("engine.compile", True, rule, [False])
         try:
             self.parts = _parts_of_kinds(module, found, plan.job, documents)
         except BadInput as reason:
