@@ -1,4 +1,5 @@
-"""Shows a mode the attention within ``nn.MultiheadAttention``, which torch's function of that module computes out of a mode's sight."""
+"""Lets a TorchFunctionMode take over the attention inside ``nn.MultiheadAttention``: torch hands the function of that module to the mode as one
+call, and what it calls inside does not reach the mode."""
 
 from __future__ import annotations
 
@@ -12,22 +13,23 @@ from torch.overrides import TorchFunctionMode
 from ahp.errors import BadInput
 
 MODULE = F.multi_head_attention_forward
-_SEEN = FunctionType(
+_INSIDE = FunctionType(
     MODULE.__code__, {**MODULE.__globals__, "has_torch_function": lambda _: False}, MODULE.__name__, MODULE.__defaults__
 )
-"""The same function, which does not hand itself to a mode: so a mode sees each of its calls."""
+"""The same function, which is not handed to a mode as one call: each call inside is."""
 
 
-def attend_in_sight(*args: Any, attn_mask: torch.Tensor | None = None, is_causal: bool = False, **kwargs: Any) -> Any:
-    """``F.multi_head_attention_forward`` on parts of sequences. It takes no mask of whole sequences, so the mask goes past it."""
+def attend_by_parts(*args: Any, attn_mask: torch.Tensor | None = None, is_causal: bool = False, **kwargs: Any) -> Any:
+    """``F.multi_head_attention_forward`` on a rank's part of each sequence, with calls that reach a mode. It refuses a mask of whole sequences, so the
+    mask goes straight to the attention."""
     if attn_mask is None or is_causal:  # then the mask is a hint
-        return _SEEN(*args, attn_mask=attn_mask, is_causal=is_causal, **kwargs)
+        return _INSIDE(*args, attn_mask=attn_mask, is_causal=is_causal, **kwargs)
     if kwargs.get("key_padding_mask") is not None:
         raise BadInput(
             "nn.MultiheadAttention gets key_padding_mask beside attn_mask, of which parts of sequences take one"
         )
     with _Masked(attn_mask):
-        return _SEEN(*args, **kwargs)
+        return _INSIDE(*args, **kwargs)
 
 
 class _Masked(TorchFunctionMode):

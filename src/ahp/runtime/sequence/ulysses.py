@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from ahp.errors import BadInput, bad_input
-from ahp.runtime.sequence.attention_module import MODULE, attend_in_sight
+from ahp.runtime.sequence.attention_module import MODULE, attend_by_parts
 from ahp.runtime.sequence.context import Context
 from ahp.runtime.sequence.ring import Mask, ring_attention
 from ahp.runtime.tensor.collectives import exchange_rows, gather_shared
@@ -38,7 +38,7 @@ class InContext(TorchFunctionMode):
         if func in ATTENTION:
             return _attention(self.context, *args, **(kwargs or {}))
         with self:
-            return attend_in_sight(*args, **(kwargs or {}))
+            return attend_by_parts(*args, **(kwargs or {}))
 
 
 def query_of(args: Any, kwargs: Any) -> torch.Tensor:
