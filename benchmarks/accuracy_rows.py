@@ -118,6 +118,11 @@ class Run:
     def engine(self) -> str:
         return self.arguments["engine"]["name"]
 
+    @property
+    def devices(self) -> int:
+        cluster = self.arguments["cluster"]
+        return cluster["nodes"] * cluster["devices_per_node"]
+
 
 def read(paths: Iterable[Path]) -> tuple[list[Run], dict[str, str]]:
     """The runs of all files, and by id the reason why each of the other rows is not one."""

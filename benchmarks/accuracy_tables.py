@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,11 @@ COVERAGE = (0.85, 0.90, 0.97)
 SIGMAS = np.arange(0.01, 1.0, 0.001)
 
 Groups = Mapping[str, Sequence[Judged]]
+
+DEVICES = (1, 8, 64, 256)
+"""The most devices of each row of the table by devices."""
+FEW, MANY = 8, 64
+"""Devices of small and of large runs."""
 
 
 def by_source(judged: Sequence[Judged]) -> dict[str, list[Judged]]:
@@ -109,6 +116,27 @@ def unseen(judged: Sequence[Judged], notes: Mapping[str, Any]) -> str:
     head = ["source", "rows", "not priced", "mean", "median", "9 of 10 below", "worst", "bias", "in band"]
     parts = [table([*head, "memory: mean", "bias"], lines), far_off(judged, {"far_off": notes["unseen"]})]
     return "\n\n".join(parts)
+
+
+def by_devices(judged: Sequence[Judged]) -> str:
+    """The bias by the number of devices, each source with one vote; and what sources with runs on few and on many say alone."""
+    lines = []
+    for fewest, most in pairwise((0, *DEVICES, math.inf)):
+        groups = by_source([one for one in judged if fewest < one.run.devices <= most])
+        means = [off.mean() for own in groups.values() if len(off := errors(own))]
+        spread = np.std(means, ddof=1) / len(means) ** 0.5 if len(means) > 1 else None
+        numbers = f"over {fewest}" if most == math.inf else f"{fewest + 1} to {most}" if most > 1 else "1"
+        bias = np.mean(means) if means else None
+        lines.append([numbers, str(len(means)), percent(bias, "+.1f"), percent(spread)])
+    apart = []
+    for own in by_source(judged).values():
+        few = errors([one for one in own if one.run.devices <= FEW])
+        many = errors([one for one in own if one.run.devices >= MANY])
+        if len(few) and len(many):
+            apart.append(many.mean() - few.mean())
+    more = f": by {percent(float(np.mean(apart)), '+.1f')} points in the mean" if apart else ""
+    words = f"In {len(apart)} sources with runs on up to {FEW} and on {MANY} or more devices, the larger runs are forecast slower{more}."
+    return "\n\n".join([table(["devices", "sources", "bias, %", "standard error"], lines), words])
 
 
 def memory(judged: Sequence[Judged]) -> str:

@@ -147,6 +147,26 @@ def test_a_pattern_explains_rows_and_the_rest_stay_open(accuracy: Any) -> None:
     assert "**Not explained yet.** (1): `b-1` -50" in told
 
 
+def test_the_bias_of_each_source_counts_once_by_devices(accuracy: Any) -> None:
+    import accuracy_judge
+    import accuracy_rows
+    import accuracy_tables
+
+    def off(source: str, nodes: int, error: float) -> Any:
+        cluster = {"cluster": {"nodes": nodes, "devices_per_node": 8}}
+        run = accuracy_rows.Run("r", source, "g", cluster, 1.0, None, None, None, True)
+        return accuracy_judge.Judged(run, error=error, inside=True, predicted_s=1 + error)
+
+    rows = [off("a", 1, -0.1), off("a", 1, -0.2), off("b", 1, 0.05), off("a", 8, 0.05), off("b", 9, 0.1)]
+    text = accuracy_tables.by_devices(rows)
+    assert line(text, "2 to 8 |") == ["2 to 8", "2", "-5.0", "10.0"]
+    assert line(text, "9 to 64 |") == ["9 to 64", "1", "+5.0", ""]
+    assert line(text, "over 256 |")[:2] == ["over 256", "0"]
+    assert text.endswith(
+        "In 2 sources with runs on up to 8 and on 64 or more devices, the larger runs are forecast slower: by +12.5 points in the mean."
+    )
+
+
 def test_rows_that_nothing_was_derived_from_are_apart(
     accuracy: Any, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,8 +84,8 @@ class ShapeFloors:
         return float((self._total / np.maximum(rate, 1e-300)).min(initial=np.inf))
 
     def of_any_widths_s(self) -> float:
-        """Seconds that a step takes at least where each stage may have another width: each group's devices compute layers as fast as at the width
-        that suits them best, and the head takes as long as it takes on whom it costs the fewest layers."""
+        """Seconds that a step takes at least where each stage may have another width: all devices of a group compute layers all the time, at the
+        width and micro-batch at which they are fastest; the head counts as the fewest layers that take as long on any group."""
         space, work, there = self.space, self.columns.work, self._cells > 0
         sequences = np.array([alike.shard * alike.micro_batch for alike in space.alike])
         rates = np.where(there, (sequences / self._width)[:, None] / np.maximum(work.layer_s, 1e-300), 0.0).max(axis=0)

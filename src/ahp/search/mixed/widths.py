@@ -197,9 +197,8 @@ class _Finder:
         return found
 
     def _widths(self, group: NodeGroup, common: Common) -> Iterator[Width]:
-        for tensor in divisors(group.num_devices):
-            if tensor > group.devices_per_node:
-                continue
+        degrees = [degree for degree in divisors(group.num_devices) if degree <= group.devices_per_node]
+        for tensor in degrees:  # those that shapes have, so that a bound over their widths holds
             own = common.layout(tensor_parallel_degree=tensor)
             cell, engine = tensor * common.context, self.asked.engine
             if self.graph.sequence_length % cell or rules.context(self.graph, own, engine):
