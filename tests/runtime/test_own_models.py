@@ -249,6 +249,9 @@ class PerToken(Numbered):
         y = y + F.pairwise_distance(x, y).unsqueeze(-1) + torch.linalg.vecdot(x, y).unsqueeze(-1) / WIDTH
         y = y + x.median(-1, keepdim=True)[0] + x.aminmax(dim=-1, keepdim=True)[1] + x.cummax(-1)[0]
         y = y.index_add(2, torch.arange(4), x[..., :4]).index_fill(2, torch.arange(2), 0.5)
+        y = y.index_copy(2, torch.arange(4, 6), x[..., 4:6]) + x.cummin(-1)[0] + x.logcumsumexp(-1) / WIDTH
+        y = y + (x.nansum(-1) + x.nanmean(-1) + x.count_nonzero(-1) + torch.trapezoid(x, dim=-1)).unsqueeze(-1) / WIDTH
+        y = y + torch.where(x > 0.1, 0.2, 0.3) + torch.var_mean(x, -1, keepdim=True)[0] + (x // 0.5).detach()
         y = y.scatter_reduce(2, y.argsort(-1)[..., :5], x[..., :5], "mean")
         chosen = y[..., :3].argmax(-1)
         y = y + self.table(chosen) + F.one_hot(chosen, 3).to(y.dtype) @ self.classes + y.new_full(y.shape, 0.1)
