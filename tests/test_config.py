@@ -16,6 +16,7 @@ from ahp.config import HELP, Config, Constraints, Profile, checkpoint_interval, 
 from ahp.errors import BadInput
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism, Plan, validated
+from ahp.runtime.run.trainer import Trainer
 from ahp.yaml_text import parse_yaml
 
 
@@ -193,6 +194,24 @@ def test_checkpoints_come_by_steps_or_by_the_time(value: Any, steps: int | None,
 def test_steps_of_a_profile() -> None:
     assert load_config(None, {"run.profile.steps": [10, 12]}).run.profile == Profile(steps=(10, 12))
     assert load_config().run.profile is None
+
+
+@pytest.mark.parametrize(
+    ("key", "needed"),
+    [
+        ("run.validate_every", {"job.validation": 0.1}),
+        ("run.validation_batches", {"job.validation": 0.1}),
+        ("run.evaluate_every", {"run.evaluation": "looks:perplexity"}),
+    ],
+)
+def test_how_often_something_happens_is_refused_without_it(key: str, needed: dict[str, Any]) -> None:
+    name = key.removeprefix("run.")
+    often: dict[str, Any] = {name: 7}
+    assert getattr(load_config(None, {key: 7, **needed}).run, name) == 7
+    with pytest.raises(BadInput, match=f"{key} = 7: has no effect without {next(iter(needed))}"):
+        load_config(None, {key: 7})
+    with pytest.raises(BadInput, match=f"{key} = 7: has no effect without {next(iter(needed))}"):
+        Trainer(Plan(), **often)
 
 
 def test_given_weights_bring_their_model() -> None:

@@ -190,6 +190,19 @@ class Run(Record):
         checkpoint_interval(value)
         return value
 
+    def check(self, job: Job) -> None:
+        """Raises BadInput for a profile of steps that the job does not have, and for how often something is done that is not asked for."""
+        if self.profile is not None:
+            self.profile.check(job.steps)
+        for key, needed, given in (
+            ("validate_every", "job.validation", job.validation),
+            ("validation_batches", "job.validation", job.validation),
+            ("evaluate_every", "run.evaluation", self.evaluation),
+        ):
+            value, default = getattr(self, key), Run.model_fields[key].default
+            if given is None and value != default:
+                raise bad_input(f"run.{key}", value, f"has no effect without {needed}", [default, f"with {needed}"])
+
 
 class Config(Record):
     """One training job as a user describes it; ``load_config`` reads it."""
@@ -218,9 +231,8 @@ class Config(Record):
         return data
 
     @model_validator(mode="after")
-    def _profiles_steps_of_the_job(self) -> Config:
-        if self.run.profile is not None:
-            self.run.profile.check(self.job.steps)
+    def _run_fits_the_job(self) -> Config:
+        self.run.check(self.job)
         return self
 
     @field_validator("parallelism", mode="before")

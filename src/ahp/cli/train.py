@@ -246,8 +246,7 @@ def make_plan(request: Request, arguments: Arguments, folder: RunFolder, workers
         StoredCheckpoints(CheckpointStore.open(request.run.checkpoint_store), folder, request.run.keep).fetch()
     config = None if request.config is None else train_plan.with_precision(request.config, folder)
     wanted = request.plan or train_plan.without_layout(config or Config())
-    if request.run.profile is not None:
-        request.run.profile.check(wanted.job.steps)
+    request.run.check(wanted.job)
     # Before the model is built from that folder: else the error would name the key model, which nobody gave.
     is_gone = wanted.init_from is not None and not Path(wanted.init_from).expanduser().is_dir()
     if is_gone and not folder.checkpoints():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ahp import run_history
-from ahp.config import COLLECTIVE_TIMEOUT_S, Elastic, OnNan, Profile, checkpoint_interval
+from ahp.config import COLLECTIVE_TIMEOUT_S, Elastic, OnNan, Profile, Run, checkpoint_interval
 from ahp.errors import AhpError, HardwareMismatch, bad_input
 from ahp.plan import Plan, validated
 from ahp.run_files import Status, read_heartbeat
@@ -105,8 +105,6 @@ class Trainer:
         if on_nan not in get_args(OnNan):
             raise bad_input("run.on_nan", on_nan, "there is no such value", get_args(OnNan))
         profiled = None if profile is None else validated(Profile, profile, "run.profile")
-        if profiled is not None:
-            profiled.check(plan.job.steps)
         self.settings: dict[str, Any] = {
             "checkpoint_every": checkpoint_every,
             "on_nan": on_nan,
@@ -125,6 +123,8 @@ class Trainer:
         for name, value in {**self.often, "collective_timeout_s": collective_timeout_s}.items():
             if value < 1:
                 raise bad_input(f"run.{name}", value, "must be at least 1")
+        settings = {**self.often, "evaluation": evaluation, "profile": profiled}
+        validated(Run, settings, "run").check(plan.job)
         check(track)
         self.plan = plan
         self.folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
