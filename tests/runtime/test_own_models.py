@@ -14,8 +14,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
 
+from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
+from ahp.forecast import rules
 from ahp.graph.trace import analyze
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism
 from tests.runtime.models import BUILDERS, VOCABULARY, Block, Custom, batch
 from tests.runtime.test_equality import LAYOUTS, assert_same_curve, assert_same_weights, train, world_size
 from tests.runtime.test_families import CALM, EPS
@@ -740,6 +744,15 @@ def test_torchs_attention_is_not_compiled_where_its_kernel_would_see_a_part_of_t
     """Its loss in evaluation was another one: 5.1525 instead of 5.1483."""
     for message in pool.run(why_not_compiled, 2):
         assert message.startswith("engine.compile = True: nn.MultiheadAttention would be compiled to its kernel")
+        assert message == why_not_planned({"compile": True})
+    assert why_not_planned({"compile": False}) is None
+    assert why_not_planned({"name": "torchtitan", "compile": True}) is None
+
+
+def why_not_planned(engine: dict[str, Any]) -> str | None:
+    job = Job(**CALM)
+    asked = analyze(built(Own, TorchsLayer)(), job), Cluster.parse("1x2xH100-SXM-80GB"), job
+    return rules.illegal(*asked, Parallelism(**CONTEXT), EngineChoice(**engine))
 
 
 def first_step(rank: int, world: int, name: str) -> str:

@@ -48,8 +48,7 @@ def illegal(
     return (
         refused
         or two_types(graph, job, engine)
-        or between_blocks(graph.uncuttable, graph.other_dims, parallelism, engine)
-        or one_graph(graph.several_graphs, parallelism, engine)
+        or of_model(graph, parallelism, engine)
         or _cluster(cluster, job, parallelism)
         or batch(job, parallelism)
         or divided(graph, job, parallelism, engine)
@@ -65,6 +64,15 @@ def two_types(graph: ModelGraph, job: Job, engine: EngineChoice) -> str | None:
     if graph.two_types is None or engine.name != "ahp":
         return None
     return _broken("job.precision", job.precision, graph.two_types, ["fp32"])
+
+
+def of_model(graph: ModelGraph, parallelism: Parallelism, engine: EngineChoice) -> str | None:
+    """Refuses what ahp's own runtime cannot do with this model, whatever its sizes."""
+    return (
+        between_blocks(graph.uncuttable, graph.other_dims, parallelism, engine)
+        or one_graph(graph.several_graphs, parallelism, engine)
+        or attention_module("attention_module" in graph.config, parallelism, engine)
+    )
 
 
 def between_blocks(
@@ -92,6 +100,16 @@ def between_blocks(
 def one_graph(several: str | None, parallelism: Parallelism, engine: EngineChoice) -> str | None:
     """Refuses what needs one compiled graph of each block for a model whose blocks are several; ``several``: the reason, or None."""
     return None if several is None or not wants_one_graph(parallelism, engine) else not_one_graph(several)
+
+
+def attention_module(there: bool, parallelism: Parallelism, engine: EngineChoice) -> str | None:
+    """Refuses compiled blocks whose attention context ranks share, where the model has ``nn.MultiheadAttention`` (``there``)."""
+    if not (there and engine.name == "ahp" and engine.compile and parallelism.context_parallel_degree > 1):
+        return None
+    rule = (
+        "nn.MultiheadAttention would be compiled to its kernel for evaluation, which sees a context rank's tokens alone"
+    )
+    return _broken("engine.compile", True, rule, [False])
 
 
 def wants_one_graph(parallelism: Parallelism, engine: EngineChoice) -> bool:

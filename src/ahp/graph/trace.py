@@ -299,6 +299,8 @@ def _facts(module: nn.Module, vocab_size: int) -> dict[str, Any]:
         found.setdefault("num_key_value_heads", found["num_attention_heads"])
     if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0.0):
         found["balance_loss"] = True
+    if any(isinstance(part, nn.MultiheadAttention) for part in module.modules()):
+        found["attention_module"] = True
     return found
 
 

@@ -206,11 +206,7 @@ class Problem:
     def refused(self, parallelism: Parallelism) -> str | None:
         """Why the engine cannot express a layout, or cannot run the model under it; or None."""
         refused = get(self.engine.name).refuses(self.job, parallelism, self.engine)
-        return (
-            refused
-            or rules.between_blocks(self.graph.uncuttable, self.graph.other_dims, parallelism, self.engine)
-            or rules.one_graph(self.graph.several_graphs, parallelism, self.engine)
-        )
+        return refused or rules.of_model(self.graph, parallelism, self.engine)
 
     def untold(self, parallelism: Parallelism) -> str | None:
         """Why no configuration file of the engine can express a layout that it could run. None if one can, or if the user has fixed

@@ -19,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ahp.errors import BadInput, bad_input
+from ahp.forecast import rules
 from ahp.graph.call import Documents
 from ahp.graph.capture import Capture, capture
 from ahp.graph.copies import fake_copy
@@ -55,9 +56,9 @@ class SequenceSharding:
         if found.reads_beside:
             rule = f"the model computes with what {found.blocks_path} return beside their hidden states, of which a rank has a part"
             raise bad_input("context_parallel_degree", degree, rule, [1])
-        if plan.engine.compile and any(isinstance(part, nn.MultiheadAttention) for part in module.modules()):
-            rule = "nn.MultiheadAttention would be compiled to its kernel for evaluation, which sees this context rank's tokens alone"
-            raise bad_input("engine.compile", True, rule, [False])
+        there = any(isinstance(part, nn.MultiheadAttention) for part in module.modules())
+        if reason := rules.attention_module(there, plan.parallelism, plan.engine):
+            raise BadInput(reason)
         try:
             self.parts = _parts_of_kinds(module, found, plan.job, documents)
         except BadInput as reason:
