@@ -27,9 +27,15 @@ class FakeNvml:
     NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON = 90
     NVML_P2P_CAPS_INDEX_NVLINK = 2
     NVML_P2P_STATUS_OK = 0
+    NVML_NVLINK_DEVICE_TYPE_GPU = 0
+    NVML_NVLINK_DEVICE_TYPE_SWITCH = 2
 
-    def __init__(self, names: list[Any], memory_mib: int, *, links: int = 0, driver: bool = True) -> None:
+    def __init__(
+        self, names: list[Any], memory_mib: int, *, links: int = 0, driver: bool = True, ends: Any = None
+    ) -> None:
+        """``ends``: what a link of a GPU ends at, another GPU or "switch"; without it the driver does not say."""
         self.names, self.memory_mib, self.links, self.driver = names, memory_mib, links, driver
+        self.ends = ends
         self.open = 0
 
     def nvmlInit(self) -> None:  # noqa: N802
@@ -69,6 +75,21 @@ class FakeNvml:
             raise NVMLError
         return int(link < self.links)
 
+    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:  # noqa: N802
+        return SimpleNamespace(busId=f"00000000:{handle:02X}:00.0".encode())
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:  # noqa: N802
+        return 2 if self._end(handle, link) == "switch" else 0
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:  # noqa: N802
+        end = self._end(handle, link)
+        return SimpleNamespace(busId=f"00000000:{0xC0 if end == 'switch' else end:02x}:00.0")
+
+    def _end(self, handle: int, link: int) -> Any:
+        if self.ends is None:
+            raise NVMLError
+        return self.ends(handle, link)
+
     def nvmlDeviceGetFieldValues(self, handle: int, fields: list[int]) -> list[Any]:  # noqa: N802
         assert fields == [90]
         return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=25_000))]
@@ -107,6 +128,8 @@ def test_what_the_driver_says() -> None:
         power_limit_w=500,
         nvlink_bytes_per_s=18 * 25e9,
         pcie_bytes_per_s=pytest.approx(16 * 1.969e9),
+        bus_id="00000000:00:00.0",
+        nvlink_ends=(None,) * 18,
     )
     assert nvml.open == 0
 
@@ -178,6 +201,39 @@ def test_bridges_of_pairs_do_not_count_for_all(monkeypatch: pytest.MonkeyPatch) 
     assert node(nvml).intra_node.bandwidth_bytes_per_s == pytest.approx(16 * 1.969e9)
     nvml.names = nvml.names[:2]
     assert node(nvml).intra_node.bandwidth_bytes_per_s == 12 * 25e9
+
+
+def board(handle: int, link: int) -> int:
+    """The links of four devices without a switch: as many to each of the three others."""
+    return [other for other in range(4) if other != handle][link % 3]
+
+
+def behind_a_switch(handle: int, link: int) -> str:
+    return "switch"
+
+
+@pytest.mark.parametrize(
+    ("name", "mib", "count", "links", "ends", "switch"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 81920, 4, 12, board, False),
+        ("NVIDIA H200", 143771, 4, 18, board, False),
+        ("NVIDIA H200", 143771, 2, 18, board, False),  # CUDA shows two of the four
+        ("NVIDIA H200", 143771, 4, 18, behind_a_switch, True),
+        ("NVIDIA H200", 143771, 8, 18, behind_a_switch, True),
+        ("NVIDIA H200", 143771, 4, 18, None, None),  # a driver that does not say
+        ("NVIDIA H200", 143771, 4, 17, board, None),  # a link is down
+        ("NVIDIA H200", 143771, 1, 18, board, None),
+        ("NVIDIA H200", 143771, 4, 18, lambda handle, link: handle ^ 1, None),  # bridges of pairs
+        ("NVIDIA A100 80GB PCIe", 81920, 2, 12, lambda handle, link: 1 - handle, None),
+        ("NVIDIA A100-SXM4-80GB", 81920, 8, 12, lambda handle, link: (handle + 1 + link % 7) % 8, None),
+        ("NVIDIA A100-SXM-64GB", 65536, 4, 12, behind_a_switch, None),  # the table knows it
+        ("NVIDIA A100-SXM4-80GB", 81920, 4, 0, board, None),
+    ],
+)
+def test_whether_a_switch_joins_the_devices(
+    name: str, mib: int, count: int, links: int, ends: Any, switch: bool | None
+) -> None:
+    assert node(FakeNvml([name] * count, mib, links=links, ends=ends)).nvlink_switch is switch
 
 
 def test_what_the_driver_does_not_say_is_the_catalogues() -> None:

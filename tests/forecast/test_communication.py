@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ahp.cluster.meshes import mesh_of
 from ahp.cluster.model import CollectiveSample, Measurements
 from ahp.cluster.parse import resolve
 from ahp.forecast.communication import BASE_S, INTER_NODE_EFFICIENCY, INTRA_NODE_EFFICIENCY, Network, interpolate
@@ -249,6 +250,12 @@ def test_the_switch_adds_up_where_there_is_one():
     assert ("nvls", "Simple") in ways("8xH100", "all_reduce", GIB, Group(3, 3, 1))
     assert ("nvls", "Simple") not in ways("8xH100", "all_reduce", GIB, Group(2, 2, 1))
     assert ("nvls_tree", "Simple") not in ways("4x8xH100@3200", "all_reduce", GIB, Group(8, 2, 4))
+    for nodes, group in ((1, Group(4, 4, 1)), (2, Group(8, 4, 2))):
+        on = [
+            {"nodes": nodes, "devices_per_node": 4, "device": "H100", "nvlink_switch": said} for said in (None, False)
+        ]
+        sums = [any(a.startswith("nvls") for a, _ in ways(cluster, "all_reduce", GIB, group)) for cluster in on]
+        assert sums == [True, False]
 
 
 def test_large_groups_leave_the_ring():
@@ -300,18 +307,26 @@ def most_rings(left, cycles):
     return best
 
 
+A100_LINKS = dict.fromkeys(((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)), 4)
+"""Of the 12 links of each device, on a board of four."""
+
+
 @pytest.mark.parametrize(
-    ("starts", "links_of", "count"),
-    [*(("V100-SXM", DGX1V_LINKS, n) for n in (2, 3, 4, 6)), *(("MI250X", MI250X_LINKS, n) for n in (2, 4, 7, 8))],
+    ("device", "links_of", "count"),
+    [
+        *(("V100-SXM-32GB", DGX1V_LINKS, n) for n in (2, 3, 4, 6)),
+        *(("MI250X", MI250X_LINKS, n) for n in (2, 4, 7, 8)),
+        *(("A100-SXM-64GB", A100_LINKS, n) for n in (2, 3, 4)),
+    ],
 )
-def test_the_rings_of_nodes_without_a_switch_are_counted_right(starts, links_of, count):
+def test_the_rings_of_nodes_without_a_switch_are_counted_right(device, links_of, count):
     left = {}
     for (a, b), links in links_of.items():
         if max(a, b) < count:
             left[a, b] = left[b, a] = links
     rings = [tuple(zip((0, *order), (*order, 0), strict=True)) for order in permutations(range(1, count))]
-    mesh = next(m for m in constants()["meshes"] if m["starts"] == starts and m["devices_per_node"] == 8)
-    assert mesh["rings"][count] == most_rings(left, [ring for ring in rings if all(e in left for e in ring)])
+    mesh = mesh_of(device, 1 + max(map(max, links_of)), None)
+    assert mesh.rings[count] == most_rings(left, [ring for ring in rings if all(e in left for e in ring)])
 
 
 def test_the_data_file_is_whole():
@@ -320,11 +335,45 @@ def test_the_data_file_is_whole():
     assert generations == set(data["derived"]["ring_share"]) == set(data["derived"]["start_us"])
     assert {row["generation"] for row in data["devices"]} == generations
     assert [len(row) for row in data["tuner"]["tree_correction"]] == [24, 24, 24]
-    for mesh in data["meshes"]:
-        assert set(mesh["rings"]) == set(range(2, mesh["devices_per_node"] + 1))
 
 
-CLUSTERS = ("64x8xH100@3200", "64x8xB200@3200", "64x8xA100@1600", "64x8xV100@400", "64x8xMI300X@3200", "64x4xT4@50")
+BOARD = {"devices_per_node": 4, "device": "H200"}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "send_recv"])
+@pytest.mark.parametrize(("size", "share"), [(2, 1 / 3), (3, 2 / 3), (4, 1.0)])
+def test_a_group_on_a_board_of_four_has_the_links_between_its_members(kind, size, share):
+    """Twice 4 GiB, so that latencies fall out. A pipeline fills as behind a switch."""
+    group, fill_s = (
+        Group(size, size, 1),
+        1e-6 * constants()["derived"]["fill_share"] * constants()["derived"]["fill_us"],
+    )
+    with_switch, without = ({**BOARD, "nvlink_switch": said} for said in (True, False))
+    seconds = []
+    for cluster in (with_switch, without):
+        times = (min(s for (a, _), s in ways(cluster, kind, n * 4 * GIB, group).items() if a != "nvls") for n in (1, 2))
+        first, second = times
+        seconds.append(second - first)
+    assert seconds[0] == pytest.approx(share * seconds[1], abs=fill_s, rel=0.01)
+    assert ways(BOARD, kind, GIB, group) == ways(with_switch, kind, GIB, group), "what is not said is as today"
+
+
+def test_pairs_of_a_board_do_not_share_links():
+    """The time of a pair is that of its own links, whether the other devices of the board communicate or are not even used."""
+    pair = Group(2, 2, 1)
+    whole, half = ({**BOARD, "devices_per_node": n, "nvlink_switch": False} for n in (4, 2))
+    assert ways(whole, "all_reduce", GIB, pair) == ways(half, "all_reduce", GIB, pair)
+
+
+CLUSTERS = (
+    "64x8xH100@3200",
+    "64x8xB200@3200",
+    "64x8xA100@1600",
+    "64x8xV100@400",
+    "64x8xMI300X@3200",
+    "64x4xT4@50",
+    "64x4xA100-SXM-64GB@400",
+)
 
 
 @settings(max_examples=200, deadline=None)

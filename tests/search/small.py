@@ -66,6 +66,7 @@ CLUSTERS = (
     "4xA100-SXM-40GB",
     "2x2xH100-SXM-80GB",
     "2x4xA100-SXM-80GB",
+    "2x4xA100-SXM-64GB",  # without a switch
     "2x3xB200",
 )
 

@@ -357,6 +357,8 @@ def cluster_words(cluster: Cluster) -> str:
 
 
 def _domain_words(group: NodeGroup) -> str:
+    if group.nvlink_switch is False:
+        return " without an NVLink switch"
     domain = group.devices_per_nvlink_domain
     return "" if domain is None else f" in NVLink domains of {domain}"
 

@@ -199,6 +199,8 @@ def _show(plan: Plan, found: Binding, trace: str | None, following: list[str]) -
 
 def _heading(plan: Plan) -> list[tuple[str, str]]:
     """Lines about what was priced, and how fast it is."""
+    from ahp.cluster.model import Cluster
+    from ahp.forecast.open_switch import open_switch
     from ahp.words import number_of, percent
 
     assert plan.cluster is not None, "_subject refuses a plan without one"
@@ -206,12 +208,14 @@ def _heading(plan: Plan) -> list[tuple[str, str]]:
     devices = " + ".join(f"{g['nodes'] * g['devices_per_node']} x {g['device']['name']}" for g in groups)
     idle = sum(g["nodes"] * g["devices_per_node"] for g in groups) - plan.parallelism.world_size
     left = f", {idle} left idle by this layout" if idle else ""
+    assumed = open_switch(Cluster.resolve(plan.cluster), plan.parallelism)
     return [
         (
             "Model",
             f"{_named(plan)}, {number_of(job.global_batch_size, 'sequence')} of {job.sequence_length}, {job.precision}",
         ),
         ("Cluster", f"{devices}{left}"),
+        *([("Note", assumed)] if assumed else []),
         ("Engine", f"{plan.engine.words()}"),
         ("Layout", f"{plan.parallelism.short()}"),
         ("Speed", f"{forecast.tokens_per_s_per_device:,.0f} tokens/s/device, MFU {percent(forecast.mfu)}"),

@@ -13,6 +13,7 @@ PCIE_BYTES_PER_S_PER_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.9
 """Per direction after line coding, by generation: PCI-SIG base specifications."""
 
 NVLINK = "NVLink"
+SWITCH = "NVSwitch"
 TOPOLOGY = {
     0: "board",
     10: "PCIe switch",
@@ -38,6 +39,10 @@ class Gpu:
     """Per direction, all active links together."""
     pcie_bytes_per_s: float | None = None
     """Per direction, at the greatest width that the slot allows."""
+    bus_id: str | None = None
+    """Of the PCI bus."""
+    nvlink_ends: tuple[str | None, ...] = ()
+    """What each active link ends at: ``SWITCH``, or the bus ID of another GPU; None = the driver does not say."""
 
 
 @dataclass(frozen=True)
@@ -151,21 +156,36 @@ def _read(nvml: Any, index: int, handle: Any, num_sms: int | None) -> Gpu:
         power_limit_w=milliwatts / 1000 if milliwatts else None,
         nvlink_bytes_per_s=_nvlink_bytes_per_s(nvml, handle),
         pcie_bytes_per_s=lanes * lane_bytes_per_s if lanes and lane_bytes_per_s else None,
+        bus_id=_bus_id(_ask(nvml, nvml.nvmlDeviceGetPciInfo, handle)),
+        nvlink_ends=tuple(_nvlink_end(nvml, handle, link) for link in _active_links(nvml, handle)),
     )
 
 
 def _nvlink_bytes_per_s(nvml: Any, handle: Any) -> float | None:
     """Active links times the speed of each, per direction; None if there is no NVLink."""
-    active = 0
-    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        if _ask(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link):
-            active += 1
+    active = len(_active_links(nvml, handle))
     if not active:
         return None
     fields = _ask(nvml, nvml.nvmlDeviceGetFieldValues, handle, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
     if not fields or fields[0].nvmlReturn != nvml.NVML_SUCCESS or not fields[0].value.uiVal:
         return None
     return active * fields[0].value.uiVal * 1e6
+
+
+def _active_links(nvml: Any, handle: Any) -> list[int]:
+    links = range(nvml.NVML_NVLINK_MAX_LINKS)
+    return [link for link in links if _ask(nvml, nvml.nvmlDeviceGetNvLinkState, handle, link)]
+
+
+def _nvlink_end(nvml: Any, handle: Any, link: int) -> str | None:
+    """What a link ends at. NCCL asks the driver for the same (src/graph/xml.cc, ncclTopoGetXmlFromGpu)."""
+    if _ask(nvml, nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+        return SWITCH
+    return _bus_id(_ask(nvml, nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link))
+
+
+def _bus_id(pci: Any) -> str | None:
+    return None if pci is None else _text(pci.busId).lower()
 
 
 def _connection(nvml: Any, first: Any, second: Any) -> str:

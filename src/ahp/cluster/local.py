@@ -5,11 +5,13 @@ from __future__ import annotations
 import platform
 import time
 from functools import cache
+from itertools import permutations
 
 import psutil
 
 from ahp.cluster import catalogue, sense
-from ahp.cluster.gpus import NVLINK, Connection, Gpu, gpus, topology
+from ahp.cluster.gpus import NVLINK, SWITCH, Connection, Gpu, gpus, topology
+from ahp.cluster.meshes import mesh_of
 from ahp.cluster.model import Cluster, Device, Link, NodeGroup
 from ahp.errors import BadInput
 from ahp.words import gib
@@ -49,6 +51,7 @@ def gpu_group(found: list[Gpu], connections: list[Connection]) -> NodeGroup:
     return NodeGroup(
         nodes=1,
         devices_per_node=len(found),
+        nvlink_switch=nvlink_switch(entry.device.name, found),
         device=corrected(entry.device, first),
         intra_node=gpu_link(entry, first, connections),
     )
@@ -84,6 +87,22 @@ def gpu_link(entry: catalogue.Entry, gpu: Gpu, connections: list[Connection]) ->
     else:
         return link
     return link.model_copy(update={"bandwidth_bytes_per_s": rate, "source": f"{kind} by NVML; {link.source}"})
+
+
+def nvlink_switch(device: str, found: list[Gpu]) -> bool | None:
+    """Whether a switch joins a node's GPUs: the driver says where every link ends.
+
+    None where it does not say so, or says something else than what is known of nodes of so many of these devices without a switch.
+    """
+    mesh, ends = mesh_of(device, len(found), False), [gpu.nvlink_ends for gpu in found]
+    if mesh is not None and mesh.switch == "never":
+        return None
+    if ends and all(set(of_gpu) == {SWITCH} for of_gpu in ends):
+        return True
+    if mesh is None or any(len(of_gpu) != mesh.links for of_gpu in ends):
+        return None
+    between = {one.nvlink_ends.count(other.bus_id) for one, other in permutations(found, 2)}
+    return False if between == {mesh.rings[2]} else None
 
 
 def cpu_group() -> NodeGroup:

@@ -133,8 +133,10 @@ def probe(
         group = _gpu_group(found, measured, _launch(plan, values), source)
     else:
         group = _cpu_group(host, measured, _launch(plan, values), available // count, facts["rss_bytes"], source)
-    around = {"nodes": nodes, "inter_node": network, "devices_per_node": count, "host": host}
-    group = group.model_copy(update={**around, "measured": measured, **domain_of(group.device.name, nodes, count)})
+    around = {"nodes": nodes, "inter_node": network, "devices_per_node": count, "host": host, "measured": measured}
+    device = group.device.name
+    nvlink = {"nvlink_switch": local.nvlink_switch(device, found[:count]), **domain_of(device, nodes, count)}
+    group = group.model_copy(update={**around, **nvlink})
     say("done", 1.0)
     return Cluster(groups=(group,), source=source)
 

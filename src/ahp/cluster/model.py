@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from ahp.cluster.meshes import refuse_wrong_switch
 from ahp.job import BYTES_PER_ELEMENT, Record
 
 CLUSTER_SCHEMA_VERSION = 1
@@ -173,6 +174,8 @@ class NodeGroup(Record):
     devices_per_node: int = Field(ge=1, le=10_000)
     devices_per_nvlink_domain: Count | None = None
     """Devices of the whole nodes that NVLink joins; None = it joins the devices of one node at most."""
+    nvlink_switch: bool | None = None
+    """Whether a switch joins the devices of a node; None = what is known about the device (``ahp.cluster.meshes``)."""
     device: Device
     intra_node: Link
     """Between two devices of one node, or of one domain; bandwidth per device."""
@@ -192,6 +195,12 @@ class NodeGroup(Record):
                 f"devices_per_nvlink_domain = {self.devices_per_nvlink_domain}: must be a multiple of devices_per_node "
                 f"{self.devices_per_node}, or null"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _switch_is_possible(self) -> NodeGroup:
+        domain = self.devices_per_nvlink_domain
+        refuse_wrong_switch("nvlink_switch", self.nvlink_switch, self.device.name, self.devices_per_node, domain)
         return self
 
     @property

@@ -20,6 +20,7 @@ from pydantic import Field
 
 from ahp.cluster import catalogue
 from ahp.cluster.domains import given_domain, usual_domain
+from ahp.cluster.meshes import refuse_wrong_switch
 from ahp.cluster.model import CLUSTER_SCHEMA_VERSION, Cluster, Device, GroupLink, Link, NodeGroup, Rate
 from ahp.errors import BadInput, bad_input
 from ahp.job import Record
@@ -63,6 +64,8 @@ class GroupDescription(Record):
     """None = what is usual for the device."""
     devices_per_nvlink_domain: int | None = Field(default=None, ge=1)
     """Devices of the whole nodes that NVLink joins; None = what is usual for the device."""
+    nvlink_switch: bool | None = None
+    """Whether a switch joins the devices of a node; None = what is known about the device."""
     device: str | dict[str, Any]
     """A catalogue name, a catalogue name with overrides (``base`` and figures), or all the figures of a device."""
     inter_node_gbps: Gbps | None = None
@@ -289,11 +292,15 @@ def _group(description: GroupDescription, where: str) -> NodeGroup:
     domain = usual_domain(entry, description.nodes, devices_per_node)
     if description.devices_per_nvlink_domain is not None:
         domain = given_domain(entry, description.devices_per_nvlink_domain, devices_per_node, where)
+    domain = None if description.nodes == 1 else domain
+    switch, key = description.nvlink_switch, f"{where}: nvlink_switch"
+    refuse_wrong_switch(key, switch, device.name, devices_per_node, domain, has_nvlink=entry.has_nvlink)
     return NodeGroup(
         name=description.name,
         nodes=description.nodes,
         devices_per_node=devices_per_node,
-        devices_per_nvlink_domain=None if description.nodes == 1 else domain,
+        devices_per_nvlink_domain=domain,
+        nvlink_switch=switch,
         device=device,
         intra_node=entry.intra_node,
         inter_node=inter_node,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+from ahp.cluster.meshes import mesh_of
 from ahp.cluster.model import NodeGroup
 from ahp.forecast.group import CollectiveKind, Group
 from ahp.shipped import shipped
@@ -67,7 +68,8 @@ class Nccl:
         self._link = nodes.intra_node.bandwidth_bytes_per_s / 1e6
         self._on_pcie = self._link < data["pcie"]["below_gb_per_s"] * BYTES_PER_US_PER_GB
         self._ring_share = data["pcie"]["ring_share"] if self._on_pcie else derived["ring_share"][self.generation]
-        self._mesh = _mesh(data["meshes"], name, nodes.devices_per_node)
+        self._mesh = mesh_of(name, nodes.devices_per_node, nodes.nvlink_switch)
+        self._fills_at_once = self._mesh is not None and name.startswith(tuple(derived["fills_at_once"]))
         self._within = self._tuner["hop_us"]["pcie" if self._on_pcie else "nvlink"]
         self._between = self._tuner["hop_us"]["network"]
         self._read_network(nodes)
@@ -108,12 +110,12 @@ class Nccl:
     def _filling_us(self, algorithm: Algorithm, wire_us: float, group: Group) -> float:
         """Time in which a pipeline fills: a share of the wire time of a short message, at most ``share * limit`` of a long one.
 
-        A tree over nodes fills level by level. Within a node NCCL's factor for trees contains this time already, and links
-        without a switch were measured to need none.
+        A tree over nodes fills level by level. Within a node NCCL's factor for trees contains this time already, and V100 without
+        a switch were measured to need none.
         """
         fill = self._fill
         if group.nodes == 1:
-            none = algorithm == "tree" or self._mesh is not None
+            none = algorithm == "tree" or self._fills_at_once
             share, limit_us = 0.0 if none else fill["fill_share"], fill["fill_us"]
         elif algorithm in ("tree", "nvls_tree"):
             share, limit_us = fill["tree_fill_share"] * math.log2(group.nodes), fill["tree_fill_us"]
@@ -165,7 +167,8 @@ class Nccl:
         Each device sends its whole buffer once, and its part of the sum: 1 + 1/n of the bytes on its link.
         """
         of = self._of
-        if of["nvls_share"] is None or self._on_pcie or group.local < self._tuner["nvls_devices"]:
+        joined = not self._on_pcie and self._mesh is None
+        if of["nvls_share"] is None or not joined or group.local < self._tuner["nvls_devices"]:
             return
         rate = of["nvls_share"] * of["link_share"] * self._link
         wire_us = num_bytes * (1.0 + 1.0 / group.local) / rate
@@ -217,9 +220,7 @@ class Nccl:
 
     def _links(self, num_devices: int) -> float:
         """Nominal bytes/us of one device to the others of a group of ``num_devices`` on its node."""
-        if self._mesh is None:
-            return self._link
-        return self._link * self._mesh["rings"][num_devices] / self._mesh["links"]
+        return self._link if self._mesh is None else self._link * self._mesh.share(num_devices)
 
     def _share(self, group: Group) -> float:
         """Bytes/us over the cards that the group's ranks of a node reach; the node's other groups have the other cards."""
@@ -262,14 +263,6 @@ def _generation(data: Mapping[str, Any], device: str) -> str:
     return next(
         row["generation"] for row in data["devices"] if any(device.startswith(start) for start in row["starts"])
     )
-
-
-def _mesh(meshes: list[dict[str, Any]], name: str, devices_per_node: int) -> dict[str, Any] | None:
-    """The links of a node without a switch; None where every device reaches every other with all of its links."""
-    for mesh in meshes:
-        if name.startswith(mesh["starts"]) and devices_per_node == mesh["devices_per_node"]:
-            return mesh
-    return None
 
 
 def _log2(count: int) -> int:

@@ -11,6 +11,7 @@ from ahp.cluster.model import Cluster
 from ahp.engines.registry import ENGINES, get
 from ahp.errors import bad_input
 from ahp.forecast.mixed import MixedPricer
+from ahp.forecast.open_switch import open_switch
 from ahp.forecast.priced import Priced
 from ahp.forecast.pricer import Pricer
 from ahp.graph.engine_attention import with_engine_attention
@@ -91,7 +92,10 @@ def simulate(
     contract, layout = validated(Job, job, "job"), validated(Parallelism, parallelism, "parallelism")
     choice = validated(EngineChoice, DEFAULT_ENGINE if engine is None else engine, "engine")
     get(choice.name)  # an engine that cannot be priced is refused before the model is traced
-    return forecast(_graph(model, contract, choice), _cluster(cluster), contract, layout, choice)
+    on = _cluster(cluster)
+    if assumed := open_switch(on, layout):
+        warnings.warn(assumed, stacklevel=2)
+    return forecast(_graph(model, contract, choice), on, contract, layout, choice)
 
 
 @lru_cache(maxsize=32)

@@ -39,7 +39,9 @@ def _cluster(plan: Plan) -> dict[str, object]:
     nodes = [f"{group['nodes']} x {group['devices_per_node']}" for group in groups]
     links = " + ".join(_rates(group.get("intra_node"), group.get("inter_node")) for group in groups)
     measured = any(group.get("measured") for group in groups)
-    return {"devices": devices(plan), "nodes": " + ".join(nodes), "links": links, "measured cluster": measured}
+    switches = " + ".join(str(group.get("nvlink_switch", "not said")).lower() for group in groups)
+    found = {"devices": devices(plan), "nodes": " + ".join(nodes), "links": links, "nvlink switch": switches}
+    return {**found, "measured cluster": measured}
 
 
 def _rates(within: dict[str, Any] | None, between: dict[str, Any] | None) -> str:

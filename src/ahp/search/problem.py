@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ahp.cached_method import cached_method
+from ahp.cluster.meshes import on_part
 from ahp.cluster.model import Cluster, NodeGroup
 from ahp.config import Config, Constraints
 from ahp.divisors import divisors
@@ -376,5 +377,11 @@ def _part(cluster: Cluster, nodes: int, per_node: int) -> Cluster:
     domain = group.devices_per_nvlink_domain
     if domain is not None:
         domain = None if nodes == 1 else domain // group.devices_per_node * per_node
-    update = {"nodes": nodes, "devices_per_node": per_node, "devices_per_nvlink_domain": domain}
+    switch = on_part(group.device.name, per_node, group.nvlink_switch)
+    update = {
+        "nodes": nodes,
+        "devices_per_node": per_node,
+        "devices_per_nvlink_domain": domain,
+        "nvlink_switch": switch,
+    }
     return cluster.with_groups([group.model_copy(update=update)])

@@ -11,6 +11,7 @@ from ahp.cluster.model import Cluster
 from ahp.config import Constraints
 from ahp.engines.registry import get
 from ahp.errors import bad_input
+from ahp.forecast.open_switch import open_switch
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism, Plan, Rejected
@@ -103,12 +104,14 @@ LOST_UPDATES = "job.dtype bf16: weights have 8 significant bits, so updates belo
 
 
 def _with_remarks(asked: Problem, ranking: Ranking) -> Ranking:
-    """The ranking with a note for each group of devices that cannot run the job, and for what the job's types cost."""
+    """The ranking with a note for each group of devices that cannot run the job, for what the job's types cost, and for what the first plan
+    assumes about the cluster."""
     left_out = (
         f"{group.name} is left out: {group.device.name} has no units for precision {asked.job.precision}"
         for group in asked.left_out
     )
-    notes = (*left_out, *([LOST_UPDATES] if asked.job.dtype == "bf16" else []))
+    assumed = open_switch(asked.of_plan(ranking.best).cluster, ranking.best.parallelism)
+    notes = (*left_out, *([LOST_UPDATES] if asked.job.dtype == "bf16" else []), *filter(None, [assumed]))
     return replace(ranking.with_reasons(*notes, last=True), notes=(*notes, *ranking.notes))
 
 
