@@ -8,6 +8,7 @@ verified               true: somebody has held the row against its source
 gpu                    a device of the catalogue (or words that hold its name, or a mapping {base: ..., power_limit_w: ...})
 gpus, gpus_per_node    how many
 interconnect           words; "8x200Gb/s", "1600 Gb/s" or "400 Gb/s per GPU" in them is the network of a node
+nvlink_switch          true or false: whether a switch joins the devices of a node; absent = what is known about the device
 model                  layers, hidden, heads, vocab, seq; optional kv_heads, ffn, gated_mlp, tied_embeddings, and for
                        mixtures experts, topk, moe_ffn, shared_experts or shared_ffn, dense_layers, head_dim, attention ("MLA q_lora=1536 kv_lora=512");
                        mtp: true: one block more is trained, which predicts a further token (its second pass through the head is not priced);
@@ -210,6 +211,7 @@ def arguments(row: Mapping[str, Any]) -> dict[str, Any]:
             "device": _device(row["gpu"]),
             "inter_node_gbps": _node_gbps(row),
             "inter_node_network": _network(row),
+            "nvlink_switch": row.get("nvlink_switch"),
         },
         "job": {
             "sequence_length": row["model"]["seq"],
