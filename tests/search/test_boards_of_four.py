@@ -55,6 +55,24 @@ def test_two_tensor_ranks_take_what_a_third_of_the_links_gives() -> None:
     assert price(board(None), PAIRS) == joined, "what the cluster does not say is priced with a switch"
 
 
+def test_a_mixed_cluster_has_the_links_of_each_group() -> None:
+    """Stages of two tensor ranks and two replicas on each of two kinds of nodes; only one kind may have no switch."""
+
+    def on(switch: bool) -> Forecast:
+        own = {"name": "a", "devices_per_node": 4, "device": "H200-SXM-141GB", "nvlink_switch": switch}
+        other = {"name": "b", "devices_per_node": 4, "device": "H100-PCIe-80GB"}
+        stages = [{"group": "a", "layers": 3}, {"group": "b", "layers": 1}]
+        layout = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2}
+        return price(
+            Cluster.from_dict({"groups": [own, other]}), Parallelism.model_validate({**layout, "stages": stages})
+        )
+
+    joined, apart = on(True), on(False)
+    assert apart.step["tensor_parallel"] > 2 * joined.step["tensor_parallel"]
+    assert apart.step["gradient_reduce"] > 2 * joined.step["gradient_reduce"]
+    assert (apart.step["forward"], apart.step["backward"]) == (joined.step["forward"], joined.step["backward"])
+
+
 def test_four_ranks_have_all_links() -> None:
     layout = Parallelism(data_parallel_shard_degree=4, zero_stage=3)
     assert price(board(False), layout) == price(board(True), layout)
@@ -88,6 +106,14 @@ def test_a_plan_that_depends_on_a_switch_says_so() -> None:
     assert "4 H200-SXM-141GB may be a board without an NVLink switch" in notes(None, 2)
     for switch, tensor in ((True, 2), (False, 2), (None, 4)):
         assert "switch" not in notes(switch, tensor), (switch, tensor)
+
+
+def test_a_plan_on_half_of_such_a_node_says_so_too() -> None:
+    ones = ("data_parallel_replicate", "data_parallel_shard", "pipeline_parallel", "context_parallel")
+    fixed = {"tensor_parallel_degree": 2, **{f"{axis}_degree": 1 for axis in ones}}
+    ranking = search(trained(), board(None), JOB, constraints=fixed, keep=1, objective="tokens-per-day")
+    assert ranking.best.parallelism.world_size == 2
+    assert any("may be a board without an NVLink switch" in note for note in ranking.notes)
 
 
 def test_the_verb_for_one_layout_warns() -> None:

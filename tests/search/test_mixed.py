@@ -208,7 +208,8 @@ def problems(draw: st.DrawFn, *, most_cells: int = 4) -> Problem:
     """Two kinds of devices, few of either; uneven counts, memories and links."""
     sizes = [(n, k) for n, k in product([1, 2, 3], repeat=2) if n + k <= most_cells]
     one, other = draw(st.sampled_from(sizes))
-    first, second = draw(st.sampled_from([(H100, A100), (A100, L4), (H100, L4)]))
+    without_switch = "A100-SXM-64GB"
+    first, second = draw(st.sampled_from([(H100, A100), (A100, L4), (H100, L4), (without_switch, L4)]))
     cluster = cluster_of(
         (first, 1, one),
         (second, 1, other),

@@ -110,7 +110,7 @@ def _with_remarks(asked: Problem, ranking: Ranking) -> Ranking:
         f"{group.name} is left out: {group.device.name} has no units for precision {asked.job.precision}"
         for group in asked.left_out
     )
-    assumed = open_switch(asked.of_plan(ranking.best).cluster, ranking.best.parallelism)
+    assumed = open_switch(asked.cluster, ranking.best.parallelism)
     notes = (*left_out, *([LOST_UPDATES] if asked.job.dtype == "bf16" else []), *filter(None, [assumed]))
     return replace(ranking.with_reasons(*notes, last=True), notes=(*notes, *ranking.notes))
 
