@@ -258,6 +258,16 @@ def test_the_switch_adds_up_where_there_is_one():
         assert sums == [True, False]
 
 
+def test_cards_of_two_nodes_send_each_byte_of_a_tree_once():
+    """Each node is the root of the tree of one half, and a leaf of the other tree. On more nodes a card sends twice as much."""
+    two, four, eight = (
+        ways(f"{nodes}x4xV100-SXM-16GB@200", "all_reduce", 4 * GIB, Group(4 * nodes, 4, nodes))["tree", "Simple"]
+        for nodes in (2, 4, 8)
+    )
+    assert four == pytest.approx(2 * two, rel=0.01)
+    assert eight == pytest.approx(four, rel=0.01)
+
+
 def test_large_groups_leave_the_ring():
     flat = Group(16384, 8, 2048)
     found = ways("2048x8xH100@3200", "all_reduce", 256 * MIB, flat)

@@ -146,9 +146,13 @@ class Nccl:
             yield self._choice("ring", protocol, latency_us, wire_us, group)
 
     def _trees(self, num_bytes: float, group: Group) -> Iterator[Choice]:
-        """All-reduce up and down a tree: a chain within each node, a binary tree over the nodes."""
+        """All-reduce up and down two trees, each with half of the bytes: a chain within each node, a binary tree over the nodes.
+
+        Of two nodes each is the root of one tree, so its cards send half as many bytes as those of more nodes.
+        """
         tuner = self._tuner
-        bus = min(tuner["tree_share"] * self._bus(group), self._per_channel(self._of["tree"][min(group.nodes, 3) - 1]))
+        bus = self._bus(group, of_cards=2.0 if group.nodes == 2 else 1.0)
+        bus = min(tuner["tree_share"] * bus, self._per_channel(self._of["tree"][min(group.nodes, 3) - 1]))
         for protocol in self._protocols(group):
             rate = bus
             if protocol == LL:
@@ -209,10 +213,10 @@ class Nccl:
         in_us = num_bytes * (group.local - 1) / n / self._between_peers(group) if group.local > 1 else 0.0
         return self._choice("peers", SIMPLE, latency_us, max(in_us, out_us), group)
 
-    def _bus(self, group: Group) -> float:
-        """Bytes/us of the slowest link of the group's rings."""
+    def _bus(self, group: Group, of_cards: float = 1.0) -> float:
+        """Bytes/us of the slowest link of the group's rings; ``of_cards``: bytes in a ring for each byte that a card sends."""
         within = self._ring_share * self._links(group.local) if group.local > 1 else math.inf
-        return min(within, self._share(group)) if group.nodes > 1 else within
+        return min(within, of_cards * self._share(group)) if group.nodes > 1 else within
 
     def _between_peers(self, group: Group) -> float:
         share = self._ring_share if self._on_pcie else self._peer_share
