@@ -28,7 +28,7 @@ lora                   adapters that are trained instead of the weights, by the 
 loss_chunk_tokens      tokens whose logits and loss are computed at once (``engine.loss_chunk_tokens``)
 document_mask          true: tokens attend only within their document (``job.document_mask``)
 graphs                 parts of a block in CUDA graphs, by the source's recipe of that release (``engine.cuda_graph_modules``); absent = none
-dispatcher, expert_overlap    Megatron's moe_token_dispatcher_type (alltoall, flex) and overlap_moe_expert_parallel_comm; absent = as the engine does by itself
+dispatcher, expert_overlap    moe_token_dispatcher_type (alltoall, flex; of Megatron and torchtitan) and Megatron's overlap_moe_expert_parallel_comm; absent = as the engine does by itself
 flash_attention, torch_compile, async_tp    whether they were used; async_tp absent = as the engine does by itself
 measured               step_time_s, or tokens_per_s_per_gpu (``derived`` may hold a step time reckoned from FLOP/s);
                        memory_gib (allocated, 2**30), memory_reserved_gib, memory_gb_reported (10**9 bytes, what the

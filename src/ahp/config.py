@@ -308,7 +308,7 @@ HELP: dict[str, str] = {
     "engine.loss_chunk_tokens": "tokens whose logits and loss are in memory at a time; null = all of a micro-batch",
     "engine.offload_optimizer": "whether AdamW's moments are in host memory, and are copied to the GPU for each update",
     "engine.enable_async_tensor_parallel": "whether collectives of sequence parallelism overlap with products, piece by piece; AHP's own runtime does not",
-    "engine.moe_token_dispatcher_type": "alltoall: NCCL sends a token once for each of its experts; flex: once to each node (Megatron)",
+    "engine.moe_token_dispatcher_type": "alltoall: NCCL sends a token once for each of its experts; flex: once to each node (Megatron; torchtitan's standard and deepep)",
     "engine.overlap_moe_expert_parallel_comm": "whether tokens travel to experts beside the opposite pass of another micro-batch (Megatron)",
     "engine.cuda_graph_modules": "parts of a block that are launched as one CUDA graph (Megatron): attn, moe_router",
     "engine.version": "the release of the engine that is priced; AHP's own runtime is the installed one",

@@ -371,7 +371,7 @@ class EngineChoice(Record):
     enable_async_tensor_parallel: bool | None = None
     """Whether collectives of sequence parallelism run in pieces overlapped with products that read or make their data; None = the engine's default."""
     moe_token_dispatcher_type: Literal["alltoall", "flex"] | None = None
-    """alltoall: NCCL sends a token once for each of its experts; flex: DeepEP or HybridEP, once to each node. None = as in the engine's recipes."""
+    """alltoall: NCCL sends a token once for each of its experts; flex: DeepEP or HybridEP, once to each node. None = as in recipes; torchtitan: alltoall."""
     overlap_moe_expert_parallel_comm: bool | None = None
     """Whether tokens travel to experts beside the opposite pass of another micro-batch; None = where expert ranks span nodes, as in recipes."""
     cuda_graph_modules: tuple[Literal["attn", "moe_router"], ...] | None = None

@@ -20,7 +20,8 @@ from ahp.schedule.registry import SCHEDULES
         ("deepspeed", {}, {}, {"offload_optimizer": True}, "engine.offload_optimizer = True"),
         ("torchtitan", {}, {}, {"enable_async_tensor_parallel": True}, "engine.enable_async_tensor_parallel = True"),
         ("deepspeed", {}, {}, {"enable_async_tensor_parallel": True}, "engine.enable_async_tensor_parallel = True"),
-        ("torchtitan", {}, {}, {"moe_token_dispatcher_type": "flex"}, "engine.moe_token_dispatcher_type = 'flex'"),
+        ("deepspeed", {}, {}, {"moe_token_dispatcher_type": "flex"}, "engine.moe_token_dispatcher_type = 'flex'"),
+        ("torchtitan", {}, {}, {"overlap_moe_expert_parallel_comm": True}, "engine.overlap_moe_expert_parallel_comm = True"),
         ("accelerate", {}, {}, {"overlap_moe_expert_parallel_comm": False}, "engine.overlap_moe_expert_parallel_comm = False"),
         ("ahp", {}, {}, {"moe_token_dispatcher_type": "alltoall"}, "engine.moe_token_dispatcher_type = 'alltoall'"),
         ("torchtitan", {}, {}, {"cuda_graph_modules": ("attn",)}, "engine.cuda_graph_modules = ('attn',)"),
@@ -46,6 +47,24 @@ def test_refused_by_the_users_own_key(name, layout, job, choice, key):
     assert reason is not None
     in_pipeline = " in a pipeline" if "pipeline_parallel_degree" in layout and key == "zero_stage = 3" else ""
     assert reason.startswith(f"{key}: {name} cannot run this{in_pipeline} (valid: ")
+
+
+@pytest.mark.parametrize(
+    ("layout", "version", "valid"),
+    [
+        ({"data_parallel_shard_degree": 8, "expert_parallel_degree": 8}, "2025-12-16", "or engine.version 0.2.1"),
+        ({"data_parallel_shard_degree": 8, "expert_parallel_degree": 8}, "0.2.1", None),
+        ({"data_parallel_shard_degree": 8}, None, "or expert_parallel_degree above 1"),
+        ({"data_parallel_shard_degree": 4, "tensor_parallel_degree": 2, "expert_parallel_degree": 4}, None, "or expert_tensor_parallel_degree 1"),
+        ({"data_parallel_shard_degree": 4, "tensor_parallel_degree": 2, "enable_sequence_parallel": True, "expert_parallel_degree": 8}, None, None),
+    ],
+)  # fmt: skip
+def test_torchtitan_has_deepep_for_whole_experts_of_several_ranks_since_december_2025(layout, version, valid):
+    choice = EngineChoice(name="torchtitan", moe_token_dispatcher_type="flex", version=version)
+    reason = get("torchtitan").refuses(Job(), Parallelism(zero_stage=3, **layout), choice)
+    assert reason is None if valid is None else reason is not None and f"(valid: null, alltoall; {valid}" in reason
+    alltoall = choice.model_copy(update={"moe_token_dispatcher_type": "alltoall"})
+    assert get("torchtitan").refuses(Job(), Parallelism(zero_stage=3, **layout), alltoall) is None
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.name)

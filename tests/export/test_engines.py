@@ -481,6 +481,32 @@ def test_how_megatron_sends_tokens_to_experts_is_written_and_read() -> None:
     assert "engine.moe_token_dispatcher_type" not in EXPERTS.read({"--expert-model-parallel-size": 8})
 
 
+def for_torchtitan(version: str, sends: str | None, model: str) -> dict[str, Any]:
+    """torchtitan's settings for a plan with eight expert ranks."""
+    choice = EngineChoice(name="torchtitan", moe_token_dispatcher_type=sends)  # type: ignore[arg-type]
+    layout = Parallelism(data_parallel_shard_degree=8, zero_stage=3, expert_parallel_degree=8)
+    plan = Plan(model=MODEL, job=Job(global_batch_size=64), parallelism=layout, engine=choice)
+    return dict(torchtitan.FORMATS[version].dialect.settings(Subject(plan, LAYERS, model))[0])
+
+
+def test_how_torchtitan_sends_tokens_to_experts_is_written_and_read() -> None:
+    key, ours = "parallelism.expert_parallel_comm_backend", "engine.moe_token_dispatcher_type"
+    read = torchtitan.FORMATS["0.2.2"].dialect.read
+    for sends, theirs in (("flex", "deepep"), ("alltoall", "standard")):
+        settings = for_torchtitan("0.2.2", sends, "deepseek_v3/671B")
+        assert settings[key] == theirs
+        assert read(settings).fields[ours] == sends
+    assert key not in for_torchtitan("0.2.2", None, "deepseek_v3/671B")
+    assert ours not in read({key: "deepep"}).fields  # "No effect .. when ep = 1" (config/job_config.py)
+    unread = read({key: "hybridep", "parallelism.expert_parallel_degree": 8}).unread
+    assert any("AHP knows standard, deepep" in why for why, _ in unread)
+    with pytest.raises(NotExpressible, match=r"DeepEP of 0.2.2 is for deepseek_v3 alone, not for qwen3/30B-A3B"):
+        for_torchtitan("0.2.2", "flex", "qwen3/30B-A3B")
+    with pytest.raises(NotExpressible, match=r"'flex': from 0.3.0 on .*--target-version 0.2.2"):
+        for_torchtitan("0.3.0", "flex", "deepseek_v3/deepseek_v3_671b")
+    assert key not in for_torchtitan("0.3.0", "alltoall", "deepseek_v3/deepseek_v3_671b")
+
+
 @pytest.mark.parametrize(
     ("cluster", "engine", "said"),
     [

@@ -155,6 +155,16 @@ def test_megatrons_own_flags_say_how_tokens_travel():
     assert RANKS_OF_FOUR / 4 < waits_s(1, **{sends: "flex", beside: False}) / experts_s(1, "deepspeed") < 0.98
 
 
+def test_deepep_of_torchtitan_sends_a_token_once_and_sorts_nothing():
+    def waits_s(nodes: int, sends: str | None) -> float:
+        return experts_s(nodes, {"name": "torchtitan", "compile": True, "moe_token_dispatcher_type": sends})
+
+    of_megatron = {"name": "megatron", "overlap_moe_expert_parallel_comm": False, "moe_token_dispatcher_type": "flex"}
+    for nodes in (1, 2):
+        assert waits_s(nodes, "flex") == pytest.approx(experts_s(nodes, of_megatron))
+        assert waits_s(nodes, None) == waits_s(nodes, "alltoall") > 1.1 * waits_s(nodes, "flex")
+
+
 def test_a_graph_launches_attention_and_router_in_place_of_the_host():
     def host_s(parts: list[str] | None, **keys: object) -> float:
         engine = {"name": "megatron", "cuda_graph_modules": parts}

@@ -10,7 +10,14 @@ from ahp.forecast.communication import Network
 from ahp.forecast.dispatch import sorted_s
 from ahp.forecast.efficiency import Rates
 from ahp.forecast.group import Group
-from ahp.forecast.titan_experts import ADDED_ADDRESSES, BATCHED_ADDRESSES, PUT_ADDRESSES, SCALED_BYTES, moved_by_torch
+from ahp.forecast.titan_experts import (
+    ADDED_ADDRESSES,
+    ATOMIC_BYTES,
+    BATCHED_ADDRESSES,
+    PUT_ADDRESSES,
+    SCALED_BYTES,
+    moved_by_torch,
+)
 from ahp.forecast.units import UnitPricer
 from ahp.graph.kept import analyze
 from ahp.graph.operators import Operator, TensorSpec
@@ -52,6 +59,16 @@ def test_a_batched_product_is_slow_in_the_backward_pass(qwen):
     _, forward, backward = of_phase(segment, moved_by_torch(segment, "batched", compiled=False))
     assert forward == [PUT_ADDRESSES]
     assert sorted(backward) == [ADDED_ADDRESSES, BATCHED_ADDRESSES]
+
+
+def test_with_deepep_both_sums_are_atomic(qwen):
+    segment = qwen.blocks[0]
+    assert of_phase(segment, moved_by_torch(segment, "atomic", compiled=True)) == (ATOMIC_BYTES[0], [], [])
+    assert of_phase(segment, moved_by_torch(segment, "atomic", compiled=False)) == (
+        ATOMIC_BYTES[1],
+        [PUT_ADDRESSES],
+        [PUT_ADDRESSES],
+    )
 
 
 def test_a_segment_without_experts_has_none_of_it(qwen):

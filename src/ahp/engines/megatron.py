@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ahp.engines import releases, steps
 from ahp.engines.engine import Engine
 from ahp.engines.host import host
-from ahp.engines.support import Support
+from ahp.engines.support import DISPATCH, Support
 from ahp.engines.traits import (
     ALL_ELEMENTS,
     ContextTraits,
@@ -36,7 +36,7 @@ SUPPORT = Support(
     zero_stages_in_pipeline=(1,),
     compile=False,
     async_tensor="always",
-    dispatchers=True,
+    dispatch=tuple(DISPATCH),
     recomputed_layers="the same",
     folds_experts="where needed",
     mesh_orders=(AXES, ("dp_replicate", "dp_shard", "pp", "cp", "tp")),

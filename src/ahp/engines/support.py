@@ -41,8 +41,8 @@ class Support:
     """Orders in which the engine can number ranks; axes with a degree of 1 do not count."""
     recomputed_layers: Literal["none", "the same"] = "none"
     """Whether a stage can recompute only some of its blocks: no, or the same number of blocks in every stage, in full."""
-    dispatchers: bool = False
-    """Whether the keys of ``refuses_dispatch`` can be chosen."""
+    dispatch: tuple[str, ...] = ()
+    """Which keys of ``DISPATCH`` can be chosen."""
 
     def refuses(self, engine: str, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
         """The first thing that the engine cannot express, as ``key = value: rule (valid: ...)``."""
@@ -93,7 +93,7 @@ class Support:
             return _cannot(engine, "engine.compile", True, [False])
         if reason := self._refuses_async(engine, choice):
             return reason
-        if not self.dispatchers and (reason := refuses_dispatch(engine, choice)):
+        if reason := refuses_dispatch(engine, choice, self.dispatch):
             return reason
         if (
             choice.cuda_graph_modules and p.activation_checkpoint == "full"
@@ -183,9 +183,17 @@ def _cannot(engine: str, key: str, value: object, valid: Sequence[object]) -> st
     return f"{key} = {value!r}: {engine} cannot run this (valid: {listed(valid)})"
 
 
-def refuses_dispatch(engine: str, choice: EngineChoice) -> str | None:
-    """Why an engine without Megatron's dispatchers and graphs cannot run what was asked, or None."""
-    for key in ("moe_token_dispatcher_type", "overlap_moe_expert_parallel_comm", "cuda_graph_modules"):
-        if (value := getattr(choice, key)) is not None:
-            return _cannot(engine, f"engine.{key}", value, ["null; or engine.name megatron"])
+DISPATCH = {
+    "moe_token_dispatcher_type": "megatron or torchtitan",
+    "overlap_moe_expert_parallel_comm": "megatron",
+    "cuda_graph_modules": "megatron",
+}
+"""Keys for how tokens reach experts and what one CUDA graph launches, with the engines that have them."""
+
+
+def refuses_dispatch(engine: str, choice: EngineChoice, keys: tuple[str, ...] = ()) -> str | None:
+    """Why an engine that has only ``keys`` of ``DISPATCH`` cannot run what was asked, or None."""
+    for key, engines in DISPATCH.items():
+        if key not in keys and (value := getattr(choice, key)) is not None:
+            return _cannot(engine, f"engine.{key}", value, [f"null; or engine.name {engines}"])
     return None

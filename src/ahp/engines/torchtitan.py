@@ -35,6 +35,7 @@ SUPPORT = Support(
     precisions=("fp32", "bf16", "fp8"),
     dtypes=("fp32", "bf16"),
     async_tensor="compiled",
+    dispatch=("moe_token_dispatcher_type",),
     folds_experts="always",  # distributed/parallel_dims.py: ep spans dp_shard x cp x tp, innermost first; until 0.2.2 where expert_tensor_parallel_degree is 1
     schedules=tuple(schedule.name for schedule in SCHEDULES.values() if schedule.in_torch),
 )
@@ -52,7 +53,7 @@ class TorchtitanEngine(Engine):
 
     def refuses(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
         """The reason why it cannot run the layout (key, value, rule), or None."""
-        return SUPPORT.refuses(self.name, job, parallelism, choice)
+        return SUPPORT.refuses(self.name, job, parallelism, choice) or _refuses_deepep(parallelism, choice)
 
     def no_key_for(self, job: Job, parallelism: Parallelism, choice: EngineChoice) -> str | None:
         """Why torchtitan's own configuration cannot express the layout (key, value, rule), or None; the caller has checked ``refuses`` first."""
@@ -89,6 +90,7 @@ class TorchtitanEngine(Engine):
             return releases.has(self.name, feature, choice.version)
 
         compiled_loss = bool(choice.compile) and has("compiled_loss")
+        deepep = choice.moe_token_dispatcher_type == "flex"
         sorts_by_torch = has("experts_by_torch") and not (choice.compile and has("compiled_experts"))
         return Traits(
             states=StateTraits(
@@ -131,9 +133,16 @@ class TorchtitanEngine(Engine):
                 keeps_cudnn_attention=has("keeps_cudnn_attention"),
                 sends_again="gathers",  # results of reduce-scatters are on the list of what to keep
             ),
-            # models/common/token_dispatcher.py, AllToAllTokenDispatcher: _permute, _unpermute
-            experts=ExpertTraits(folded=SUPPORT.folded(parallelism), sorts_arrived=True, sorts_by_torch=sorts_by_torch),
-            kernels=_kernels(has, compiled=bool(choice.compile)),
+            experts=ExpertTraits(
+                folded=SUPPORT.folded(parallelism),
+                tokens_once_to_a_node=deepep,
+                tokens_once_to_a_rank=deepep,
+                # models/common/token_dispatcher.py, AllToAllTokenDispatcher: _permute, _unpermute. distributed/deepep/deepep.py orders tokens only once,
+                # where they arrive, and waits for dispatch and combine.
+                sorts_arrived=not deepep,
+                sorts_by_torch=sorts_by_torch,
+            ),
+            kernels=_kernels(has, compiled=bool(choice.compile), deepep=deepep),
             host=HostTraits(
                 operators_per_unit=casts if job.precision == "fp8" else 0,
                 launches_per_operator=host.value("eager_launches"),
@@ -145,10 +154,27 @@ class TorchtitanEngine(Engine):
         )
 
 
-def _kernels(has: Callable[[str], bool], *, compiled: bool) -> KernelTraits:
+def _refuses_deepep(p: Parallelism, choice: EngineChoice) -> str | None:
+    """v0.2.2, models/llama4/infra/parallelize.py: DeepEP raises without expert ranks, and where tensor-parallel ranks divide experts."""
+    if choice.moe_token_dispatcher_type != "flex":
+        return None
+    words, other = "engine.moe_token_dispatcher_type = 'flex'", "null, alltoall"
+    if not releases.has("torchtitan", "deepep", choice.version):
+        rule = f"torchtitan of {choice.version} does not have DeepEP"
+        return f"{words}: {rule} (valid: {other}; or engine.version 0.2.1)"
+    if p.expert_parallel_degree == 1:
+        rule = "torchtitan has no DeepEP on a single expert rank"
+        return f"{words}: {rule} (valid: {other}; or expert_parallel_degree above 1)"
+    if p.tensor_parallel_degree > 1 and not SUPPORT.folded(p):
+        rule = "DeepEP sends tokens to whole experts"
+        return f"{words}: {rule} (valid: {other}; or expert_tensor_parallel_degree 1, with enable_sequence_parallel)"
+    return None
+
+
+def _kernels(has: Callable[[str], bool], *, compiled: bool, deepep: bool) -> KernelTraits:
     """``has``: whether the release has a feature."""
     of_cudnn = {"hopper": "cudnn_attention", "blackwell": "cudnn_attention_on_blackwell"}
-    summed = "scattered" if has("scattered_sum") else "batched"
+    summed = "atomic" if deepep else "scattered" if has("scattered_sum") else "batched"
     return KernelTraits(
         fusion="fused" if compiled else "modules" if has("norm_kernel") else "eager",
         fusion_at_the_ends="modules",  # 0.2.2, models/llama3/infra/parallelize.py: apply_compile takes only blocks

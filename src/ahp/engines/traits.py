@@ -18,7 +18,7 @@ Selective = Literal["core", "beside_products", "every_second_product"]
 SendsAgain = Literal["nothing", "gathers", "all"]
 Receives = Literal["one", "waiting", "all"]
 FewKeys = Literal["refused", "whole", "gathered"]
-SumOfExperts = Literal["scattered", "batched"]
+SumOfExperts = Literal["scattered", "batched", "atomic"]
 
 WHOLE_DOCUMENTS: tuple[ContextWay, ...] = ("all-to-all",)
 """Ways of sharing sequences in which a rank has all tokens in attention, and so whole documents."""

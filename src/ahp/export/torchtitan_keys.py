@@ -231,6 +231,29 @@ def _async(key: str) -> Rule:
     )
 
 
+BACKEND, DISPATCHER = P + "expert_parallel_comm_backend", "engine.moe_token_dispatcher_type"
+BACKENDS = {"alltoall": "standard", "flex": "deepep"}
+"""torchtitan's names of how tokens reach experts."""
+
+
+def _write_backend(s: Subject) -> Settings:
+    asked = s.plan.engine.moe_token_dispatcher_type
+    if asked == "flex" and s.model.partition("/")[0] != "deepseek_v3":  # models/moe/moe.py, build_moe
+        rule = f"DeepEP of 0.2.2 is for deepseek_v3 alone, not for {s.model}"
+        raise NotExpressible(f"{DISPATCHER} = 'flex': {rule} (valid: null, alltoall; or --model deepseek_v3/FLAVOR)")
+    return {} if asked is None else {BACKEND: BACKENDS[asked]}
+
+
+def _read_backend(settings: Settings) -> Fields:
+    asked = settings.get(BACKEND)
+    if asked is None or degree(settings, "expert_parallel_degree") == 1:
+        return {}
+    names = {theirs: ours for ours, theirs in BACKENDS.items()}
+    if asked not in names:
+        raise Unreadable(f"{BACKEND} = {asked!r}: AHP knows {', '.join(names)}")
+    return {DISPATCHER: names[asked]}
+
+
 COMMON: tuple[Rule, ...] = (
     *(size(P + name, name, _least(name)) for name in DEGREES),
     SHARDING,
@@ -309,6 +332,7 @@ TOML_022 = Dialect(
         precision(converters="model.converters"),
         _async(P + "enable_async_tensor_parallel"),
         same(ETP, ETP, skip=None),
+        Rule((BACKEND,), (DISPATCHER,), _write_backend, _read_backend),
     ),
     other=(*OTHER, "model.hf_assets_path", "model.tokenizer_path", "model.print_after_conversion"),
 )
@@ -326,6 +350,14 @@ def _whole_experts() -> Rule:
         return {}
 
     return Rule((), (ETP,), write, lambda settings: {})
+
+
+def _write_no_backend(s: Subject) -> Settings:
+    """``moe_comm_backend`` is an argument of the function that makes the model (models/*/__init__.py, model_registry)."""
+    if s.plan.engine.moe_token_dispatcher_type == "flex":
+        rule = "from 0.3.0 on it is a part of the model's own definition, which no key changes"
+        raise NotExpressible(f"{DISPATCHER} = 'flex': {rule} (valid: null, alltoall; or --target-version 0.2.2)")
+    return {}
 
 
 def _write_graphs(s: Subject) -> Settings:
@@ -350,6 +382,7 @@ def _python(version: str, batch: tuple[Rule, ...], source: str) -> Dialect:
             precision(converters=None),
             _async("compile.enable_async_tensor_parallel"),
             _whole_experts(),
+            Rule((), (DISPATCHER,), _write_no_backend, lambda settings: {}),
             Rule((GRAPHS,), (), _write_graphs, lambda settings: {}),
             understood(*MODEL_KEYS),
         ),

@@ -3,6 +3,7 @@ results of a token's experts are summed.
 
 Ordering is ``x[indices]``, whose gradient torch sorts and adds row by row (aten/native/cuda/Indexing.cu, indexing_backward_kernel). The sum is a
 deterministic ``scatter_add``, which is the same kernel (torch 2.13, TensorAdvancedIndexing.cpp, _scatter_via_index_put), or was a batched product in fp32.
+With DeepEP ordering is ``index_select``, whose gradient is ``index_add``, and the sum is ``scatter_add``; both add atomically.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ product of one column with one row, 6 to 9 ms for 65,536 tokens of 8 copies of 2
 
 SCALED_BYTES = (2.0, 18.0)
 """What a scatter moves beyond that: results times their weights written, by one kernel, or by three (a cast, a product, a cast)."""
+
+ATOMIC_BYTES = (6.0, 10.0)
+"""What an atomic sum moves beyond that, as if each copy had a row of its own (1.1 share one of 8 experts of 256 on 32 ranks): zeros (2) and what they are
+before and after the sum (4); without a compiler the results times their weights too, written and read (4). pytorch/torchtitan 36a4b6942,
+distributed/deepep/deepep.py, _unpermute_tokens and combine_tokens."""
 
 
 class OfExperts(NamedTuple):
@@ -52,6 +58,12 @@ def moved_by_torch(segment: Segment, summed: SumOfExperts, *, compiled: bool) ->
     if len(ordered) < 2 or len(added) < 2:
         return found
     results, gradients = ordered[-1].index, added[0].index
+    if summed == "atomic":
+        # aten/native/cuda/ScatterGatherKernel.cu and Indexing.cu, indexFuncLargeIndex: an address for each element; what an atomic sum takes besides is unknown.
+        found.more_bytes[results] = ATOMIC_BYTES[not compiled] * copies.numel
+        if not compiled:
+            found.addresses[results] = found.addresses[added[-1].index] = PUT_ADDRESSES * copies.numel
+        return found
     if summed == "scattered":
         found.more_bytes[results] = SCALED_BYTES[not compiled] * copies.numel
         found.addresses[results] = ADDED_ADDRESSES * copies.numel
