@@ -5,6 +5,7 @@ import pytest
 from ahp.engines.registry import get
 from ahp.forecast.axes import ALONE, axes_of
 from ahp.forecast.communication import Network
+from ahp.forecast.efficiency import Rates
 from ahp.forecast.overlap import CONTENTION
 from ahp.forecast.pricer import slowest_share
 from ahp.forecast.rules import asynchronous
@@ -140,10 +141,47 @@ def test_async_tensor_parallelism_needs_sequence_parallelism():
 
 def test_a_ring_hides_keys_and_values_behind_attention(llama):
     layout = Parallelism(context_parallel_degree=4)
-    ring, gathered = block(llama, "megatron", layout), block(llama, "torchtitan", layout)
+    ring, gathered = block(llama, "megatron", layout), block(llama, "deepspeed", layout)
     assert 0 < ring.context.forward_s < gathered.context.forward_s
     assert gathered.context.forward_s - ring.context.forward_s <= 0.75 * ring.times.attention.device_s + 1e-12
     assert gathered.context.backward_s == 2 * gathered.context.forward_s
+
+
+@pytest.mark.parametrize(("compiled", "joined", "added"), [(True, 10, 10), (False, 38, 18)])
+def test_torch_gathers_keys_of_all_queries_and_sends_gradients_in_fp32_after_each_round(llama, compiled, joined, added):
+    nodes, layout, ranks = make_cluster(per_node=4).groups[0], Parallelism(context_parallel_degree=4), 4
+    queries, keys = 256 * 8 * 64, 256 * 4 * 64
+    rates = Rates(nodes.device, None, 1)
+
+    def by_hand_s(times_keys):
+        gather_s = Network(nodes).time_s("all_gather", 2 * times_keys * keys * 2, axes_of(layout, 4).context)
+        # Each rank joins the results of three rounds with its first one, and sends gradients twice as wide after each of four.
+        forward_s = gather_s + 3 * rates.element_wise_s(joined * queries / ranks, 0, "float32")
+        gradients = queries + 2 * times_keys * keys
+        backward_s = gather_s * (1 + 2 * ranks / 3) + 4 * rates.element_wise_s(added * gradients / ranks, 0, "float32")
+        return forward_s, backward_s
+
+    for version, times_keys in (("2026-01-26", 2), ("2026-01-27", 1)):  # keys were repeated for each query until then
+        choice = EngineChoice(name="torchtitan", version=version, compile=compiled)
+        found = block(llama, "torchtitan", layout, choice=choice).context
+        assert (found.forward_s, found.backward_s) == pytest.approx(by_hand_s(times_keys))
+        assert found.again_s == found.forward_s
+    accelerate = block(llama, "accelerate", layout, choice=EngineChoice(name="accelerate", compile=compiled)).context
+    assert (accelerate.forward_s, accelerate.backward_s) == pytest.approx(by_hand_s(1))
+
+
+def test_a_ring_of_the_runtime_joins_rounds_in_fp32_besides_what_it_hides(llama):
+    layout = Parallelism(context_parallel_degree=4, context_parallel_method="ring")
+    rates = Rates(make_cluster(per_node=4).groups[0].device, None, 1)
+    found = block(llama, "ahp", layout).context
+    joined_s = 3 * rates.element_wise_s(18 * 256 * 8 * 64 / 4, 0, "float32")
+    added_s = 4 * rates.element_wise_s(10 * 256 * (8 + 4 + 4) * 64 / 4, 0, "float32")
+    gather_s = Network(make_cluster(per_node=4).groups[0]).time_s(
+        "all_gather", 2 * 256 * 4 * 64 * 2, axes_of(layout, 4).context
+    )
+    assert found.forward_s + found.hidden_forward_s > gather_s + joined_s
+    assert found.forward_s - joined_s < gather_s
+    assert added_s < found.backward_s < added_s + gather_s * (1 + 2 * 4 / 3)
 
 
 def test_selective_recompute_sends_again_by_all_to_all_and_not_around_a_ring(llama):

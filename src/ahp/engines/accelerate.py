@@ -6,6 +6,7 @@ from ahp.engines import fsdp2, releases
 from ahp.engines.engine import Engine
 from ahp.engines.host import host
 from ahp.engines.support import Support
+from ahp.engines.torch_ring import torch_ring
 from ahp.engines.traits import GatherTraits, GradientTraits, HostTraits, KernelTraits, ReduceTraits, StateTraits, Traits
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -86,6 +87,8 @@ class AccelerateEngine(Engine):
                 keeps_buckets=ddp,
                 on_own_stream=sharded,
             ),
+            # accelerator.py, maybe_context_parallel
+            context=torch_ring(compiled=bool(choice.compile)),
             kernels=KernelTraits(
                 fusion="fused" if choice.compile else "modules",
                 attention=None if choice.compile else "flash1",

@@ -168,6 +168,8 @@ def _traits(
         context=ContextTraits(
             ways=ways,
             sums_bytes=4,  # runtime/sequence/ring.py
+            # _join: a cast (6) and a sum weighted in place (12); gradients are added (10)
+            joined_bytes=(18.0, 10.0),
         ),
         pipeline=PipelineTraits(receives="waiting"),  # runtime/pipeline/torch_compat.py, receive_in_turn
         recompute=RecomputeTraits(

@@ -15,6 +15,7 @@ from ahp.engines.fp8 import (
 )
 from ahp.engines.host import host
 from ahp.engines.support import Support
+from ahp.engines.torch_ring import torch_ring
 from ahp.engines.traits import (
     ExpertTraits,
     GradientTraits,
@@ -121,6 +122,8 @@ class TorchtitanEngine(Engine):
                 # torch 2.13 distributed/tensor/parallel/loss.py, _nll_loss_and_log_softmax_backward: (grad_input + exp(x)) * grad_output
                 loss_copies=None if compiled_loss else 3.0,
             ),
+            # 3f20451b, models/llama/model.py: repeat_kv before F.scaled_dot_product_attention
+            context=torch_ring(compiled=bool(choice.compile), repeats_keys=has("repeated_keys")),
             pipeline=PipelineTraits(
                 receives="all",
                 torch_orders=True,

@@ -189,7 +189,13 @@ class ContextTraits(NamedTuple):
     values are gathered first. ring: they go round while attention computes on those that have arrived. all-to-all: tokens are
     exchanged for heads, and back."""
     sums_bytes: int = 0
-    """Bytes of one element of the gradients of keys and values that go round a ring; 0 = those of keys and values."""
+    """Bytes of one element of the gradients of keys and values, which are sent once by each rank after each round, until they are back; 0 = as many as keys
+    and values have, and as often."""
+    joined_bytes: tuple[float, float] = (0.0, 0.0)
+    """Bytes that kernels move for each element where they join what the rounds of a ring bring: of the results in a forward pass, and of the gradients of
+    queries, keys and values in a backward pass."""
+    repeats_keys: bool = False
+    """Whether keys and values that several queries share are copied for each of them before they are shared."""
 
 
 class PipelineTraits(NamedTuple):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ahp.engines.fp8 import Fp8Recipe
-from ahp.engines.traits import ContextWay, ExpertTraits, Fusion, KernelTraits, TensorTraits, Traits
+from ahp.engines.traits import ContextTraits, ContextWay, ExpertTraits, Fusion, KernelTraits, TensorTraits, Traits
 from ahp.forecast.gpu import AttentionKernel, kernel_of_lengths, takes_cudnn
 
 
@@ -25,7 +25,7 @@ class KernelOptions(NamedTuple):
     tensor: TensorTraits
     experts: ExpertTraits
     context: ContextWay
-    context_sums_bytes: int
+    sharing: ContextTraits
     weight_bytes: int
     """Bytes of one weight element in the type that computes."""
     keeps_outputs: bool
@@ -89,7 +89,7 @@ class KernelOptions(NamedTuple):
             tensor=traits.tensor._replace(in_pieces=False) if on_cpu else traits.tensor,
             experts=traits.experts._replace(overlap_between_nodes=0.0) if on_cpu else traits.experts,
             context=way,
-            context_sums_bytes=traits.context.sums_bytes,
+            sharing=traits.context,
             weight_bytes=traits.states.compute_weight_bytes or traits.states.master_weight_bytes,
             keeps_outputs=traits.pipeline.keeps_outputs,
             one_graph=one_graph,

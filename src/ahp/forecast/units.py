@@ -9,7 +9,7 @@ from typing import Any
 from ahp.cached_method import cached_method
 from ahp.cluster.model import NodeGroup
 from ahp.engines.fp8 import Fp8Recipe
-from ahp.engines.traits import WHOLE_DOCUMENTS, ContextWay, Traits
+from ahp.engines.traits import WHOLE_DOCUMENTS, ContextTraits, ContextWay, Traits
 from ahp.forecast.activations import Policy, SegmentMemory
 from ahp.forecast.axes import Axes
 from ahp.forecast.chunked_head import chunked_head, num_chunks
@@ -120,8 +120,8 @@ class UnitPricer:
         return [way for way in traits.context.ways if way != "all-to-all" or not uneven]
 
     @cached_method
-    def _shared_tokens(self, of: Divided, group: Group, way: ContextWay, sums_bytes: int) -> SharedTokens:
-        return shared_tokens_s(of.attention, of.division, group, of.times, way, sums_bytes, self.rates, self._network)
+    def _shared_tokens(self, of: Divided, group: Group, way: ContextWay, how: ContextTraits) -> SharedTokens:
+        return shared_tokens_s(of.attention, of.division, group, of.times, way, how, self.rates, self._network)
 
     @cached_method
     def how(self, traits: Traits, way: ContextWay, context: int) -> KernelOptions:
@@ -220,7 +220,7 @@ class UnitPricer:
             times=of.times,
             memory=of.memory,
             tensor=tensor,
-            context=self._shared_tokens(of, axes.context, how.context, how.context_sums_bytes),
+            context=self._shared_tokens(of, axes.context, how.context, how.sharing),
             expert_s=self._expert_s(of, micro_batch_size, axes, how),
             weights=of.weights,
             # The host waits for each expert's number of tokens before it prepares the experts' products.
