@@ -53,7 +53,7 @@ def test_what_is_proposed_is_legal_and_costs_what_the_forecast_says() -> None:
 
 
 def test_layouts_that_do_not_fit_take_no_place_of_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    tight = cluster_of((L4, 1, 4), (H100, 1, 2), gbps=100, memory={"a": 1_500_000_000})
+    tight = cluster_of((L4, 1, 4), (H100, 1, 2), gbps=100, memory={"a": 1_335_000_000})
     used = problem(graph("llama"), tight, JOB, {}, {"name": "ahp", "compile": False})
     finder = _Finder(used)
     promises = sorted(finder.promising([]), key=lambda one: one.pipeline_s)
@@ -98,11 +98,18 @@ def test_ranks_share_sequences_as_the_user_has_fixed_it(method: str | None) -> N
         assert forecast(graph("llama"), SEVERAL, used.job, layout, used.engine) == priced
 
 
-def test_ranks_share_sequences_as_the_fastest_layouts_with_cells_alike_do() -> None:
-    near = Parallelism(context_parallel_degree=2, context_parallel_method="ring", data_parallel_replicate_degree=2)
-    finder = _Finder(asked())
-    ways = {(one.common.context, one.common.method) for one in finder.promising([(near, None)])}  # type: ignore[list-item]
-    assert ways == {(1, None), (2, "ring")}
+@pytest.mark.parametrize("degree", [2, 4])
+def test_two_ranks_share_sequences_and_as_many_as_in_the_fastest_layouts_with_cells_alike(degree: int) -> None:
+    near = Parallelism(context_parallel_degree=degree, context_parallel_method="ring", micro_batch_size=32)
+    finder = _Finder(problem(graph("llama"), cluster_of((L4, 1, 8), (H100, 1, 8), gbps=100), JOB, {}, {"name": "ahp"}))
+    commons = [one.common for one in finder.promising([(near, None)])]  # type: ignore[list-item]
+    assert {(one.context, one.method) for one in commons} == {
+        (1, None),
+        (2, "ring"),
+        (2, "all-to-all"),
+        (degree, "ring"),
+    }
+    assert {one.whole for one in commons} >= {1, 2, 4, 8}
 
 
 def test_experts_that_no_ranks_share_are_offered_and_those_with_a_balance_loss_are_not() -> None:

@@ -31,19 +31,20 @@ from ahp.search.space import Rule
 
 @dataclass(frozen=True)
 class Budget:
-    """How much to place where the best cannot be proven."""
+    """How much to place where the best cannot be proven. [Empirical] Twice as much took 15 to 40 % longer on eight problems and found nothing better
+    in the mean (docs/decisions/mixed-search.md)."""
 
-    shapes: int = 40
+    shapes: int = 20
     """Shapes of each kind that may win and have too many placements to look at all."""
-    forecasts: int = 40
+    forecasts: int = 20
     """Shapes put off until the end that are priced then, the most promising first."""
-    exact: int = 1500
+    exact: int = 750
     """Forecasts after which queues stop. [Empirical] GPT-2 on 4 H100 and 4 A100: 4,000 found the same step time, in 19.6 s instead of 7.2."""
-    near: int = 150
+    near: int = 60
     """Shapes near the fastest that are looked at in a row without finding a faster one."""
     every: bool = True
     """Whether to look at all placements of a shape where they are few; else the best of its families stand for them."""
-    several: int = 8
+    several: int = 4
     """How many of the fastest shapes with one stage per rank are tried again with several stages per rank."""
 
 

@@ -39,7 +39,7 @@ ROUNDING = 1e-9
 """The largest relative difference between sums added in another order."""
 
 BRIEFLY = Budget(shapes=15, forecasts=4, exact=400, near=40, several=1)
-"""[Empirical] A tenth of a full search, for questions about changes to a cluster whose best layout is known; the explanation of a plan asks
+"""[Empirical] A part of a full search, for questions about changes to a cluster whose best layout is known; the explanation of a plan asks
 six. The best layout is mostly the same one or near it."""
 
 

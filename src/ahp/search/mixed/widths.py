@@ -41,8 +41,8 @@ ONE = ("expert_parallel_degree", "virtual_stages_per_rank")
 """Keys that must be 1 with stages of different width. Where the user gives more, no such layout is tried."""
 MOST_STAGES = 4
 """The most stages of a group in each replica: many narrow stages wait longer than a few wide ones."""
-MOST_WAYS = 3
-"""The most ways to share sequences that are tried: not sharing them, and the ways of the fastest layouts with cells alike."""
+FEW = (1, 2, 4, 8, 16, 32)
+"""Sequences of a replica's micro-batch that are tried besides those of the fastest layouts with cells alike."""
 LOOKED_AT, PRICED, IMPROVED, MOVES = 512, 64, 4, 12
 """How many of the most promising layouts are looked at, until so many fit and are priced; how many of the fastest are improved, and the most
 layers moved. [Empirical] On three types of devices x 256 with compiled blocks the first 146 do not fit, and the 28th that does leads to the fastest plan."""
@@ -160,7 +160,7 @@ class _Finder:
     def _commons(self, near: Sequence[Parallelism]) -> Iterator[Common]:
         """What all stages can have in common: the user's values, else those of the layouts ``near`` and small ones."""
         given = self.asked.constraints.given
-        sizes = {layout.micro_batch_size * layout.data_parallel_shard_degree for layout in near} | {1, 2}
+        sizes = {layout.micro_batch_size * layout.data_parallel_shard_degree for layout in near} | {*FEW}
         replicas = {layout.data_parallel_replicate_degree for layout in near} | {1, 2}
         if (size := given.get("micro_batch_size")) is not None:
             sizes = {size}
@@ -170,13 +170,14 @@ class _Finder:
         return (Common(whole, count, degree, method) for whole, count, (degree, method) in every)
 
     def _ways(self, near: Sequence[Parallelism]) -> list[tuple[int, ContextMethod | None]]:
-        """Context-parallel degrees, each with its method."""
+        """Context-parallel degrees, each with its method; the user's, else 1, 2 and those of the fastest layouts with cells alike."""
         constraints = self.asked.constraints
         degree, method = constraints.context_parallel_degree, constraints.context_parallel_method
         ways: list[tuple[int, ContextMethod | None]] = [] if method else [(1, None)]
         if degree is None:
+            ways.extend((2, way) for way in self.asked.context_methods(2) if method in (None, way))
             ways.extend((layout.context_parallel_degree, layout.context_parallel_method) for layout in near)
-            return list(dict.fromkeys(ways))[:MOST_WAYS]
+            return list(dict.fromkeys(ways))
         if degree == 1:
             return ways
         ways = [(degree, method)]
