@@ -38,6 +38,7 @@ def test_the_table_is_whole() -> None:
         ("V100-SXM-32GB", 4, None, 1 / 3),
         ("V100-SXM-32GB", 8, True, None),  # half of an HGX-2
         ("MI300X", 8, None, 1 / 7),
+        ("MI325X", 4, None, 1 / 7),  # half of a node
         ("H100-SXM-80GB", 4, None, None),
         ("H100-SXM-80GB", 4, True, None),
         ("H100-SXM-80GB", 4, False, 1 / 3),
