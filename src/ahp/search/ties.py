@@ -11,9 +11,9 @@ from ahp.search.pairs import Pair
 from ahp.words import WORTH_TELLING, percent
 
 TIED = 0.02
-"""Share of the step by which a layout may be forecast slower than the fastest and still be tied with it. Of 380 pairs of layouts
+"""Share of the step by which a layout may be forecast slower than the fastest and still be tied with it. Of 381 pairs of layouts
 that one source measured with the same model, devices and batch and that are forecast less than 2 % apart, 54 % are in the
-right order; of 129 that are 2 to 3 % apart, 64 % (docs/accuracy.md, What the order can tell apart)."""
+right order; of 124 that are 2 to 3 % apart, 66 % (docs/accuracy.md, What the order can tell apart)."""
 
 
 def complexity(layout: Parallelism) -> tuple[int, ...]:
