@@ -80,6 +80,8 @@ def test_torchtitan_by_day() -> None:
     assert (old.kernels.flash2_on, between.kernels.flash2_on) == (("hopper", "blackwell"), ())
     assert traits("0.1.0").kernels.flash2_on == ("hopper",)
     assert (between.recompute.keeps_cudnn_attention, new.recompute.keeps_cudnn_attention) == (False, True)
+    assert [traits(day).recompute.keeps_arrived for day in ("2025-09-05", "2025-09-06", None)] == [False, True, True]
+    assert [traits(day).kernels.loss_chunks for day in ("2026-04-26", "2026-04-27", None)] == [1, 8, 1]
     assert [traits(day, compiled=False).kernels.fusion for day in ("0.1.0", "2025-08")] == ["eager", "modules"]
     assert all(one.kernels.complex_positions for one in (old, between, new))
     assert [traits(day).tensor.gathers_normed for day in ("2025-10-13", "2025-10-14", None)] == [True, False, False]
@@ -89,6 +91,15 @@ def test_torchtitan_by_day() -> None:
         False,
         False,
     ]
+
+
+def test_a_run_may_compile_the_loss_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernels():
+        return get("torchtitan").traits(JOB, Parallelism(), EngineChoice(name="torchtitan", compile=False)).kernels
+
+    before, has = kernels(), releases.has
+    monkeypatch.setattr(releases, "has", lambda *asked: asked[1] == "compiled_loss_alone" or has(*asked))
+    assert kernels() == before._replace(fused_loss=True)
 
 
 @pytest.mark.parametrize(

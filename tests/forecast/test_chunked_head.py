@@ -3,9 +3,11 @@
 import pytest
 
 from ahp.engines.ahp import AhpEngine
+from ahp.engines.torchtitan import TorchtitanEngine
 from ahp.forecast.axes import Axes
 from ahp.forecast.chunked_head import chunks, num_chunks
 from ahp.forecast.communication import Network
+from ahp.forecast.group import Group
 from ahp.forecast.units import UnitPricer
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
@@ -41,6 +43,22 @@ def test_the_work_is_that_of_all_chunks_in_the_forward_pass(hand_graph):
     both = whole.forward_s + whole.backward_s
     assert chunked.forward_s > both  # the head's weights are read for each chunk, and its gradients added up
     assert chunked.forward.launches > 4 * (whole.forward.launches + whole.weight_gradient.launches)
+
+
+def test_torchtitans_chunks_are_eighths_of_a_ranks_tokens(hand_graph):
+    def titan(version, axes):
+        traits = TorchtitanEngine().traits(
+            Job(precision="bf16"), Parallelism(), EngineChoice(name="torchtitan", version=version)
+        )
+        nodes = make_cluster().groups[0]
+        return UnitPricer(hand_graph, nodes, Network(nodes), "bf16").units(1, axes, traits).head.memory
+
+    for ranks in (1, 2):
+        axes = Axes(context=Group(ranks, ranks, 1))
+        whole, chunked = titan("2026-04-26", axes), titan("2026-04-27", axes)
+        of_chunk = chunked.forward_extra - WORDS * WIDTH * 2
+        of_whole = whole.saved + max(whole.forward_extra, whole.backward_extra)
+        assert of_chunk == pytest.approx(of_whole / 8, rel=1e-3)
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 64, 1000])

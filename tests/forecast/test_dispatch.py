@@ -10,7 +10,7 @@ from ahp.cluster import catalogue
 from ahp.engines.traits import ExpertTraits
 from ahp.errors import NotExpressible
 from ahp.forecast.axes import has_opposite_pass
-from ahp.forecast.dispatch import Routed, all_to_all_s, copied_s, pass_waits_s, sorted_s
+from ahp.forecast.dispatch import Routed, all_to_all_s, arrived_bytes, copied_s, pass_waits_s, sorted_s
 from ahp.forecast.efficiency import Rates
 from ahp.forecast.gpu import Gpu
 from ahp.forecast.group import Group
@@ -71,6 +71,13 @@ def test_nodes_get_a_token_once_and_forward_it():
     assert all_to_all_s(EIGHT_OF_64, one_node, network, ExpertTraits(tokens_once_to_a_node=True)) == pytest.approx(7.0)
     to_ranks_s = all_to_all_s(EIGHT_OF_64, one_node, network, ExpertTraits(tokens_once_to_a_rank=True))
     assert to_ranks_s == pytest.approx(7.0 * EIGHT_OF_64.share_sent_once(8))
+
+
+def test_what_arrives_is_one_row_for_each_rank_where_tokens_are_sent_once():
+    group, tokens = Group(8, 8, 1), EIGHT_OF_64.num_bytes / EIGHT_OF_64.per_token
+    assert arrived_bytes(EIGHT_OF_64, group, ExpertTraits()) == 2 * EIGHT_OF_64.num_bytes
+    once = arrived_bytes(EIGHT_OF_64, group, ExpertTraits(tokens_once_to_a_rank=True))
+    assert once == pytest.approx(8 * (1 - math.comb(56, 8) / math.comb(64, 8)) * tokens + tokens)
 
 
 def test_what_is_sent_beside_the_opposite_pass_slows_it_down():

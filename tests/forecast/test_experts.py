@@ -219,6 +219,26 @@ def test_torchtitan_keeps_no_result_of_stacked_experts(mixture):
 FOLDED = {"tensor_parallel_degree": 2, "enable_sequence_parallel": True, "zero_stage": 1}
 
 
+def test_torchtitan_keeps_what_arrived_or_sends_it_again(mixture):
+    """torchtitan c4e229115: results of all-to-alls are on the list of what selective recompute keeps."""
+    layout = {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2, "zero_stage": 3}
+
+    def found(day, kind):
+        choice = EngineChoice(name="torchtitan", compile=False, version=day)
+        parallelism = Parallelism(**layout, activation_checkpoint=kind)
+        return price(mixture, make_cluster(per_node=2), JOB, parallelism, choice).forecast
+
+    before, since = "2025-09-05", "2025-09-06"
+    again, kept = found(before, "selective"), found(since, "selective")
+    copies, layers = JOB.sequence_length * 2 * 256 * 2, 2  # two experts of a token, a width of 256, 2 bytes
+    assert kept.memory["activations"] - again.memory["activations"] == layers * 2 * copies
+    pass_s = found(since, "none").step["expert_parallel"] / 2
+    assert kept.step["expert_parallel"] == pytest.approx(2 * pass_s)
+    assert again.step["expert_parallel"] == pytest.approx(3 * pass_s)
+    for kind in ("none", "full"):
+        assert found(before, kind) == found(since, kind)
+
+
 def test_whole_experts_multiply_the_rows_of_a_tensor_rank(mixture):
     block = mixture.blocks[0]
     grouped = [op for op in block.operators if op.name in GROUPED]

@@ -90,7 +90,7 @@ class TorchtitanEngine(Engine):
         def has(feature: str) -> bool:
             return releases.has(self.name, feature, choice.version)
 
-        compiled_loss = bool(choice.compile) and has("compiled_loss")
+        compiled_loss = has("compiled_loss") if choice.compile else has("compiled_loss_alone")
         deepep = choice.moe_token_dispatcher_type == "flex"
         sorts_by_torch = has("experts_by_torch") and not (choice.compile and has("compiled_experts"))
         return Traits(
@@ -135,6 +135,7 @@ class TorchtitanEngine(Engine):
                 selective="every_second_product",  # distributed/activation_checkpoint.py
                 keeps_cudnn_attention=has("keeps_cudnn_attention"),
                 sends_again="gathers",  # results of reduce-scatters are on the list of what to keep
+                keeps_arrived=has("keeps_arrived_tokens"),
             ),
             experts=ExpertTraits(
                 folded=SUPPORT.folded(parallelism),
@@ -145,7 +146,7 @@ class TorchtitanEngine(Engine):
                 sorts_arrived=not deepep,
                 sorts_by_torch=sorts_by_torch,
             ),
-            kernels=_kernels(has, compiled=bool(choice.compile), deepep=deepep),
+            kernels=_kernels(has, compiled=bool(choice.compile), fused_loss=compiled_loss, deepep=deepep),
             host=HostTraits(
                 operators_per_unit=casts if job.precision == "fp8" else 0,
                 launches_per_operator=host.value("eager_launches"),
@@ -174,14 +175,14 @@ def _refuses_deepep(p: Parallelism, choice: EngineChoice) -> str | None:
     return None
 
 
-def _kernels(has: Callable[[str], bool], *, compiled: bool, deepep: bool) -> KernelTraits:
+def _kernels(has: Callable[[str], bool], *, compiled: bool, fused_loss: bool, deepep: bool) -> KernelTraits:
     """``has``: whether the release has a feature."""
     of_cudnn = {"hopper": "cudnn_attention", "blackwell": "cudnn_attention_on_blackwell"}
     summed = "atomic" if deepep else "scattered" if has("scattered_sum") else "batched"
     return KernelTraits(
         fusion="fused" if compiled else "modules" if has("norm_kernel") else "eager",
         fusion_at_the_ends="modules",  # 0.2.2, models/llama3/infra/parallelize.py: apply_compile takes only blocks
-        fused_loss=compiled and has("compiled_loss"),
+        fused_loss=fused_loss,
         flash2_on=tuple(generation for generation, feature in of_cudnn.items() if not has(feature)),
         norm_weights_apart=not has("norms_in_one_kernel"),
         recent_cudnn=has("recent_cudnn"),
@@ -189,4 +190,5 @@ def _kernels(has: Callable[[str], bool], *, compiled: bool, deepep: bool) -> Ker
         repeated_keys=has("repeated_keys"),
         experts_summed=summed if has("experts_by_torch") else None,
         experts_compiled=compiled and has("compiled_experts"),
+        loss_chunks=8 if has("loss_in_chunks") else 1,  # components/loss.py, ChunkedLossWrapper
     )

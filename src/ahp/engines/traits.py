@@ -228,6 +228,9 @@ class RecomputeTraits(NamedTuple):
     sends_again: SendsAgain = "nothing"
     """Which collectives of a block ``selective`` runs again: none, the all-gathers of sequence parallelism, or all of tensor and of
     context parallelism."""
+    keeps_arrived: bool = True
+    """Whether ``every_second_product`` keeps the tokens that have arrived at a rank's experts, and the results that came back; else both are
+    sent again."""
 
 
 class ExpertTraits(NamedTuple):
@@ -310,7 +313,9 @@ class KernelTraits(NamedTuple):
     experts_compiled: bool = False
     """Whether a compiler makes the kernels around that sum, and the gradient of the ordering."""
     loss_chunk_tokens: int | None = None
-    """Tokens whose logits, loss and gradient exist at a time; None = all of a micro-batch."""
+    """Tokens whose logits, loss and gradient exist at a time; None = as ``loss_chunks`` says."""
+    loss_chunks: int = 1
+    """Parts of a rank's tokens whose logits, loss and gradient exist at a time."""
 
 
 class CheckpointHost(NamedTuple):

@@ -56,6 +56,13 @@ def all_to_all_s(routed: Routed, group: Group, network: Times, how: ExpertTraits
     return max(between_s, network.time_s("all_to_all", routed.share_sent_once(group.size) * routed.num_bytes, within))
 
 
+def arrived_bytes(routed: Routed, group: Group, how: ExpertTraits) -> float:
+    """Bytes of the tokens that arrive at a rank's experts in one pass, and of the results that come back to it."""
+    if how.tokens_once_to_a_rank:  # results are summed before they are sent
+        return routed.num_bytes * (routed.share_sent_once(group.size) + 1 / routed.per_token)
+    return 2 * routed.num_bytes
+
+
 def sorted_s(grouped: Operator, share: float, group: Group, how: ExpertTraits, rates: Rates) -> float:
     """Seconds in which a pass puts the copies that have arrived from each rank in the order of their experts, and back: two kernels, each of which
     reads and writes every copy. ``share``: the part of the copies that the rank computes."""

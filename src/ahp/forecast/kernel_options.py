@@ -20,6 +20,8 @@ class KernelOptions(NamedTuple):
     """Attention goes by the lengths of documents, so that the graph with their starts is the one that runs."""
     attention_again: bool
     """``every_second_product`` runs fused attention again."""
+    keeps_arrived: bool
+    """``every_second_product`` keeps what all-to-alls have sent to experts and back."""
     accumulates: bool
     """Products for weight gradients add to the fp32 gradients."""
     tensor: TensorTraits
@@ -84,6 +86,7 @@ class KernelOptions(NamedTuple):
             by_lengths=of_lengths is not None,
             attention_again=takes_cudnn(generation)
             and not (flash2 or of_lengths or traits.recompute.keeps_cudnn_attention),
+            keeps_arrived=traits.recompute.keeps_arrived,
             accumulates=traits.gradients.fused_accumulation,
             # Nothing overlaps on a CPU.
             tensor=traits.tensor._replace(in_pieces=False) if on_cpu else traits.tensor,

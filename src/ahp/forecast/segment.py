@@ -71,6 +71,12 @@ def sent_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[
     return unit.tensor.gather_s if again == "gathers" else 0.0, 0.0
 
 
+def sends_tokens_again(recompute: Recompute, data: DataParallel) -> bool:
+    """Whether tokens go to their experts, and results back, a second time."""
+    keeps = data.traits.recompute.keeps_arrived
+    return recompute in OF_INPUT or (recompute == "every_second_product" and not keeps)
+
+
 def tensor_backward_s(unit: Unit, overlap: float) -> float:
     """Seconds of backward tensor-parallel collectives that weight-gradient products do not hide; ``overlap``: the share they can hide."""
     beside = unit.times.weight_gradient.device_s
@@ -118,7 +124,7 @@ AGAIN: dict[str, Callable[[Unit, Recompute, DataParallel], float]] = {
     "recompute": lambda u, kind, _: recomputed(u, kind).device_s,
     "tensor_parallel": lambda u, kind, data: sent_again_s(u, kind, data)[0],
     "context_parallel": lambda u, kind, data: sent_again_s(u, kind, data)[1],
-    "expert_parallel": lambda u, kind, _: u.expert_s if kind in OF_INPUT else 0.0,
+    "expert_parallel": lambda u, kind, data: u.expert_s if sends_tokens_again(kind, data) else 0.0,
     "hidden_forward": lambda u, kind, _: u.context.hidden_forward_s if kind in OF_INPUT else 0.0,
     "launches": lambda u, kind, _: recomputed(u, kind).launches,
     "beside_forward": lambda u, kind, data: launched_beside(u, kind, data.traits.host)[0],

@@ -16,7 +16,7 @@ from ahp.forecast.chunked_head import chunked_head, num_chunks
 from ahp.forecast.communication import Network
 from ahp.forecast.compute import SegmentTimes, Work
 from ahp.forecast.context import SharedTokens, shared_tokens_s
-from ahp.forecast.dispatch import Routed, pass_waits_s, sorted_s
+from ahp.forecast.dispatch import Routed, arrived_bytes, pass_waits_s, sorted_s
 from ahp.forecast.divided import Divided, SegmentPricer
 from ahp.forecast.division import attention_heads, expert_parameters
 from ahp.forecast.group import Group
@@ -171,11 +171,11 @@ class UnitPricer:
         )
 
     def _head(self, graph: ModelGraph, axes: Axes, how: KernelOptions, hidden_bytes: int) -> Unit:
-        if how.kernels.loss_chunk_tokens is None:
+        count, most_tokens = how.kernels.loss_chunks, how.kernels.loss_chunk_tokens
+        if most_tokens is not None:
+            count = num_chunks(graph.micro_batch_size, graph.sequence_length // axes.context.size, most_tokens)
+        elif count == 1:
             return self._unit(graph, graph.head, "head", 0, axes, how)
-        count = num_chunks(
-            graph.micro_batch_size, graph.sequence_length // axes.context.size, how.kernels.loss_chunk_tokens
-        )
         # Chunks divide the micro-batch in the same way as context-parallel ranks do.
         context = replace(axes.context, size=axes.context.size * count)
         one = self._unit(graph, graph.head, "head", 0, axes._replace(context=context), how)
@@ -216,32 +216,44 @@ class UnitPricer:
         )
         if fp8 is not None and fp8.shares_scales:
             tensor = self._tensor.with_scales(tensor, parts, axes, segment)
+        routed = self._routed(of, micro_batch_size, axes, how)
         return Unit(
             times=of.times,
-            memory=of.memory,
+            memory=of.memory if routed is None else _with_arrived(of.memory, routed, axes.expert, how),
             tensor=tensor,
             context=self._shared_tokens(of, axes.context, how.context, how.sharing),
-            expert_s=self._expert_s(of, micro_batch_size, axes, how),
+            expert_s=self._expert_s(of, routed, axes, how),
             weights=of.weights,
             # The host waits for each expert's number of tokens before it prepares the experts' products.
             stalled_launches=how.expert_operators[0] if of.weights.experts and not how.one_graph else 0.0,
         )
 
-    def _expert_s(self, of: Divided, micro_batch_size: int, axes: Axes, how: KernelOptions) -> float:
-        """Seconds that a pass waits for every token to reach the ranks of its experts, and for the results."""
-        grouped = of.grouped
-        if axes.expert.size == 1 or grouped is None:
-            return 0.0
+    def _routed(self, of: Divided, micro_batch_size: int, axes: Axes, how: KernelOptions) -> Routed | None:
+        """The tokens that a rank sends to experts of other ranks; None where it has all experts."""
+        if axes.expert.size == 1 or of.grouped is None:
+            return None
         division, tokens = of.division, micro_batch_size * self._graph.sequence_length
         parts = 1 if how.experts.gather_tokens or not division.sequence_parallel else division.tensor
-        routed = Routed.of(grouped, 1 / division.context / parts, tokens)
+        return Routed.of(of.grouped, 1 / division.context / parts, tokens)
+
+    def _expert_s(self, of: Divided, routed: Routed | None, axes: Axes, how: KernelOptions) -> float:
+        """Seconds that a pass waits for every token to reach the ranks of its experts, and for the results."""
+        if routed is None or of.grouped is None:
+            return 0.0
+        division = of.division
         overlap = how.expert_overlap(axes.expert.nodes) * axes.beside_opposite
         passes_s = of.times.forward_s + of.times.backward_s
         waits_s = pass_waits_s(routed, axes.expert, self._network, passes_s, how.experts, overlap=overlap)
         if how.one_graph:  # its recipes have HybridEP, which sorts what it sends
             return waits_s
         computed = 1 / division.context / (division.tensor if how.experts.folded else 1)
-        return waits_s + sorted_s(grouped, computed, axes.expert, how.experts, self.rates)
+        return waits_s + sorted_s(of.grouped, computed, axes.expert, how.experts, self.rates)
+
+
+def _with_arrived(memory: SegmentMemory, routed: Routed, group: Group, how: KernelOptions) -> SegmentMemory:
+    """``memory`` with what ``every_second_product`` keeps of the tokens that were sent to experts and back."""
+    policy, more = memory.every_second_product, how.keeps_arrived * arrived_bytes(routed, group, how.experts)
+    return replace(memory, every_second_product=replace(policy, kept=policy.kept + round(more)))
 
 
 def _tied_parameters(graph: ModelGraph) -> int:
