@@ -47,13 +47,10 @@ def shared_tokens_s(
     """
     if group.size == 1:
         return SharedTokens()
-    forward = backward = joined = joined_backward = 0.0
+    forward = backward = 0.0
     for op in attention:
-        share = 1.0 / division.tensor if op.index in division.split.divided else 1.0
         queries, keys = op.inputs[0], op.inputs[1:3]
-        of_keys = max(share, 1.0 / keys[0].shape[1])  # a rank has one head at least
-        if how.repeats_keys:
-            of_keys = share * queries.shape[1] / keys[0].shape[1]
+        share, of_keys = _shares(op, division, how)
         if way == "all-to-all":
             seconds = sum(_exchange_s(spec, share, group, rates, network) for spec in (queries, op.outputs[0]))
             seconds += sum(_exchange_s(spec, of_keys, group, rates, network) for spec in keys)
@@ -61,14 +58,8 @@ def shared_tokens_s(
         else:
             seconds = network.time_s("all_gather", sum(spec.bytes for spec in keys) * of_keys, group)
             forward += seconds
-            # A gather sends to all but one rank; gradients are sent as often as there are ranks.
-            times_more = how.sums_bytes / DTYPE_BYTES[keys[0].dtype] * group.size / (group.size - 1)
-            backward += seconds + seconds * (times_more or 1.0)
-            num_keys = of_keys * sum(spec.numel for spec in keys)
-            joined += _joined_s(share * op.outputs[0].numel, how.joined_bytes[0], group.size - 1, group, rates)
-            joined_backward += _joined_s(
-                share * queries.numel + num_keys, how.joined_bytes[1], group.size, group, rates
-            )
+            backward += seconds * gathers_in_backward(op, how, group.size)
+    joined, joined_backward = (0.0, 0.0) if way == "all-to-all" else joined_s(attention, division, how, rates)
     if way != "ring" or is_cpu(rates.device):
         forward, backward = forward + joined, backward + joined_backward
         return SharedTokens(forward, 0.0 if way == "ring" else forward, backward)
@@ -84,9 +75,36 @@ def shared_tokens_s(
     )
 
 
-def _joined_s(elements: float, joined_bytes: float, rounds: int, group: Group, rates: Rates) -> float:
-    """Seconds in which kernels join what ``rounds`` bring; ``elements``: of all ranks of the group."""
-    return rounds * rates.element_wise_s(joined_bytes * elements / group.size, 0.0, "float32")
+def gathers_in_backward(op: Operator, how: ContextTraits, ranks: int) -> float:
+    """How many times as long as one gather of keys and values their messages of a backward pass take: a gather, and their gradients."""
+    # A gather sends to all but one rank; gradients are sent as often as there are ranks.
+    return 1.0 + (how.sums_bytes / DTYPE_BYTES[op.inputs[1].dtype] * ranks / (ranks - 1) or 1.0)
+
+
+def joined_s(
+    attention: Iterable[Operator], division: Division, how: ContextTraits, rates: Rates
+) -> tuple[float, float]:
+    """Seconds in which kernels join what the rounds of a ring bring, in a forward and in a backward pass."""
+    forward, backward = 0.0, 0.0
+    for op in attention:
+        share, of_keys = _shares(op, division, how)
+        num_keys = of_keys * sum(spec.numel for spec in op.inputs[1:3])
+        elements = share * op.outputs[0].numel, share * op.inputs[0].numel + num_keys
+        result_s, gradient_s = (
+            rates.element_wise_s(moved * count / division.context, 0.0, "float32")
+            for moved, count in zip(how.joined_bytes, elements, strict=True)
+        )
+        forward, backward = forward + (division.context - 1) * result_s, backward + division.context * gradient_s
+    return forward, backward
+
+
+def _shares(op: Operator, division: Division, how: ContextTraits) -> tuple[float, float]:
+    """The parts of queries, and of keys and values, that the tensor rank has; more than 1 of keys that are copied for each query."""
+    share = 1.0 / division.tensor if op.index in division.split.divided else 1.0
+    num_keys = op.inputs[1].shape[1]
+    if how.repeats_keys:
+        return share, share * op.inputs[0].shape[1] / num_keys
+    return share, max(share, 1.0 / num_keys)  # a rank has one head at least
 
 
 def _exchange_s(spec: TensorSpec, share: float, group: Group, rates: Rates, network: Network) -> float:

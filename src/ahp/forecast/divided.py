@@ -16,6 +16,7 @@ from ahp.engines.fp8 import Fp8Recipe
 from ahp.forecast.activations import ActivationLiveness, SegmentMemory
 from ahp.forecast.axes import Axes
 from ahp.forecast.compute import Launched, SegmentTimes, is_causal
+from ahp.forecast.context import joined_s
 from ahp.forecast.dispatch import copied_s
 from ahp.forecast.division import GROUPED, Division, expert_parameters
 from ahp.forecast.efficiency import Rates
@@ -132,12 +133,16 @@ class SegmentPricer:
     def beside_products_s(
         self, micro_batch_size: int, tensor: int, sequence_parallel: bool, context: int, how: KernelOptions
     ) -> tuple[float, ...]:
-        """Device seconds of both passes without products, for each kind of block: a part of its unit's time that is quick to find."""
+        """Device seconds of both passes without products, with what context ranks join, for each kind of block: a part of its unit's time that is quick
+        to find."""
         graph, found = self.at(micro_batch_size), []
         for number, block in enumerate(graph.blocks):
             run = self._run(graph, block, "block", number, how, tensor)
             division = Division(run.split, tensor, sequence_parallel, context)
-            found.append(run.launched.beside_products_s(division, self.rates))
+            seconds = run.launched.beside_products_s(division, self.rates)
+            if context > 1 and how.context != "all-to-all":
+                seconds += sum(joined_s(_attention(block), division, how.sharing, self.rates))
+            found.append(seconds)
         return tuple(found)
 
     def _run(
@@ -197,9 +202,8 @@ class SegmentPricer:
             experts=sum(count for name, count in held.items() if name in one),
             shapes=sum((held | one).values()),
         )
-        attention = tuple(op for op in forward if "attention" in op.name)
         on = _with_casts(on, segment, division, run.fp8)
-        self._divided[key] = Divided(division, times, on, weights, attention, grouped, run.num_unread)
+        self._divided[key] = Divided(division, times, on, weights, _attention(segment), grouped, run.num_unread)
         return self._divided[key]
 
 
@@ -217,6 +221,11 @@ def _with_casts(memory: SegmentMemory, segment: Segment, division: Division, fp8
     largest = max((max(m * k, k * n) for _, m, n, k in shapes), default=0.0)
     more = round(largest * fp8.temporary_bytes)
     return replace(memory, forward_extra=memory.forward_extra + more, backward_extra=memory.backward_extra + more)
+
+
+def _attention(segment: Segment) -> tuple[Operator, ...]:
+    """Fused attention of the forward pass."""
+    return tuple(op for op in segment.phase("forward") if "attention" in op.name)
 
 
 def _held(numel: int, parts: TensorSplit, name: str, degree: int) -> int:

@@ -73,7 +73,9 @@ class GroupPricer:
         if parallelism.context_parallel_degree == 1 or parallelism.context_parallel_method is not None:
             return []
         traits = self.traits(parallelism)
-        return self.unit_pricer.ways(self._axes(parallelism, traits), traits) if len(traits.context.ways) > 1 else []
+        if len(traits.context.ways) == 1:
+            return []
+        return self.unit_pricer.ways(traits, parallelism.context_parallel_degree, parallelism.tensor_parallel_degree)
 
     def units(self, parallelism: Parallelism) -> Units:
         """The model's blocks and ends, priced for one rank of the layout and one micro-batch; lower bounds where the layout leaves

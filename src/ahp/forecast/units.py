@@ -109,13 +109,18 @@ class UnitPricer:
     def units(self, micro_batch_size: int, axes: Axes, traits: Traits) -> Units:
         """The units for a micro-batch size and the groups that divide it; where the engine has several ways to share sequences,
         the least of each figure over these ways."""
-        return least_of([self._units_by(way, micro_batch_size, axes, traits) for way in self.ways(axes, traits)])
+        return least_of(
+            [
+                self._units_by(way, micro_batch_size, axes, traits)
+                for way in self.ways(traits, axes.context.size, axes.tensor.size)
+            ]
+        )
 
-    def ways(self, axes: Axes, traits: Traits) -> list[ContextWay]:
-        """The ways in which the context ranks can see each other's tokens: all-to-all needs the same number of heads on every rank."""
-        if axes.context.size == 1 or len(traits.context.ways) == 1:
+    def ways(self, traits: Traits, context: int, tensor: int) -> list[ContextWay]:
+        """The ways in which ``context`` ranks can see each other's tokens: all-to-all needs the same number of heads on every rank."""
+        if context == 1 or len(traits.context.ways) == 1:
             return [traits.context.ways[0]]
-        ranks = axes.context.size * axes.tensor.size
+        ranks = context * tensor
         uneven = any(heads % ranks for heads in self._heads)
         return [way for way in traits.context.ways if way != "all-to-all" or not uneven]
 
@@ -144,7 +149,10 @@ class UnitPricer:
     ) -> tuple[float, ...]:
         """Least device seconds of both passes without products, for each kind of block, over the ways in which context ranks can see each
         other's tokens; quick to find."""
-        kinds = {self.how(traits, way, context)._replace(context="ring") for way in traits.context.ways}
+        ways = self.ways(traits, context, tensor)
+        kinds = {self.how(traits, way, context) for way in ways}
+        if "all-to-all" in ways:  # which joins nothing
+            kinds = {how._replace(context="all-to-all") for how in kinds}
         divided = micro_batch_size, tensor, sequence_parallel, context
         each = [self._segments_of(how).beside_products_s(*divided, how) for how in kinds]
         return tuple(map(min, zip(*each, strict=True)))

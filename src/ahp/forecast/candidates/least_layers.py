@@ -16,8 +16,9 @@ import numpy as np
 
 from ahp.arrays import Floats, Ints, unique_rows
 from ahp.cached_method import cached_method
-from ahp.engines.traits import ContextWay, KernelTraits, Traits
+from ahp.engines.traits import ContextTraits, ContextWay, KernelTraits, Traits
 from ahp.forecast.compute import is_causal, reads_mask
+from ahp.forecast.context import gathers_in_backward
 from ahp.forecast.dispatch import Routed, pass_waits_s
 from ahp.forecast.division import GROUPED, expert_parameters, is_weight_gradient
 from ahp.forecast.group import CollectiveKind, Group, on_nodes
@@ -153,7 +154,7 @@ class LeastLayers:
     def _of_context_s(self, traits: Traits, micro_batch: int, context: int, local: int, tensor: int) -> Floats:
         """[K]"""
         size = micro_batch / self._graph.micro_batch_size / tensor
-        return self._contexts_s(on_nodes(context, local), traits.context.ways, size)
+        return self._contexts_s(on_nodes(context, local), traits.context, size)
 
     def _of_experts_s(self, _: Traits, micro_batch: int, expert: int, local: int, parts: int) -> Floats:
         """[K]"""
@@ -223,22 +224,26 @@ class LeastLayers:
         return forward, backward + self._time_s("reduce_scatter", parts.backward_reduce, group, size)
 
     @cached_method
-    def _contexts_s(self, group: Group, ways: tuple[ContextWay, ...], size: float) -> Floats:
+    def _contexts_s(self, group: Group, how: ContextTraits, size: float) -> Floats:
         """[K] Seconds to exchange keys, values and their gradients between context ranks. ``size``: all ranks' keys, over those traced."""
 
         def of_kind(kind: int) -> float:
-            return sum(min(self._context_s(op, way, group, size) for way in ways) for op in self._attention[kind])
+            each = ([self._context_s(op, way, how, group, size) for way in how.ways] for op in self._attention[kind])
+            return sum(map(min, each))
 
         return self._of_kinds(group, of_kind)
 
-    def _context_s(self, op: Operator, way: ContextWay, group: Group, size: float) -> float:
+    def _context_s(self, op: Operator, way: ContextWay, how: ContextTraits, group: Group, size: float) -> float:
         """Least seconds that attention of both passes waits for other context ranks."""
         if way == "all-to-all":
             sent = (size * spec.bytes / group.size for spec in (*op.inputs[:3], op.outputs[0]))
             return 2 * sum(self._network.time_s("all_to_all", amount, group) for amount in sent)
         keys = size * sum(spec.bytes for spec in op.inputs[1:3])
+        if how.repeats_keys:
+            keys *= op.inputs[0].shape[1] / op.inputs[1].shape[1]
         shown = shown_s(1.0, np.inf, 1.0 if way == "ring" else 0.0)
-        return 3 * shown * self._network.time_s("all_gather", keys, group)
+        gathers = 1.0 + gathers_in_backward(op, how, group.size)
+        return gathers * shown * self._network.time_s("all_gather", keys, group)
 
     @cached_method
     def _experts_s(self, group: Group, size: float) -> Floats:
