@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import cases
+from tests.runtime.averages import How, averaging
 from tests.runtime.models import JOB, MODELS, batch
 from tests.runtime.test_equality import world_size
 from tests.runtime.weights.test_checkpoint import PLANS
@@ -75,3 +77,22 @@ def test_first_module_that_is_no_number_is_named(pool: Pool, kind: str, plan: st
         assert said.endswith(f"(rank {rank})")
     if kind == "weight" and plan == "1f1b":
         assert "up_proj, whose weight is not a number either" in said
+
+
+def looked_at(rank: int, world: int, how: How, layout: dict[str, Any]) -> None:
+    from ahp.runtime.parallel import parallelize
+
+    parallel = parallelize(averaging(how), {"job": JOB, "parallelism": layout})
+    result = parallel.step(part := parallel.shard(batch(0)))
+    before = {name: buffer.clone() for name, buffer in parallel.state.buffers.tensors().items()}
+    parallel.find_fault(part, result)
+    after = parallel.state.buffers.tensors()
+    assert all(torch.equal(after[name], buffer) for name, buffer in before.items())
+
+
+@pytest.mark.parametrize(
+    ("how", "plan"), cases([("assigned", "zero3-x-tp"), ("batch norm", "1f1b")], wide=[("batch norm", "1f1b")])
+)
+def test_the_look_writes_no_buffer(pool: Pool, how: How, plan: str) -> None:
+    """Moving averages went on, so that a loop of one's own that went on too had another curve."""
+    pool.run(looked_at, world_size(PLANS[plan]), how, PLANS[plan])

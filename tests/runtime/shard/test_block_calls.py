@@ -53,6 +53,17 @@ class ScalesEmbedding(Own):
         return self.first(super().embed(input_ids) * self.get_buffer("scale"))
 
 
+class ScalesLogits(Own):
+    """As ``ScalesEmbedding``, behind its blocks."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__(blocks)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.inner(input_ids, self.embed(input_ids))) * self.get_buffer("scale"))
+
+
 class LeavesOut(Own):
     """A token of the micro-batch selects the block that is skipped, or none."""
 
@@ -146,6 +157,7 @@ MODELS: dict[str, tuple[type[Own], type[Block]]] = {
     "in place": (Own, InPlace),
     "two types": (Own, Decays),
     "scaled": (ScalesEmbedding, Block),
+    "scaled behind": (ScalesLogits, Block),
 }
 
 
@@ -283,6 +295,21 @@ def test_a_buffer_that_meets_16_bits_is_told_by_the_models_line(pool: Pool) -> N
     (of_norm,) = {*pool.run(why_refused, 2, "scaled", "bf16")}
     assert f"{ScalesEmbedding.embed.__code__.co_filename}:" in of_norm
     assert of_norm.endswith("(valid: cast the tensor with .to(x.dtype); or job.precision fp32)")
+
+
+def in_chunks(rank: int, world: int) -> str:
+    from ahp.runtime.parallel import parallelize
+
+    plan = {"job": {**JOB, "precision": "bf16"}, "engine": {"loss_chunk_tokens": 4}}
+    with pytest.raises(BadInput) as refused:
+        parallelize(build("scaled behind"), plan).step(batch(0))
+    return str(refused.value)
+
+
+def test_a_buffer_that_meets_16_bits_in_a_loss_in_chunks_is_told_by_the_models_line(pool: Pool) -> None:
+    (message,) = pool.run(in_chunks, 1)
+    assert f"{ScalesLogits.forward.__code__.co_filename}:" in message
+    assert "mixes an fp32 tensor, such as a buffer" in message
 
 
 def in_16_bits(rank: int, world: int) -> str:

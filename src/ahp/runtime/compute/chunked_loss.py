@@ -22,6 +22,7 @@ from ahp.graph.call import call_model, logits_of
 from ahp.graph.outline import Outline
 from ahp.runtime.parameters import our_call
 from ahp.runtime.pipeline.cut import PassThrough, StageInput, StopForward, separate, stand_in_for, zeros_for
+from ahp.runtime.shard.block_calls import named
 from ahp.runtime.shard.ends import GatheredOnce
 from ahp.runtime.torch_compat import like_distributed, local_tensor
 
@@ -80,7 +81,7 @@ class Tail:
         try:
             ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
             with our_call():
-                logits = logits_of(call_model(self.model, ids))
+                logits = named(lambda: logits_of(call_model(self.model, ids)))
         finally:
             self.received.value = None
         if logits.shape[:2] != hidden.shape[:2]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ def find_fault(
     names: Sequence[str],
     bad_gradients: Sequence[str],
 ) -> str:
-    """The fault in words, from a forward pass over this rank's rows with the weights of the failed step. Collective.
+    """The fault in words, from a forward pass over this rank's rows with the weights of the failed step, which leaves buffers as they were.
+    Collective.
 
     ``names``: all parameters in the model's order; ``bad_gradients``: this rank's parameters whose gradient norm was not a number.
     Under tensor parallelism a block runs as one rewritten graph, so the block is named and not a module inside it. The module at fault
@@ -31,7 +32,8 @@ def find_fault(
     is at fault: that of the last parameter in the model's order whose gradient norm is not a number, because backward carries a fault
     from there to all parameters before it."""
     seen: list[tuple[int, str]] = []
-    with ExitStack() as hooks, torch.no_grad():
+    modules = [module for stage in runner.stages.values() for module in stage.modules()]
+    with ExitStack() as hooks, torch.no_grad(), _kept_buffers(modules):
         for index, stage in runner.stages.items():
             for name, module in stage.model.named_modules():
                 # Before all other hooks: a hook of the last block may leave the model there (runtime/compute/chunked_loss.py).
@@ -45,6 +47,20 @@ def find_fault(
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (forward, gradient))
     return _words(found, order)
+
+
+@contextmanager
+def _kept_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Gives modules back the buffers that they have now, and their values."""
+    held = [(module, dict(module._buffers)) for module in modules]
+    values = [(buffer, buffer.clone()) for _, buffers in held for buffer in buffers.values() if buffer is not None]
+    try:
+        yield
+    finally:
+        for module, buffers in held:
+            module._buffers.update(buffers)
+        for buffer, value in values:
+            buffer.copy_(value)
 
 
 def _watch(seen: list[tuple[int, str]], index: int, name: str) -> Callable[[nn.Module, Any, Any], None]:
