@@ -72,7 +72,7 @@ def layouts(draw: st.DrawFn) -> dict[str, Any]:
 
 
 JOBS = st.builds(
-    lambda precision, dtype, rate, schedule, least, clip, seed: Job(
+    lambda precision, dtype, rate, schedule, least, clip, seed, decays: Job(
         sequence_length=2048,
         global_batch_size=128,
         steps=1000,
@@ -85,6 +85,7 @@ JOBS = st.builds(
             min_lr_factor=0.1 if schedule == "constant" else least,
             grad_clip=clip,
             warmup_steps=50,
+            decay_norms_and_biases=decays,
         ),
     ),
     st.sampled_from(["bf16", "bf16", "fp32", "fp16", "fp8"]),
@@ -94,16 +95,17 @@ JOBS = st.builds(
     st.sampled_from([0.1, 0.0, 0.25]),
     st.sampled_from([1.0, None, 0.5]),
     st.integers(0, 2**31),
+    st.sampled_from([True, True, True, False]),
 )
 
 
-def written(form: Format, plan: Plan) -> str:
-    """The file's text."""
+def written(form: Format, plan: Plan) -> tuple[str, list[str]]:
+    """The file's text, and what it does not say."""
     world = plan.parallelism.world_size
     shape = Shape(1, 1, world, world, "H100-SXM-80GB")
     subject = Subject(plan, LAYERS, {"0.2.2": "llama3/8B"}.get(form.dialect.version, "llama3/llama3_8b"))
-    found, _ = form.dialect.settings(subject)
-    return form.render(found, subject, shape, ["a plan"])
+    found, unsaid = form.dialect.settings(subject)
+    return form.render(found, subject, shape, ["a plan"]), unsaid
 
 
 def what_counts(engine: str, p: Parallelism) -> dict[str, Any]:
@@ -123,7 +125,7 @@ def test_what_is_written_is_read_as_the_same_plan(engine: str, version: str, key
     form = FORMATS[engine][version]
     plan = Plan(model=MODEL, job=job, parallelism=Parallelism(**keys), engine=EngineChoice(name=engine))  # type: ignore[arg-type]
     try:
-        text = written(form, plan)
+        text, unsaid = written(form, plan)
     except NotExpressible as error:
         refusal = str(error)
         assert " = " in refusal
@@ -142,10 +144,13 @@ def test_what_is_written_is_read_as_the_same_plan(engine: str, version: str, key
     for name, value in found.fields.items():
         if name.startswith("job.") and "decay" not in name:
             assert value == pytest.approx(at(plan, name)) or list(value) == list(at(plan, name)), name
+    for name in Optimizer.model_fields:
+        same = at(read.job, f"optimizer.{name}") == pytest.approx(at(job, f"optimizer.{name}"))
+        assert same or name in " ".join(unsaid), f"job.optimizer.{name} is lost without a word"
 
 
-def at(plan: Plan, name: str) -> Any:
-    found: Any = plan
+def at(record: Plan | Job, name: str) -> Any:
+    found: Any = record
     for part in name.split("."):
         found = getattr(found, part)
     return found

@@ -121,7 +121,12 @@ def _read_recompute(settings: Settings) -> Fields:
 def _write_adamw(s: Subject) -> Settings:
     o = s.job.optimizer
     rates = {"lr": o.learning_rate, "betas": list(o.betas), "eps": o.eps, "weight_decay": o.weight_decay}
-    return {"optimizer.type": "AdamW", **{f"optimizer.params.{key}": value for key, value in rates.items()}}
+    found: Settings = {"optimizer.type": "AdamW", **{f"optimizer.params.{key}": value for key, value in rates.items()}}
+    if not o.decay_norms_and_biases:
+        found[f"{NOTICE}decay"] = (
+            "job.optimizer.decay_norms_and_biases = False: your script gives the norms and biases as a group of their own, with weight_decay 0"
+        )
+    return found
 
 
 def _read_adamw(settings: Settings) -> Fields:
