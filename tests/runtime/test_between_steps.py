@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from ahp.errors import BadInput
 from ahp.runtime.parallel import Parallel, parallelize
-from ahp.runtime.torch_compat import local_tensor
+from ahp.runtime.torch_compat import local_tensor, whole_parameters
 from tests.marks import cases
 from tests.runtime.models import JOB, Block, Custom, batch, gpt2
 from tests.runtime.workers import Pool
@@ -230,6 +230,21 @@ def weights_of_the_module(rank: int, world: int) -> None:
 
 def test_weights_of_a_module_whose_stages_have_others_are_refused(pool: Pool) -> None:
     pool.run(weights_of_the_module, 2)
+
+
+def evaluated(rank: int, world: int) -> None:
+    parallel = made(custom(), "tp", "bf16")
+    part = parallel.shard(batch(0))
+    expected, gone = parallel.evaluate([part]), weakref.ref(nn.Parameter(torch.empty(1)))
+    assert gone() is None
+    whole = set().union(*map(whole_parameters, parallel.sharding.roots))
+    parallel.given_module._replaced |= {place: ("of the module as it came", gone) for place in whole}
+    assert parallel.evaluate([part, part]) == pytest.approx(expected)
+
+
+def test_gathered_weights_in_the_memory_of_weights_that_are_gone_are_not_taken_for_them(pool: Pool) -> None:
+    """Python gives their ``id`` to new objects, so that one rank refused the second batch of an evaluation, for which the others waited."""
+    pool.run(evaluated, 2)
 
 
 class Kept(Block):

@@ -129,11 +129,17 @@ class ProgramsModule:
             *(held.get(name) for name in names),
             *map(id, part._modules.values()),
             *(
-                (p._version, p.requires_grad) if p is not None and id(p) in self._replaced else self._copied and id(p)
+                (p._version, p.requires_grad) if p is not None and self._is_replaced(p) else self._copied and id(p)
                 for p in part._parameters.values()
             ),
             *([*held[name]] for name in hooks),
         ]
+
+    def _is_replaced(self, parameter: nn.Parameter) -> bool:
+        """Whether this is one of ``_replaced``, and not one that has got the ``id`` of one that is gone: between the batches of an evaluation
+        modules have weights that FSDP2 gathered."""
+        _, ref = self._replaced.get(id(parameter), ("", None))
+        return ref is not None and ref() is parameter
 
     def refuse_used(self) -> None:
         """After backward: raises BadInput if a parameter that the stages have in another form was computed with as it came. It would not be trained."""
