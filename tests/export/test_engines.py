@@ -99,7 +99,7 @@ JOBS = st.builds(
 )
 
 
-def written(form: Format, plan: Plan) -> tuple[str, list[str]]:
+def written(form: Format, plan: Plan) -> tuple[str, tuple[str, ...]]:
     """The file's text, and what it does not say."""
     world = plan.parallelism.world_size
     shape = Shape(1, 1, world, world, "H100-SXM-80GB")

@@ -238,7 +238,7 @@ def evaluated(rank: int, world: int) -> None:
     expected, gone = parallel.evaluate([part]), weakref.ref(nn.Parameter(torch.empty(1)))
     assert gone() is None
     whole = set().union(*map(whole_parameters, parallel.sharding.roots))
-    parallel.given_module._replaced |= {place: ("of the module as it came", gone) for place in whole}
+    parallel.given_module._replaced |= dict.fromkeys(whole, ("of the module as it came", gone))
     assert parallel.evaluate([part, part]) == pytest.approx(expected)
 
 
