@@ -154,8 +154,9 @@ def _write_rate(s: Subject) -> Settings:
     if o.schedule == "constant" and o.warmup_steps:
         shape = {"warmup_min_lr": 0.0, "warmup_max_lr": o.learning_rate, **warm}
         return {"scheduler.type": "WarmupLR", **{RATE + key: value for key, value in shape.items()}}
-    notice = f"job.optimizer.schedule = {o.schedule!r}, warmup_steps = {o.warmup_steps}: DeepSpeed has no such schedule; pass your script's lr_scheduler"
-    return {f"{NOTICE}rate": notice}
+    of_schedule = {"constant": (), "wsd": ("decay_share", "min_lr_factor")}.get(o.schedule, ("min_lr_factor",))
+    keys = ", ".join(f"{name} = {getattr(o, name)!r}" for name in ("schedule", "warmup_steps", *of_schedule))
+    return {f"{NOTICE}rate": f"job.optimizer.{keys}: DeepSpeed has no such schedule; pass your script's lr_scheduler"}
 
 
 def _read_rate(settings: Settings) -> Fields:
