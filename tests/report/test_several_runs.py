@@ -14,6 +14,7 @@ from ahp.cli import report as command
 from ahp.cli.main import main
 from ahp.job import Job
 from ahp.plan import Plan
+from ahp.report.differences import differences
 
 from .test_page import PLAN
 
@@ -42,6 +43,23 @@ def test_several_runs_lie_beside_each_other(tmp_path: Path, capsys: pytest.Captu
     text = page.read_text()
     assert "one beside other" in text
     assert all(words in text for words in (">one<", ">other<", "20", "30", "What differs"))
+
+
+def test_a_switch_that_neither_plan_says_is_no_difference() -> None:
+    """Plans of earlier versions do not have the key."""
+    earlier = PLAN.model_copy(
+        update={
+            "cluster": {"groups": [{"nodes": 1, "devices_per_node": 4, "device": {"name": "d", "memory_bytes": 1}}]}
+        }
+    )
+    assert earlier.cluster is not None
+    groups = earlier.cluster["groups"]
+    now, known = (
+        earlier.model_copy(update={"cluster": {"groups": [{**groups[0], "nvlink_switch": said}]}})
+        for said in (None, False)
+    )
+    assert differences([earlier, now]) == []
+    assert differences([earlier, known]) == [("nvlink switch", ("not said", "false"))]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ def _cluster(plan: Plan) -> dict[str, object]:
     nodes = [f"{group['nodes']} x {group['devices_per_node']}" for group in groups]
     links = " + ".join(_rates(group.get("intra_node"), group.get("inter_node")) for group in groups)
     measured = any(group.get("measured") for group in groups)
-    switches = " + ".join(str(group.get("nvlink_switch", "not said")).lower() for group in groups)
+    said = [group.get("nvlink_switch") for group in groups]
+    switches = " + ".join("not said" if one is None else str(one).lower() for one in said)
     found = {"devices": devices(plan), "nodes": " + ".join(nodes), "links": links, "nvlink switch": switches}
     return {**found, "measured cluster": measured}
 
