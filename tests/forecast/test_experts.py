@@ -239,6 +239,24 @@ def test_torchtitan_keeps_what_arrived_or_sends_it_again(mixture):
         assert found(before, kind) == found(since, kind)
 
 
+def test_ahp_keeps_what_arrived_and_one_sum_for_each_token(mixture):
+    """runtime/experts/dispatch.py; tests/runtime/experts/test_host_waits.py measures it."""
+
+    def found(degree, kind):
+        layout = Parallelism(
+            data_parallel_shard_degree=2, expert_parallel_degree=degree, zero_stage=3, activation_checkpoint=kind
+        )
+        return price(mixture, make_cluster(per_node=2), JOB, layout, EngineChoice()).forecast
+
+    more = [
+        found(2, kind).memory["activations"] - found(1, kind).memory["activations"] for kind in ("selective", "none")
+    ]
+    layers, tokens = 2, JOB.sequence_length * 256 * 2  # two experts of a token, a width of 256, 2 bytes
+    assert more[0] - more[1] == layers * (2 + 1) * tokens
+    passes = [found(2, kind).step["expert_parallel"] for kind in ("none", "selective", "full")]
+    assert passes == pytest.approx([passes[0], passes[0], 1.5 * passes[0]])
+
+
 def test_whole_experts_multiply_the_rows_of_a_tensor_rank(mixture):
     block = mixture.blocks[0]
     grouped = [op for op in block.operators if op.name in GROUPED]

@@ -179,6 +179,7 @@ def _traits(
         ),
         experts=ExpertTraits(
             gather_tokens=True,  # runtime/experts/sliced_experts.py
+            keeps_sums=True,  # runtime/experts/dispatch.py
             leaves_lone=experts_alone,
             whole_biased=True,  # their result is no summand (search/slicing/solve.py)
         ),

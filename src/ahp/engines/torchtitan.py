@@ -141,6 +141,7 @@ class TorchtitanEngine(Engine):
                 folded=SUPPORT.folded(parallelism),
                 tokens_once_to_a_node=deepep,
                 tokens_once_to_a_rank=deepep,
+                keeps_sums=deepep,  # its kernels add up results before they send them
                 # models/common/token_dispatcher.py, AllToAllTokenDispatcher: _permute, _unpermute. distributed/deepep/deepep.py orders tokens only once,
                 # where they arrive, and waits for dispatch and combine.
                 sorts_arrived=not deepep,

@@ -229,8 +229,8 @@ class RecomputeTraits(NamedTuple):
     """Which collectives of a block ``selective`` runs again: none, the all-gathers of sequence parallelism, or all of tensor and of
     context parallelism."""
     keeps_arrived: bool = True
-    """Whether ``every_second_product`` keeps the tokens that have arrived at a rank's experts, and the results that came back; else both are
-    sent again."""
+    """Whether ``beside_products`` and ``every_second_product`` keep the tokens that have arrived at a rank's experts, and what came back;
+    else both are sent again."""
 
 
 class ExpertTraits(NamedTuple):
@@ -245,6 +245,8 @@ class ExpertTraits(NamedTuple):
     """Whether a token is sent to another node once, instead of once for each of its experts there."""
     tokens_once_to_a_rank: bool = False
     """The same for another rank of one node."""
+    keeps_sums: bool = False
+    """Whether selective recompute keeps one sum for each token of what came back from its experts, instead of a result for each of them."""
     overlap_between_nodes: float = 0.0
     """Share of the all-to-alls that can hide behind the opposite pass of another micro-batch, if they cross nodes."""
     overlap_on_a_node: float = 0.0

@@ -57,10 +57,10 @@ def all_to_all_s(routed: Routed, group: Group, network: Times, how: ExpertTraits
 
 
 def arrived_bytes(routed: Routed, group: Group, how: ExpertTraits) -> float:
-    """Bytes of the tokens that arrive at a rank's experts in one pass, and of the results that come back to it."""
-    if how.tokens_once_to_a_rank:  # results are summed before they are sent
-        return routed.num_bytes * (routed.share_sent_once(group.size) + 1 / routed.per_token)
-    return 2 * routed.num_bytes
+    """Bytes of the tokens that arrive at a rank's experts in one pass, and of what is kept of the results that come back to it."""
+    there = routed.share_sent_once(group.size) if how.tokens_once_to_a_rank else 1.0
+    back = 1 / routed.per_token if how.keeps_sums else 1.0
+    return routed.num_bytes * (there + back)
 
 
 def sorted_s(grouped: Operator, share: float, group: Group, how: ExpertTraits, rates: Rates) -> float:

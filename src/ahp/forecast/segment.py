@@ -74,7 +74,7 @@ def sent_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[
 def sends_tokens_again(recompute: Recompute, data: DataParallel) -> bool:
     """Whether tokens go to their experts, and results back, a second time."""
     keeps = data.traits.recompute.keeps_arrived
-    return recompute in OF_INPUT or (recompute == "every_second_product" and not keeps)
+    return recompute in OF_INPUT or (recompute in ("beside_products", "every_second_product") and not keeps)
 
 
 def tensor_backward_s(unit: Unit, overlap: float) -> float:

@@ -259,9 +259,12 @@ class UnitPricer:
 
 
 def _with_arrived(memory: SegmentMemory, routed: Routed, group: Group, how: KernelOptions) -> SegmentMemory:
-    """``memory`` with what ``every_second_product`` keeps of the tokens that were sent to experts and back."""
-    policy, more = memory.every_second_product, how.keeps_arrived * arrived_bytes(routed, group, how.experts)
-    return replace(memory, every_second_product=replace(policy, kept=policy.kept + round(more)))
+    """``memory`` with what selective recompute keeps of the tokens that were sent to experts and back."""
+    more = round(how.keeps_arrived * arrived_bytes(routed, group, how.experts))
+    beside, second = (
+        replace(policy, kept=policy.kept + more) for policy in (memory.beside_products, memory.every_second_product)
+    )
+    return replace(memory, beside_products=beside, every_second_product=second)
 
 
 def _tied_parameters(graph: ModelGraph) -> int:

@@ -1,4 +1,5 @@
-"""What of expert parallelism the host of a GPU would wait for: one copy a layer and forward pass, and nothing in backward.
+"""What of expert parallelism the host of a GPU would wait for: one copy a layer and forward pass, and nothing in backward. And what recompute
+sends again.
 
 On a CPU nothing waits. So operators are seen here whose result, or the size of it, the host needs before it goes on.
 """
@@ -15,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ahp.runtime.compute.recompute import recompute
+from ahp.runtime.compute.recompute import computed, recompute
 from ahp.runtime.experts import dispatch
 from ahp.runtime.experts.balance_loss import Balance
 from tests.runtime.experts.test_dispatch import Experts
@@ -120,3 +122,28 @@ def test_what_waits_is_seen() -> None:
         ones.sum().item()
         ones[ones == 1]
     assert len(waits.found) == 4
+
+
+@pytest.mark.parametrize(("kind", "again"), [(None, 0), ("full", 3), ("selective", 0)])
+def test_selective_recompute_sends_no_token_again(kind: Literal["full", "selective"] | None, again: int) -> None:
+    """A layer sends numbers of tokens, tokens, their weights and results; backward their gradients. Full recompute knows the numbers."""
+    send = dist.all_to_all_single
+    with group_of_one() as group, mock.patch.object(dist, "all_to_all_single", wraps=send) as sent:
+        divided(group, kind)(torch.randn(TOKENS, WIDTH, requires_grad=True)).square().sum().backward()
+    assert sent.call_count == (4 + 3 + again) * LAYERS
+
+
+def test_selective_recompute_keeps_what_arrived_and_one_sum_for_each_token() -> None:
+    def kept() -> int:
+        model, x = divided(group, "selective"), torch.randn(TOKENS, WIDTH)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+            y = model(x)
+        assert y.requires_grad
+        return sum(event.self_cpu_memory_usage for event in run.key_averages())
+
+    with group_of_one() as group:
+        kept()  # the first run of a process allocates what stays
+        with mock.patch.object(dispatch, "saved_once", computed):
+            sends_again = kept()
+        rows = 2 * TOKENS * (WIDTH + 1) + TOKENS * WIDTH  # two copies of each token, with their weights
+        assert kept() - sends_again == LAYERS * rows * 4

@@ -170,7 +170,7 @@ class _Kept:
         self.results: deque[Results] = deque()
 
     def keep(self, compute: Callable[[], Results]) -> Results:
-        with _replacing(_WITHIN, _computed):
+        with _replacing(_WITHIN, computed):
             found = compute()
         # Detached, so that the autograd graph of the results is not kept with them.
         self.results.append(tuple(result.detach() for result in found))
@@ -185,11 +185,12 @@ _WITHIN: ContextVar[How | None] = ContextVar("within selective recompute", defau
 """What ``saved_once`` does in this thread."""
 
 
-def _computed(compute: Callable[[], Any]) -> Any:
+def computed(compute: Callable[[], Any]) -> Any:
+    """Computes, whatever runs again."""
     return compute()
 
 
-_KNOWN: ContextVar[Callable[[Callable[[], Any]], Any]] = ContextVar("within recompute", default=_computed)
+_KNOWN: ContextVar[Callable[[Callable[[], Any]], Any]] = ContextVar("within recompute", default=computed)
 """What ``known_again`` does in this thread."""
 
 
@@ -204,7 +205,7 @@ def _replacing(variable: ContextVar[Any], value: object) -> Iterator[None]:
 
 def _keeps(operator: Any) -> bool:
     # A random operator that is not run again shifts the numbers of the next one, so all random results are kept.
-    return _WITHIN.get() is not _computed and (operator in KEPT or is_random(operator))
+    return _WITHIN.get() is not computed and (operator in KEPT or is_random(operator))
 
 
 def _policy(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

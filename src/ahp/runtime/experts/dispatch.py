@@ -21,10 +21,10 @@ from ahp.divisors import divisors
 from ahp.errors import bad_input
 from ahp.graph.experts import num_stacked
 from ahp.graph.outline import Outline
-from ahp.runtime.compute.recompute import known_again
+from ahp.runtime.compute.recompute import known_again, saved_once
 from ahp.runtime.compute.uncompiled import uncompiled
 from ahp.runtime.ranks.mesh import Mesh
-from ahp.runtime.tensor.collectives import exchange_rows
+from ahp.runtime.tensor.collectives import exchange_rows, exchanged
 from ahp.runtime.tensor.slice import local_weights, replace_parameter
 from ahp.search.slicing.placement import Split
 
@@ -131,7 +131,7 @@ class DividedExperts:
         traffic = known_again(lambda: Traffic(chosen, self.num_experts, self.group))
         copies = tokens_TH[order // num_chosen], weights_TK.reshape(-1, 1)[order]
         sent, received = traffic.sent, traffic.received
-        arrived, weights = exchange_rows(copies, sent, received, self.group)
+        arrived, weights = exchange_rows(copies, sent, received, self.group, saved_once)
         experts = traffic.experts()
         if not sum(received):
             # A rank without tokens computes on one token of zeros and sends nothing back: its weights get gradients of zero, so
@@ -143,5 +143,36 @@ class DividedExperts:
         named = dict(zip(kwargs, values[len(args) :], strict=True))
         with local_weights(self.module):
             results = self.forward(*values[: len(args)], **named)
-        (back,) = exchange_rows((results[: sum(received)],), received, sent, self.group)
-        return back[order.argsort()].view(num_tokens, num_chosen, -1).sum(dim=1)
+        return _Combined.apply(results[: sum(received)], order, (num_tokens, num_chosen), traffic, self.group)  # type: ignore[no-any-return]
+
+
+class _Combined(torch.autograd.Function):
+    """The results that come back for each token of this rank, added up. In one node of the graph, so that selective recompute keeps
+    one sum for each token, not a result for each of its experts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        results: torch.Tensor,
+        order: torch.Tensor,
+        shape_TK: tuple[int, int],
+        traffic: Traffic,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        """``results``: [copies that this rank got, H]; ``order``: [T K] the copy that is sent at each place."""
+
+        def combine() -> tuple[torch.Tensor]:
+            back = exchanged(results, traffic.received, traffic.sent, group)
+            return (back[order.argsort()].view(*shape_TK, -1).sum(dim=1),)
+
+        (sums_TH,) = saved_once(combine)
+        ctx.save_for_backward(order)
+        ctx.num_chosen, ctx.traffic, ctx.group = shape_TK[1], traffic, group
+        return sums_TH
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        traffic: Traffic = ctx.traffic
+        copies = gradients[0][order // ctx.num_chosen]
+        return exchanged(copies, traffic.sent, traffic.received, ctx.group), None, None, None, None

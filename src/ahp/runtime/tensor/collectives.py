@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ahp.runtime.compute.recompute import How, computed
 from ahp.runtime.torch_compat import gather_rows, scatter_sum
 from ahp.search.slicing.conversion import Step
 from ahp.search.slicing.placement import Split
@@ -186,32 +187,38 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sent: list[int], received: list[int], group: dist.ProcessGroup, *tensors: torch.Tensor
+        ctx: Any, sent: list[int], received: list[int], group: dist.ProcessGroup, how: How, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        return tuple(_exchanged(x, sent, received, group) for x in tensors)
+        return how(lambda: tuple(exchanged(x, sent, received, group) for x in tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[3:]
+        wanted = ctx.needs_input_grad[4:]
         back = (
-            _exchanged(g, ctx.received, ctx.sent, ctx.group) if needed else None
+            exchanged(g, ctx.received, ctx.sent, ctx.group) if needed else None
             for g, needed in zip(gradients, wanted, strict=True)
         )
-        return None, None, None, *back
+        return None, None, None, None, *back
 
 
-def _exchanged(x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+def exchanged(x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """The rows of ``x`` that each rank of a group sent here, in the order of the ranks; autograd does not see it."""
     out = x.new_empty((sum(received), *x.shape[1:]))
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
     return out
 
 
 def exchange_rows(
-    tensors: tuple[torch.Tensor, ...], sent: list[int], received: list[int], group: dist.ProcessGroup
+    tensors: tuple[torch.Tensor, ...],
+    sent: list[int],
+    received: list[int],
+    group: dist.ProcessGroup,
+    how: How = computed,
 ) -> tuple[torch.Tensor, ...]:
-    """Exchange rows with the ranks of a group, in the order of the ranks. ``sent``, ``received``: number of rows for each rank."""
-    return _Exchange.apply(sent, received, group, *tensors)  # type: ignore[no-any-return]
+    """Exchange rows with the ranks of a group, in the order of the ranks. ``sent``, ``received``: number of rows for each rank; ``how``:
+    ``saved_once`` where selective recompute keeps what arrives."""
+    return _Exchange.apply(sent, received, group, how, *tensors)  # type: ignore[no-any-return]
 
 
 def step_function(step: Step, group: dist.ProcessGroup) -> TensorFunction:
