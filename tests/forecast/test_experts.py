@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ahp.engines.traits import KernelTraits
+from ahp.engines.traits import ExpertTraits, KernelTraits
 from ahp.errors import AhpError, BadInput
 from ahp.forecast.division import GROUPED, Division, expert_parameters, is_weight_gradient
 from ahp.forecast.groups import expert_ranks, expert_shards
@@ -260,7 +260,7 @@ def test_ahp_keeps_what_arrived_and_one_sum_for_each_token(mixture):
 def test_whole_experts_multiply_the_rows_of_a_tensor_rank(mixture):
     block = mixture.blocks[0]
     grouped = [op for op in block.operators if op.name in GROUPED]
-    parts = split(block, "block", folded_experts=True)
+    parts = split(block, "block", experts=ExpertTraits(folded=True))
     assert parts.rows == {op.index for op in grouped}
     assert not parts.rows & (parts.divided | parts.contracted)
     assert not expert_parameters(block) & parts.parameters
@@ -280,7 +280,7 @@ def test_whole_experts_multiply_the_rows_of_a_tensor_rank(mixture):
 
 def test_folded_experts_leave_no_tensor_collective_of_theirs(mixture):
     block = mixture.blocks[0]
-    divided, folded = split(block, "block"), split(block, "block", folded_experts=True)
+    divided, folded = split(block, "block"), split(block, "block", experts=ExpertTraits(folded=True))
     assert (len(divided.forward_reduce), len(folded.forward_reduce)) == (2, 1)  # attention and experts; attention
     assert (len(divided.backward_reduce), len(folded.backward_reduce)) == (2, 1)
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ahp.engines.traits import ExpertTraits
 from ahp.forecast.split import split, way_of_keys
 from ahp.graph.kept import analyze
 from ahp.graph.models import build_model
@@ -61,7 +62,7 @@ def test_experts_that_add_a_bias_last_are_split_only_where_the_engine_can(whole)
     sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
     graph = analyze({"model_type": "gpt_oss", "vocab_size": 128, **sizes}, Job(sequence_length=16))
-    parts = split(graph.blocks[0], "block", whole_biased_experts=whole)
+    parts = split(graph.blocks[0], "block", experts=ExpertTraits(whole_biased=whole))
     experts = {p.name for p in graph.blocks[0].parameters if len(p.shape) == 3}
     assert len(experts) == 2
     assert experts & parts.parameters == (set() if whole else experts)
@@ -132,6 +133,53 @@ def test_whole_keys_move_what_the_real_slicing_moves(heads, degree, in_parts):
         norms = 1 if parts.summed_whole else 2
         sent += sum(s.bytes for s in parts.summed_whole) + 2 * norms * 64 * 4
     assert sent * (degree - 1) // degree == sliced.cost[2]
+
+
+MIXTURES = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "head_dim": 16, "moe_intermediate_size": 32},
+    "deepseek_v3": {
+        "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "q_lora_rank": 16,
+        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 32,
+    },
+}  # fmt: skip
+
+
+def mixture(name):
+    sizes = {
+        "vocab_size": 128,
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_attention_heads": 4,
+    }
+    sizes |= {"num_key_value_heads": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64}
+    return {"model_type": name, **sizes, **MIXTURES[name]}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_move_what_the_real_slicing_moves(name):
+    """One row for each token, forward and backward, with the results of shared experts. Beside it are gradients of the weights of a token's
+    experts and of norms of heads, and keys of latent attention."""
+    block = analyze(mixture(name), Job(sequence_length=16, precision="fp32"), micro_batch_size=2).blocks[0]
+    parts = split(block, "block", experts=ExpertTraits(sums_tokens="both passes"))
+    assert parts.tokens_summed == ((parts.backward_reduce[-1], parts.backward_reduce[-1]),)
+    assert block.output is not None
+    assert all(spec.numel <= block.output.numel for spec in (*parts.forward_reduce, *parts.backward_reduce))
+    sent = 2 * sum(spec.bytes for spec in (*parts.forward_reduce, *parts.backward_reduce))
+    sliced = slice_model(build_model(mixture(name)), 2).blocks[0].cost[2]
+    assert sent < 2 * sliced < 1.05 * sent
+
+
+def test_torchtitan_adds_up_gradients_of_copies():
+    block = analyze(mixture("mixtral"), Job(sequence_length=16, precision="fp32"), micro_batch_size=2).blocks[0]
+    megatron, titan = (split(block, "block", experts=ExpertTraits(sums_tokens=of)) for of in ("nowhere", "forward"))
+    copies, tokens = megatron.backward_reduce[-1], titan.backward_reduce[-1]
+    assert block.output is not None
+    assert copies.numel == 2 * tokens.numel == 2 * block.output.numel
+    assert titan.tokens_summed == ((tokens, copies),)
+    assert [spec.numel for spec in megatron.forward_reduce] == [block.output.numel, copies.numel]
+    assert [spec.numel for spec in titan.forward_reduce] == [block.output.numel] * 2
 
 
 def test_what_keys_of_fewer_heads_are_made_by():

@@ -180,6 +180,7 @@ def _traits(
         experts=ExpertTraits(
             gather_tokens=True,  # runtime/experts/sliced_experts.py
             keeps_sums=True,  # runtime/experts/dispatch.py
+            sums_tokens="both passes",  # search/slicing/placement.py, Copied
             leaves_lone=experts_alone,
             whole_biased=True,  # their result is no summand (search/slicing/solve.py)
         ),

@@ -141,6 +141,9 @@ class TorchtitanEngine(Engine):
                 folded=SUPPORT.folded(parallelism),
                 tokens_once_to_a_node=deepep,
                 tokens_once_to_a_rank=deepep,
+                # PrepareModuleInputOutput around a mixture: Replicate() in, Partial() out. cbdb3113, distributed/expert_parallel.py, TensorParallel:
+                # gradients of routed_input are Partial().
+                sums_tokens="forward",
                 keeps_sums=deepep,  # its kernels add up results before they send them
                 # models/common/token_dispatcher.py, AllToAllTokenDispatcher: _permute, _unpermute. distributed/deepep/deepep.py orders tokens only once,
                 # where they arrive, and waits for dispatch and combine.

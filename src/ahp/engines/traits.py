@@ -233,6 +233,10 @@ class RecomputeTraits(NamedTuple):
     else both are sent again."""
 
 
+SumsTokens = Literal["nowhere", "forward", "both passes"]
+"""In which passes what belongs to one token is added up over its experts before tensor-parallel ranks that share each expert add it up."""
+
+
 class ExpertTraits(NamedTuple):
     """Layers of experts."""
 
@@ -241,6 +245,9 @@ class ExpertTraits(NamedTuple):
     span these ranks (Megatron's parallel folding); else each expert is divided over them."""
     gather_tokens: bool = False
     """Whether a sequence-parallel rank sends all tokens to the experts, gathered first; else only its own part."""
+    sums_tokens: SumsTokens = "nowhere"
+    """nowhere: ranks gather and reduce one row for each expert of a token. forward: one for each token; backward all-reduces the
+    gradients of the copies that experts get. both passes: and that of the token itself."""
     tokens_once_to_a_node: bool = False
     """Whether a token is sent to another node once, instead of once for each of its experts there."""
     tokens_once_to_a_rank: bool = False

@@ -154,8 +154,7 @@ class SegmentPricer:
             parts = split(
                 segment,
                 role,
-                whole_biased_experts=how.experts.whole_biased,
-                folded_experts=how.experts.folded,
+                experts=how.experts,
                 way_of_keys=way,
                 gathers_normed=how.tensor.gathers_normed,
             )

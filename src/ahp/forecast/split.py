@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ahp.engines.ahp import FP8_MULTIPLE
-from ahp.engines.traits import FewKeys
+from ahp.engines.traits import ExpertTraits, FewKeys
 from ahp.forecast.adapters import products_in_parts
 from ahp.graph.key_heads import leads_to_attention
 from ahp.graph.operators import Operator, Segment, TensorSpec
@@ -58,6 +58,9 @@ class TensorSplit:
     summed_whole: tuple[TensorSpec, ...] = ()
     """Tensors of ``backward_reduce`` that whole keys are made of too: their gradients are all-reduced even under sequence parallelism,
     since every rank has the whole of one summand."""
+    tokens_summed: tuple[tuple[TensorSpec, TensorSpec], ...] = ()
+    """Tensors of ``backward_reduce`` that experts get copies of, and what is all-reduced in the backward pass instead, even under sequence
+    parallelism: the tokens' gradients, or those of the copies."""
     rows: frozenset[int] = frozenset()
     """Products of whole experts with the tokens that a tensor-parallel rank has or receives: its part of all rows."""
     gathered_heads: tuple[TensorSpec, ...] = ()
@@ -85,8 +88,7 @@ def split(
     segment: Segment,
     role: Role,
     *,
-    whole_biased_experts: bool = False,
-    folded_experts: bool = False,
+    experts: ExpertTraits | None = None,
     way_of_keys: KeysWay = "parts",
     gathers_normed: bool = False,
 ) -> TensorSplit:
@@ -94,12 +96,13 @@ def split(
 
     ``embedding``: the table is split by vocabulary and its output reduced. ``head``: the last weight product is
     split by vocabulary and everything after it, the loss included, works on a part of the logits.
-    ``whole_biased_experts``, ``folded_experts``: see ``ExpertTraits``. ``way_of_keys``: how ranks make the keys and values of a block.
+    ``experts``: how the engine runs experts; None = as Megatron. ``way_of_keys``: how ranks make the keys and values of a block.
     ``gathers_normed``: see ``TensorTraits``.
     """
     forward = list(segment.phase("forward"))
     products = {op.index for op in forward if is_weight_product(op)}
-    if whole_biased_experts:
+    experts = experts or ExpertTraits()
+    if experts.whole_biased:
         products -= _of_biased_experts(forward)
     if role == "block":
 
@@ -108,11 +111,13 @@ def split(
             return set(base.column), set(base.row)
 
         products = products_in_parts(forward, products, split_of_base)
-    if folded_experts and role == "block":
+    if experts.folded and role == "block":
         rows = frozenset(op.index for op in segment.operators if op.name in GROUPED)
         found = replace(_divided(segment, forward, products - rows, role, way_of_keys), rows=rows)
     else:
         found = _divided(segment, forward, products, role, way_of_keys)
+        if experts.sums_tokens != "nowhere":
+            found = _with_summed_tokens(segment, forward, found, both=experts.sums_tokens == "both passes")
     return _with_normed_heads(forward, found) if gathers_normed and way_of_keys == "parts" else found
 
 
@@ -170,6 +175,35 @@ def _with_gathered_heads(segment: Segment, forward: list[Operator], found: Tenso
         keys=frozenset(keys.products | keys.between | _backward_of_keys(segment)),
         keys_share=1.0 / keys.heads,
         gathered_heads=tuple(by_index[i].outputs[0] for i in sorted(before)),
+    )
+
+
+def _with_summed_tokens(segment: Segment, forward: list[Operator], found: TensorSplit, *, both: bool) -> TensorSplit:
+    """The split where the results of a token's experts, shared ones too, are added up before ranks add theirs, so that it is gathered and
+    reduced once, not once for each expert. ``both``: and so are the gradients of a token's copies."""
+    by_index = {op.index: op for op in forward}
+
+    def of_tokens(copies: int) -> int:
+        return _source(by_index[copies], by_index) if copies in by_index else copies
+
+    def spec(index: int) -> TensorSpec | None:
+        return by_index[index].outputs[0] if index in by_index else segment.output
+
+    grouped = {i for i in found.column | found.row if by_index[i].name in GROUPED}
+    copied = {_source(by_index[i], by_index) for i in grouped & found.column}
+    if not copied:
+        return found
+    sources = [_source(by_index[i], by_index) for i in sorted(found.column)]
+    inputs = dict.fromkeys(of_tokens(i) if i in copied else i for i in sources)
+    mixture = {by_index[i].module.rpartition(".")[0] + "." for i in grouped} - {"."}
+    rows = [i for i in sorted(found.row) if i in grouped or not by_index[i].module.startswith(tuple(mixture))]
+    tokens, *_ = (spec(of_tokens(i)) for i in copied)
+    summed = [(spec(of_tokens(i)), spec(of_tokens(i) if both else i)) for i in sorted(copied)]
+    return replace(
+        found,
+        forward_reduce=tuple(tokens if i in grouped and tokens else by_index[i].outputs[0] for i in rows),
+        backward_reduce=tuple(one for one in map(spec, inputs) if one is not None),
+        tokens_summed=tuple((one, other) for one, other in summed if one is not None and other is not None),
     )
 
 

@@ -208,8 +208,8 @@ class LeastLayers:
 
     @cached_method
     def _split(self, kind: int, way: KeysWay, folded: bool) -> TensorSplit:
-        whole, block = self._of_engine.experts.whole_biased, self._graph.blocks[kind]
-        return split(block, "block", whole_biased_experts=whole, folded_experts=folded, way_of_keys=way)
+        experts = self._of_engine.experts._replace(folded=folded)
+        return split(self._graph.blocks[kind], "block", experts=experts, way_of_keys=way)
 
     def _passes_s(
         self, parts: TensorSplit, group: Group, in_parts: bool, size: float, *, again: bool

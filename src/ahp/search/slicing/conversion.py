@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch.fx import Node
 
-from ahp.search.slicing.placement import Context, Partial, Placement, Replicated, Split, shape_of
+from ahp.search.slicing.placement import C, Context, Partial, Placement, R, Replicated, Split, shape_of
 
 Kind = Literal["sum", "sum_gradient", "gather", "gather_and_sum_gradient", "sum_and_cut", "cut"]
 
@@ -49,6 +49,10 @@ def steps(have: Placement, wanted: Placement, *, needs_sum: bool) -> tuple[Step,
     ``needs_sum``: the tensor is whole and is read by work that the ranks share, so their gradients have to be added up.
     """
     gradient = (Step("sum_gradient"),) if needs_sum else ()
+    if C in (have, wanted):
+        if have != C:
+            return steps(have, R, needs_sum=True)
+        return () if wanted == C or (wanted == R and needs_sum) else None
     if have == wanted:
         return gradient
     if isinstance(have, Partial):

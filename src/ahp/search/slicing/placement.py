@@ -23,6 +23,11 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
+class Copied:
+    """Every rank holds the whole tensor, and a summand of its gradient: these are added up where it was made from a replicated one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Split:
     """Every rank holds an equal part of each segment of ``dim``.
 
@@ -40,8 +45,8 @@ class Split:
         return replace(self, dim=dim, segments=self.segments if segments is None else segments)
 
 
-Placement = Replicated | Partial | Split
-R, P = Replicated(), Partial()
+Placement = Replicated | Partial | Copied | Split
+R, P, C = Replicated(), Partial(), Copied()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +61,12 @@ class Strategy:
     @property
     def divides(self) -> bool:
         """Whether the ranks share the operator's work."""
-        return self.output != R or self.adds_bias_after_sum
+        return self.output not in (R, C) or self.adds_bias_after_sum
 
     @property
     def reads_whole_in_parts(self) -> bool:
         """Whether a whole input is read by work that the ranks share, so that each has a summand of its gradient."""
-        return self.output != R
+        return self.output not in (R, C)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from ahp.search.slicing.aliases import written
 from ahp.search.slicing.conversion import Permission, Step, allowed, bytes_of, steps
 from ahp.search.slicing.packing import VIEWS, find_packings
 from ahp.search.slicing.placement import (
+    C,
     Context,
     P,
     Placement,
@@ -304,7 +305,7 @@ def viable_options(task: Problem) -> dict[Node, list[Strategy]]:
 
 def _reaches(node: Node, have: Placement, wanted: set[Placement], task: Problem) -> bool:
     """Whether a tensor that lies at ``have`` can be brought to one of the placements."""
-    return have in wanted or any(_way(node, have, one, task, needs_sum=False) is not None for one in wanted)
+    return have in wanted or any(_way(node, have, one, task, needs_sum=have == C) is not None for one in wanted)
 
 
 def _way(node: Node, have: Placement, wanted: Placement, task: Problem, *, needs_sum: bool) -> tuple[Step, ...] | None:
@@ -360,6 +361,8 @@ class _Call:
         way = _way(source, have, wanted, task, needs_sum=needs_sum)
         if way is None or (source in task.weights and have != wanted):
             return None
+        if wanted == C and source not in task.with_gradient:
+            return None
         return tuple((step, self._bytes(step, source)) for step in way)
 
     def _bytes(self, step: Step, source: Node) -> int:
@@ -368,7 +371,7 @@ class _Call:
 
 def _may_lie(weight: Node, wanted: Placement, task: Problem) -> bool:
     """Whether a weight may lie where its first use wants it: whole, or split by its own columns or rows."""
-    if wanted == P or (isinstance(wanted, Split) and wanted.tokens):
+    if wanted in (P, C) or (isinstance(wanted, Split) and wanted.tokens):
         return False
     return task.pinned.get(weight, wanted) == wanted
 

@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from ahp.search.slicing.placement import (
+    C,
     Context,
     P,
     Placement,
@@ -75,7 +76,7 @@ def same(node: Node, context: Context) -> Iterator[Strategy]:
     yield from every_dim(node, context)
     dtype = node.meta["val"].dtype
     if dtype.is_floating_point or dtype.is_complex or dtype == args_of(node)[0].meta["val"].dtype:
-        yield Strategy((P,), P)
+        yield from (Strategy((one,), one) for one in (P, C))
 
 
 def every_dim(node: Node, context: Context) -> Iterator[Strategy]:

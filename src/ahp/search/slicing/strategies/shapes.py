@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from ahp.search.slicing.packing import CUTS, cut_dim, cut_sizes, dim_groups, slice_range
-from ahp.search.slicing.placement import Context, P, R, Split, Strategy, args_of, argument, shape_of, tensor_inputs
+from ahp.search.slicing.placement import C, Context, P, R, Split, Strategy, args_of, argument, shape_of, tensor_inputs
 
 aten = torch.ops.aten
 
@@ -23,7 +23,7 @@ def view(node: Node, context: Context) -> Iterator[Strategy]:
                 after = _through_view(split, source, shape, group_in, group_out, context)
                 if after is not None:
                     yield Strategy((split,), after)
-    yield Strategy((P,), P)
+    yield from (Strategy((one,), one) for one in (P, C))
 
 
 def _through_view(
@@ -201,7 +201,7 @@ def index(node: Node, context: Context) -> Iterator[Strategy]:
     for split in context.splits_of(shape):
         if split.dim != along:
             yield Strategy((split, R), split.at(split.dim + (more if split.dim > along else 0)))
-    yield Strategy((P, R), P)
+    yield from (Strategy((one, R), one) for one in (P, C))
 
 
 def index_select(node: Node, context: Context) -> Iterator[Strategy]:
@@ -210,6 +210,7 @@ def index_select(node: Node, context: Context) -> Iterator[Strategy]:
     along = argument(node, 1, "dim") % len(shape)
     for one in _moved(shape, context, ((dim, dim) for dim in range(len(shape)) if dim != along)):
         yield Strategy((*one.inputs, R), one.output)
+    yield Strategy((C, R), C)
 
 
 def gather(node: Node, context: Context) -> Iterator[Strategy]:
