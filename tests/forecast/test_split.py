@@ -171,6 +171,17 @@ def test_experts_move_what_the_real_slicing_moves(name):
     assert sent < 2 * sliced < 1.05 * sent
 
 
+def test_whole_weights_that_ranks_read_in_parts():
+    """Norms of heads always; under sequence parallelism those of hidden states too, and biases after sums."""
+    block = analyze(mixture("qwen3_moe"), Job(sequence_length=16)).blocks[0]
+    parts = split(block, "block")
+    assert [spec.shape for spec in parts.weights_in_parts] == [(16,), (16,)]
+    assert sorted(spec.shape for spec in parts.whole_weights) == [(16,), (16,), (64,), (64,)]
+    gpt2 = split(analyze("gpt2", Job(sequence_length=16)).blocks[0], "block")
+    assert not gpt2.weights_in_parts
+    assert len(gpt2.whole_weights) == 6  # of two norms, and the biases of two row products
+
+
 def test_torchtitan_adds_up_gradients_of_copies():
     block = analyze(mixture("mixtral"), Job(sequence_length=16, precision="fp32"), micro_batch_size=2).blocks[0]
     megatron, titan = (split(block, "block", experts=ExpertTraits(sums_tokens=of)) for of in ("nowhere", "forward"))

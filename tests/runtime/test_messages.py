@@ -66,8 +66,7 @@ CASES = {
     ("zero2", "gpt2"): 1.002, ("zero3-replicas", "llama"): 1.002, ("tensor", "mixtral"): 1.01, ("tensor", "qwen3_moe"): 1.01,
     ("experts", "qwen3_moe"): 1.02, ("experts-full", "qwen3_moe"): 1.03, ("experts-selective", "qwen3_moe"): 1.02,
 }  # fmt: skip
-"""By how much a run may send more. Never priced are numbers of tokens and their weights, 1/8 of a token of this width, norms of gradients
-and the loss; under sequence parallelism the ends (docs/decisions/rows-of-a-tokens-experts.md)."""
+"""By how much a run may send more: norms of gradients and the loss; under sequence parallelism the ends (docs/decisions/rows-of-a-tokens-experts.md)."""
 
 
 def sent_bytes(kind: CollectiveKind, num_bytes: float, ranks: int) -> float:

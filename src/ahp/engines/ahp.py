@@ -162,6 +162,7 @@ def _traits(
             gathers_inputs_again=False,  # autograd keeps what the product read
             copies=True,  # runtime/tensor/collectives.py joins and cuts parts along the sequence
             few_keys="whole",  # search/slicing/solve.py; runtime/tensor/rewrite.py takes the rank's head
+            sums_each_weight=True,  # runtime/tensor/collectives.py, _SumGradient
             # runtime/compute/loss.py: beside the exponentials, which become the gradient, lie the logits, and later the gradient in their type
             loss_copies=1.0 if job.precision == "fp32" else 0.5,
         ),
@@ -180,6 +181,7 @@ def _traits(
         experts=ExpertTraits(
             gather_tokens=True,  # runtime/experts/sliced_experts.py
             keeps_sums=True,  # runtime/experts/dispatch.py
+            numbers_sent=3,  # runtime/experts/dispatch.py: counts; the weights of a token's experts, and their gradients
             sums_tokens="both passes",  # search/slicing/placement.py, Copied
             leaves_lone=experts_alone,
             whole_biased=True,  # their result is no summand (search/slicing/solve.py)

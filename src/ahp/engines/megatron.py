@@ -227,6 +227,8 @@ def _experts(parallelism: Parallelism, choice: EngineChoice, has: Has) -> Expert
         tokens_once_to_a_node=choice.moe_token_dispatcher_type != "alltoall",
         # DeepEP, csrc/kernels (is_token_in_rank) and its hybrid-ep branch (sparse_to_dense_map: one place for each token and rank)
         tokens_once_to_a_rank=choice.moe_token_dispatcher_type == "flex",
+        # core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher: counts are gathered; probabilities and their gradients are sent
+        numbers_sent=0 if choice.moe_token_dispatcher_type == "flex" else 3 if has("sent_probabilities") else 1,
         overlap_between_nodes=0.0 if overlap is False else 1.0,
         overlap_on_a_node=1.0 if overlap else 0.0,
         fused_permutation=has("fused_permutation"),  # --moe-permute-fusion

@@ -119,6 +119,8 @@ class TorchtitanEngine(Engine):
                 in_pieces=bool(choice.enable_async_tensor_parallel),
                 copies=True,  # torch 2.13 distributed/_functional_collectives.py: all_gather_single, reduce_scatter_single
                 gathers_normed=not has("normed_heads_apart"),
+                # torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param.py, _get_grad_inner_tensor: redistributes a DTensor that is Partial
+                sums_each_weight=True,
                 # torch 2.13 distributed/tensor/parallel/loss.py, _nll_loss_and_log_softmax_backward: (grad_input + exp(x)) * grad_output
                 loss_copies=None if compiled_loss else 3.0,
             ),
@@ -144,6 +146,9 @@ class TorchtitanEngine(Engine):
                 # PrepareModuleInputOutput around a mixture: Replicate() in, Partial() out. cbdb3113, distributed/expert_parallel.py, TensorParallel:
                 # gradients of routed_input are Partial().
                 sums_tokens="forward",
+                numbers_sent=0
+                if deepep
+                else 1,  # distributed/expert_parallel.py, ExpertParallel: num_tokens_per_expert
                 keeps_sums=deepep,  # its kernels add up results before they send them
                 # models/common/token_dispatcher.py, AllToAllTokenDispatcher: _permute, _unpermute. distributed/deepep/deepep.py orders tokens only once,
                 # where they arrive, and waits for dispatch and combine.

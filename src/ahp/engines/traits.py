@@ -176,6 +176,9 @@ class TensorTraits(NamedTuple):
     gathered: the ranks share the products for queries, keys and values, gather the results, and take their heads."""
     gathers_normed: bool = False
     """Whether ranks gather queries and keys after norms of each head, and turn and copy those of all heads, before each takes its own."""
+    sums_each_weight: bool = False
+    """Whether every backward pass sums the gradient of each whole weight of which ranks read parts, such as a norm's, by itself; else all are
+    summed once per step."""
     loss_copies: float | None = None
     """Bytes that the loss of a split vocabulary needs at its peak besides what it keeps, over those of the rank's logits in fp32; None = as
     many as the loss of one device."""
@@ -254,6 +257,8 @@ class ExpertTraits(NamedTuple):
     """The same for another rank of one node."""
     keeps_sums: bool = False
     """Whether selective recompute keeps one sum for each token of what came back from its experts, instead of a result for each of them."""
+    numbers_sent: int = 0
+    """Further messages of both passes over a layer, with a number for each copy of a token or for each expert."""
     overlap_between_nodes: float = 0.0
     """Share of the all-to-alls that can hide behind the opposite pass of another micro-batch, if they cross nodes."""
     overlap_on_a_node: float = 0.0

@@ -28,13 +28,16 @@ class Routed:
     per_token: int
     """Experts that a token is routed to."""
     num_experts: int
+    row_bytes: int
+    """Bytes of one copy."""
 
     @classmethod
     def of(cls, grouped: Operator, share: float, tokens: int) -> Routed:
         """``grouped``: the first product with the experts' weights; ``share``: the part of its input that the rank sends; ``tokens``: how
         many tokens its input has copies of."""
         copies = grouped.inputs[0]
-        return cls(share * copies.bytes, max(1, round(copies.shape[0] / tokens)), num_experts(grouped))
+        per_token = max(1, round(copies.shape[0] / tokens))
+        return cls(share * copies.bytes, per_token, num_experts(grouped), copies.bytes // copies.shape[0])
 
     def share_sent_once(self, places: int) -> float:
         """The share of all copies that is left where each of ``places``, with equally many experts each, gets a token once:
@@ -54,6 +57,15 @@ def all_to_all_s(routed: Routed, group: Group, network: Times, how: ExpertTraits
     within = Group(group.local, group.local, 1)
     # A rank forwards what arrives for others on its node, while more arrives.
     return max(between_s, network.time_s("all_to_all", routed.share_sent_once(group.size) * routed.num_bytes, within))
+
+
+def numbers_s(routed: Routed, group: Group, network: Times, how: ExpertTraits) -> float:
+    """Seconds of the messages with numbers in one pass, the mean of both passes: as if all were of four bytes for each copy. Kernels that know
+    the network send them with the tokens."""
+    if group.nodes > 1 and how.tokens_once_to_a_node:
+        return 0.0
+    num_bytes = routed.num_bytes / routed.row_bytes * 4
+    return how.numbers_sent / 2 * network.time_s("all_to_all", num_bytes, group)
 
 
 def arrived_bytes(routed: Routed, group: Group, how: ExpertTraits) -> float:

@@ -61,6 +61,10 @@ class TensorSplit:
     tokens_summed: tuple[tuple[TensorSpec, TensorSpec], ...] = ()
     """Tensors of ``backward_reduce`` that experts get copies of, and what is all-reduced in the backward pass instead, even under sequence
     parallelism: the tokens' gradients, or those of the copies."""
+    whole_weights: tuple[TensorSpec, ...] = ()
+    """Weights of one dim that every rank holds whole: sequence-parallel ranks read them in parts."""
+    weights_in_parts: tuple[TensorSpec, ...] = ()
+    """Those among them that all tensor-parallel ranks read in parts."""
     rows: frozenset[int] = frozenset()
     """Products of whole experts with the tokens that a tensor-parallel rank has or receives: its part of all rows."""
     gathered_heads: tuple[TensorSpec, ...] = ()
@@ -118,6 +122,7 @@ def split(
         found = _divided(segment, forward, products, role, way_of_keys)
         if experts.sums_tokens != "nowhere":
             found = _with_summed_tokens(segment, forward, found, both=experts.sums_tokens == "both passes")
+    found = _with_whole_weights(segment, forward, found) if role == "block" else found
     return _with_normed_heads(forward, found) if gathers_normed and way_of_keys == "parts" else found
 
 
@@ -176,6 +181,19 @@ def _with_gathered_heads(segment: Segment, forward: list[Operator], found: Tenso
         keys_share=1.0 / keys.heads,
         gathered_heads=tuple(by_index[i].outputs[0] for i in sorted(before)),
     )
+
+
+def _with_whole_weights(segment: Segment, forward: list[Operator], found: TensorSplit) -> TensorSplit:
+    divided = found.divided - found.row  # a bias is added to what row products have summed
+    of_part = {name for op in forward if op.index in divided for name in op.parameters}
+    dtype = segment.output.dtype if segment.output is not None else "float32"
+    whole = {
+        p.name: TensorSpec(p.shape, dtype)
+        for p in segment.parameters
+        if len(p.shape) == 1 and p.trainable and p.name not in found.parameters
+    }
+    in_parts = (spec for name, spec in whole.items() if name in of_part)
+    return replace(found, whole_weights=tuple(whole.values()), weights_in_parts=tuple(in_parts))
 
 
 def _with_summed_tokens(segment: Segment, forward: list[Operator], found: TensorSplit, *, both: bool) -> TensorSplit:

@@ -73,9 +73,13 @@ class TensorCollectives:
         count, launched = len(parts.forward_reduce), not how.one_graph
         unread = parts.forward_reduce[count - num_unread :]
         copied, copies = (tuple(pair[i] for pair in parts.tokens_summed) for i in range(2))
+        weights = parts.whole_weights if axes.sequence_parallel else parts.weights_in_parts
+        of_weights_s = sum(
+            self._network.time_s("all_reduce", w.bytes, group) for w in weights if how.tensor.sums_each_weight
+        )
         if not axes.sequence_parallel:
             forward, backward = total("all_reduce", parts.forward_reduce), total("all_reduce", parts.backward_reduce)
-            backward += total("all_reduce", copies) - total("all_reduce", copied)
+            backward += total("all_reduce", copies) - total("all_reduce", copied) + of_weights_s
             forward, backward = forward + of_heads_s[0], backward + of_heads_s[1]
             return TensorCost(forward, forward - total("all_reduce", unread), 0.0, backward, count * launched)
         hidden = tuple(spec for spec in parts.forward_reduce if len(spec.shape) > 1)
@@ -91,7 +95,7 @@ class TensorCollectives:
         forward += total("all_reduce", rows) + of_heads_s[0]
         backward = gathers + total("reduce_scatter", parts.backward_reduce) + of_heads_s[1]
         backward += total("all_reduce", parts.summed_whole) - total("reduce_scatter", parts.summed_whole)
-        backward += total("all_reduce", copies) - total("reduce_scatter", copied)
+        backward += total("all_reduce", copies) - total("reduce_scatter", copied) + of_weights_s
         again = max(0.0, forward - total("reduce_scatter", unread))
         return TensorCost(forward, again, gathered, backward, 2 * count * launched)
 

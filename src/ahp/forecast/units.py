@@ -16,7 +16,7 @@ from ahp.forecast.chunked_head import chunked_head, num_chunks
 from ahp.forecast.communication import Network
 from ahp.forecast.compute import SegmentTimes, Work
 from ahp.forecast.context import SharedTokens, shared_tokens_s
-from ahp.forecast.dispatch import Routed, arrived_bytes, pass_waits_s, sorted_s
+from ahp.forecast.dispatch import Routed, arrived_bytes, numbers_s, pass_waits_s, sorted_s
 from ahp.forecast.divided import Divided, SegmentPricer
 from ahp.forecast.division import attention_heads, expert_parameters
 from ahp.forecast.group import Group
@@ -252,6 +252,7 @@ class UnitPricer:
         overlap = how.expert_overlap(axes.expert.nodes) * axes.beside_opposite
         passes_s = of.times.forward_s + of.times.backward_s
         waits_s = pass_waits_s(routed, axes.expert, self._network, passes_s, how.experts, overlap=overlap)
+        waits_s += (1.0 - overlap) * numbers_s(routed, axes.expert, self._network, how.experts)
         if how.one_graph:  # its recipes have HybridEP, which sorts what it sends
             return waits_s
         computed = 1 / division.context / (division.tensor if how.experts.folded else 1)
