@@ -326,7 +326,7 @@ class Parallel:
         return range(start, start + counts[replica] * each)
 
     def step(self, part: dict[str, torch.Tensor]) -> StepResult:
-        """Forward, backward, clip, update. Collective. If the loss or the gradient norm is not finite, or no token is scored, no weight changes.
+        """Forward, backward, clip, update. Collective. If loss or gradient norm is not finite, or no token is scored, no weight or buffer changes.
 
         ``part``: as ``shard`` gives it, ``labels`` unshifted, -100 = not scored. Ranks can hold different numbers of
         scored tokens: the loss is the mean over all of them. Random numbers (dropout) depend on the job's seed and the step; the
@@ -345,17 +345,17 @@ class Parallel:
         inputs, labels = self._checked(part)
         num_micro_batches = len(labels) // self.layout.micro_batch_size
         self.runner.prepare(num_micro_batches)
-        state, scale = self.state, self.state.loss_scale.factor
+        state, scale, job = self.state, self.state.loss_scale.factor, self.plan.job
         scored = count_scored(labels, causal=self.loss.causal)
         self.loss.scale = scale
         self.loss.num_micro_batches = self.rows_of_ranks.micro_batches(len(labels))
         self.loss.total = PendingCount(scored, self.mesh.data.get_group(), self.rows_of_ranks.share(len(labels)))
         self.rows_of_ranks.check(len(labels), self.loss.total, self.mesh.device)
-        job = self.plan.job
         if self._in_step:
             forget_step(self.runner, state.local, self.sharding)
         refuse_gradients(state.local, self.sharding)
         self._in_step = True
+        state.buffers.before_step()
         numbers = numbers_of_step(self.mesh, job.seed, state.num_steps_done, self._generators)
         with numbers, deterministic(job.deterministic):
             loss = self.runner.run(inputs, labels, num_micro_batches)
@@ -374,7 +374,7 @@ class Parallel:
         unscale_and_clip_(gradients, figures[1], self.plan.job.optimizer.grad_clip, scale)
         leave_out = self._leaves_out(figures, can_shrink, any_scored)
         state.optimizer.step(rate, gradients, without=nobodys, leave_out=leave_out)
-        state.buffers.synchronize()
+        state.buffers.after_step(leave_out)
         state.num_steps_done += 1
         # Last in the queue: whoever has read the numbers knows that the step is over.
         copied = HostCopy(torch.cat((figures, torch.stack((can_shrink, any_scored)))))

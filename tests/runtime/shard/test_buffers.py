@@ -110,6 +110,48 @@ def test_buffers_are_the_same_on_all_ranks_and_those_of_one_process(pool: Pool, 
     assert {name for _, name in seen} == set(expected["buffers"][0])
 
 
+BAD = 7
+"""A token whose weights are no numbers."""
+
+
+def with_a_bad_batch(
+    rank: int, world: int, how: How, layout: dict[str, Any], bad: int
+) -> list[dict[str, torch.Tensor]]:
+    """Buffers of this rank after each step; the batch of step ``bad`` alone has the bad token."""
+    from ahp.runtime.parallel import parallelize
+
+    module = averaging(how)
+    with torch.no_grad():
+        module.get_parameter("tokens.weight")[BAD] = torch.nan
+    parallel = parallelize(module, {"job": JOB, "parallelism": layout})
+    found = []
+    for step in range(STEPS):
+        rows = batch(step)
+        rows["input_ids"][rows["input_ids"] == BAD] = BAD + 1
+        if step == bad:
+            rows["input_ids"][:, 3] = BAD
+        assert parallel.step(parallel.shard(rows)).failed == (step == bad)
+        stages = [dict(stage.model.named_buffers()) for stage in parallel.stages.values()]
+        held = [{name: buffer.clone() for name, buffer in stage.items() if "scratch" not in name} for stage in stages]
+        found.append({f"{place}.{name}": buffer for place, stage in enumerate(held) for name, buffer in stage.items()})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    cases(
+        [("one", "assigned"), ("1f1b", "batch norm"), ("zero3-x-tp", "in place"), ("full", "in place")],
+        wide=[("zero3-x-tp", "in place"), ("full", "in place")],
+    ),
+)
+def test_a_step_that_is_left_out_leaves_buffers_as_they_were(pool: Pool, layout: str, how: How) -> None:
+    """One bad batch made every average no number, and so every later loss."""
+    for first, then, last in pool.run(with_a_bad_batch, world_size(LAYOUTS[layout]), how, LAYOUTS[layout], 1):
+        assert all(torch.equal(then[name], buffer) for name, buffer in first.items())
+        assert not all(torch.equal(last[name], buffer) for name, buffer in first.items())
+        assert all(buffer.isfinite().all() for buffer in last.values())
+
+
 @pytest.mark.parametrize(
     ("first", "then"),
     cases(

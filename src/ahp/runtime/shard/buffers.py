@@ -41,6 +41,8 @@ class Buffers:
         """Buffers that several stages have: a meta tensor of their shape and type."""
         self._last: dict[tuple[int, str], torch.Tensor] = {}
         """Values of the shared buffers on each stage here, after the last step."""
+        self._before: list[tuple[int, str, torch.Tensor]] = []
+        """Stage, name and value of each buffer here before the step."""
         self._remember()
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -61,8 +63,19 @@ class Buffers:
         self._remember()
 
     @torch.no_grad()
-    def synchronize(self) -> None:
-        """After a step: give a buffer the same values on all ranks that hold it. Collective."""
+    def before_step(self) -> None:
+        """Keep the values that ``after_step`` gives back if the step is left out."""
+        places = ((index, name) for index, names in self.names.items() for name in names)
+        self._before = [(index, name, self._buffer(index, name).clone()) for index, name in places]
+
+    @torch.no_grad()
+    def after_step(self, left_out: torch.Tensor) -> None:
+        """Give a buffer the same values on all ranks that hold it: those from before the step if ``left_out``, bool scalar on the device
+        and the same on every rank, is true. Collective."""
+        for index, name, before in self._before:
+            buffer = self._buffer(index, name)
+            buffer.copy_(torch.where(left_out, before, buffer))
+        self._before.clear()
         if self.group is not None:
             for index, names in self.names.items():
                 _broadcast([self._buffer(index, name) for name in names], self.group, source=0)
