@@ -29,7 +29,8 @@ from ahp.runtime.ranks import device
 from ahp.runtime.run import generate as generation
 from ahp.runtime.run import texts, trainer
 from ahp.runtime.run.checkpoint_store import CheckpointStore
-from ahp.runtime.run.folder import EXPORT_MARK, RunFolder
+from ahp.runtime.run.export_mark import EXPORT_MARK
+from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.generate import generate as from_checkpoint
 from ahp.runtime.run.texts import prepare_texts
 from tests.runtime.run.test_checkpoint_store import save

@@ -28,7 +28,8 @@ from ahp.runtime.ranks.environment import gpu_variables
 from ahp.runtime.ranks.stop_signals import STOP_SIGNALS
 from ahp.runtime.ranks.watch import Quiet, Watch
 from ahp.runtime.run import failure
-from ahp.runtime.run.folder import EXPORT_MARK, RunFolder
+from ahp.runtime.run.export_mark import EXPORT_MARK
+from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.texts import Texts, vocabulary_size
 from ahp.runtime.run.trainer import Trainer
 from tests.runtime.workers import listened_on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ahp.errors import BadInput
 from ahp.graph.models import build_model
 from ahp.plan import Plan, validated
 from ahp.runtime.data import tokenizer as tokenizers
+from ahp.runtime.data.tokenizer import opened
 from ahp.runtime.files import crc32
 from ahp.runtime.parallel import parallelize
 from ahp.runtime.run import exported
@@ -38,6 +40,7 @@ def stopped_run(path: Path, optimizer: str) -> tuple[RunFolder, Plan, dict[str, 
         aside = run.open_checkpoint(1)
         parallel.save(aside)
         meta = {"crc32": {file.name: crc32(file) for file in aside.iterdir()}, "job": job, "model": MODEL}
+        meta["tokenizer_crc32"] = crc32(run.tokenizer_file)
         run.commit_checkpoint(1, meta, keep=1)
         return run, plan, {name: local_tensor(p.detach()).clone() for name, p in parallel.parameters.items()}
     finally:
@@ -65,6 +68,44 @@ def test_a_stopped_run_gives_its_weights_without_optimizer_states(
     assert set(stored) == set(weights)
     for name, weight in weights.items():
         assert torch.equal(stored[name], weight.to(stored[name].dtype))
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_exported_files_that_are_damaged_are_written_again_from_the_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were used: a flipped bit is another weight."""
+    run, plan, _ = stopped_run(tmp_path / "run", "adamw")
+    folder = exported.newest(run, plan)
+    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "ahp.json"} < whole.keys()
+    for name in whole:
+        for damage in (flip_a_bit, Path.unlink):
+            damage(folder / name)
+            exported.newest(run, plan)
+            assert {file.name: file.read_bytes() for file in folder.iterdir()} == whole, (name, damage)
+            assert name == "ahp.json" or f"{folder / name} is missing or has changed" in capsys.readouterr().err
+    assert (run.path / "hf.damaged").is_dir()
+    shutil.rmtree(run.checkpoints_folder)
+    flip_a_bit(folder / "model.safetensors")
+    with pytest.raises(BadInput, match=r"model\.safetensors is missing or has changed.*no checkpoint is left"):
+        exported.newest(run, plan)
+    assert folder.is_dir()
+
+
+def test_a_tokenizer_that_is_damaged_is_refused(tmp_path: Path) -> None:
+    run, plan, _ = stopped_run(tmp_path / "run", "adamw")
+    flip_a_bit(run.tokenizer_file)
+    with pytest.raises(BadInput, match=r"tokenizer\.json has changed since it was written; let the run train on"):
+        exported.newest(run, plan)
+    run.tokenizer_file.write_text("{")
+    with pytest.raises(BadInput, match=r"tokenizer = .*not a tokenizer\.json"):
+        opened(run.tokenizer_file)
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(

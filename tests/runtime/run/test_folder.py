@@ -299,6 +299,7 @@ def test_damaged_checkpoint_is_passed_over(folder: RunFolder, damage: str) -> No
     write_checkpoint(folder, 10)
     path = write_checkpoint(folder, 20)
     meta = json.loads((path / "meta.json").read_text())
+    del meta[module.OWN_CHECKSUM]  # as written before it came
     if damage in META_WITHOUT:
         del meta[damage]
         (path / "meta.json").write_text(json.dumps(meta))
@@ -316,6 +317,25 @@ def test_damaged_checkpoint_is_passed_over(folder: RunFolder, damage: str) -> No
         (path / "meta.json").write_text("[]")
     assert [c.step for c in folder.checkpoints()] == [10]
     assert list(folder.incomplete()) == ["step-20"]
+
+
+def test_a_bit_flipped_in_what_describes_a_checkpoint_changes_nothing_or_passes_it_over(folder: RunFolder) -> None:
+    """With "steps" 18 instead of 10, and the like, the start was told of another job, and to give the old values; or the bit went unseen."""
+    write_checkpoint(folder, 10)
+    file = write_checkpoint(folder, 20) / "meta.json"
+    whole = file.read_bytes()
+    written = {key: value for key, value in json.loads(whole).items() if key != module.OWN_CHECKSUM}
+    passed_over = 0
+    for place in range(len(whole)):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :])
+        if [found.step for found in folder.checkpoints()] == [10]:
+            passed_over += 1
+            assert "meta.json" in folder.incomplete()["step-20"]
+            assert check_same_job(folder, Plan()) is None
+        else:
+            found = folder.checkpoints()[-1].meta()
+            assert {key: found[key] for key in written} == written
+    assert passed_over > len(whole) * 0.9
 
 
 def test_the_same_step_again_replaces_the_old_one(folder: RunFolder) -> None:
@@ -368,7 +388,7 @@ def test_a_run_of_before_a_key_came_goes_on(folder: RunFolder) -> None:
     write_checkpoint(folder, 10)
     meta = folder.checkpoints()[0].path / "meta.json"
     written = json.loads(meta.read_text())
-    del written["job"]["packing"]
+    del written["job"]["packing"], written[module.OWN_CHECKSUM]
     meta.write_text(json.dumps(written))
     check_same_job(folder, Plan())
     with pytest.raises(BadInput, match=r"job\.packing = 'padded' \(the run has 'packed'\)"):

@@ -15,7 +15,7 @@ from ahp.graph.models import build_model
 from ahp.job import Job
 from ahp.plan import Plan
 from ahp.runtime.data import tokenizer as tokenizers
-from ahp.runtime.run import exported
+from ahp.runtime.run import export_mark, exported
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.generate import Sampling, generate
 
@@ -91,10 +91,24 @@ def test_weights_of_another_model_are_refused(run: RunFolder) -> None:
     state = load_file(file)
     state["model.layers.0.extra"] = state.pop("model.layers.0.mlp.up_proj.weight")
     save_file(state, file)
+    export_mark.write(run.weights_folder, 10, {})
     with pytest.raises(
         BadInput, match=r"weights = .*not the weights of this model; missing: .*up_proj.*unknown: .*extra"
     ):
         generate(run.path)
+
+
+def test_a_plan_that_is_not_the_runs_is_refused(run: RunFolder) -> None:
+    """With a digit changed, the weights computed something else."""
+    plan = Plan.load(run.plan_file)
+    aside = run.open_checkpoint(10)
+    run.commit_checkpoint(10, {"job": plan.job.model_dump(mode="json"), "model": plan.model, "crc32": {}}, keep=1)
+    assert not aside.exists()
+    assert generate(run.path, "def ")
+    assert isinstance(plan.model, dict)
+    plan.model_copy(update={"model": {**plan.model, "rms_norm_eps": 0.1}}).save(run.plan_file)
+    with pytest.raises(BadInput, match=r"plan\.yaml has changed since it was written: .*rms_norm_eps"):
+        generate(run.path, "def ")
 
 
 class Short(nn.Module):

@@ -299,11 +299,29 @@ def test_interrupted_run_gives_text_from_its_checkpoint(text: Path, whole: Path,
     folder = RunFolder(stopped_half_way(whole, tmp_path / "run"))
     sampling = Sampling(max_new_tokens=12)
     assert generate(folder.path, "def ", sampling) == generate(folder.path, "def ", sampling)
-    assert json.loads((folder.weights_folder / "ahp.json").read_text()) == {"step": HALF}
+    assert folder.exported_step() == HALF
     shutil.copytree(whole / "checkpoints" / f"step-{STEPS}", folder.checkpoints_folder / f"step-{STEPS}")
     generate(folder.path, "def ", sampling)
     weights = "hf/model.safetensors"
     assert (folder.path / weights).read_bytes() == (whole / weights).read_bytes()
+
+
+@pytest.mark.usefixtures("launched_on_pool")
+def test_a_finished_run_writes_weights_that_are_damaged_again(
+    text: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said "done"."""
+    folder = shutil.copytree(whole, tmp_path / "run")
+    assert train(plan(text), folder).already_done
+    weights = folder / "hf" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    outcome = train(plan(text), folder)
+    assert (outcome.already_done, outcome.status.state, outcome.status.step) == (False, "done", STEPS)
+    assert f"{weights} is missing or has changed since it was written" in capsys.readouterr().err
+    assert weights.read_bytes() == (whole / "hf" / weights.name).read_bytes()
+    assert curve(folder) == curve(whole)
 
 
 def test_fault_in_a_worker_has_its_cause_and_exit_code(text: Path, tmp_path: Path) -> None:

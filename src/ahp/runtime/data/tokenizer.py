@@ -56,10 +56,7 @@ def train(texts: Iterable[str], vocab_size: int, *, masked: bool = False) -> Tok
 
 def load(file: Path, vocab_size: int) -> Tokenizer:
     """Read a tokenizer.json that came with a model; refuse one that has more tokens than the model can embed."""
-    try:
-        tokenizer = opened(file)
-    except Exception as error:  # the library raises bare Exception for a file that it cannot read
-        raise bad_input("tokenizer", str(file), f"not a tokenizer.json ({error})") from None
+    tokenizer = opened(file)
     size = end_of_ids(tokenizer)
     if size > vocab_size:
         raise bad_input(
@@ -73,10 +70,13 @@ def load(file: Path, vocab_size: int) -> Tokenizer:
 
 def opened(file: Path) -> Tokenizer:
     """Read a tokenizer.json, for text of any length. A file can ask for truncation and padding, as set when it was saved: transformers ignores
-    that when it tokenizes, and so must we."""
+    that when it tokenizes, and so must we. Raises BadInput for a file that is none."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(file))
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for a file that it cannot read
+        raise bad_input("tokenizer", str(file), f"not a tokenizer.json ({error})") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

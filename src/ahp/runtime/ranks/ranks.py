@@ -78,6 +78,12 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
+    def together(self, mine: dict[str, int]) -> dict[str, int]:
+        """The entries of all ranks."""
+        found: list[dict[str, int]] = [{}] * self.size
+        dist.all_gather_object(found, mine)
+        return {name: value for one in found for name, value in one.items()}
+
     def first_message(self, word: str | None) -> str | None:
         """The message of the first rank that has one; None if no rank has."""
         said: list[str | None] = [None] * self.size

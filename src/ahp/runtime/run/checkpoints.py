@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import CheckpointException
 from ahp.errors import AhpError
 from ahp.plan import Plan
 from ahp.run_files import Status
+from ahp.runtime.files import crc32
 from ahp.runtime.ranks.ranks import Ranks
 from ahp.runtime.run.cannot_write import cannot_write, reason_of
 from ahp.runtime.run.folder import Checkpoint, RunFolder
@@ -141,7 +142,8 @@ class Checkpoints:
     def _meta(self) -> dict[str, Any]:
         plain = self.plan.model_dump(mode="json")
         kept = {key: plain[key] for key in ("model", "init_from", "job", "parallelism", "versions")}
-        return {**kept, **self.same}
+        tokenizer = self.folder.tokenizer_file
+        return {**kept, **self.same, "tokenizer_crc32": crc32(tokenizer) if tokenizer.is_file() else None}
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

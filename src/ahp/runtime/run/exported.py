@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +16,9 @@ from ahp.cluster.sense import memory_available_bytes
 from ahp.errors import BadInput
 from ahp.plan import Parallelism, Plan
 from ahp.runtime.data.tokenizer import copy_for_transformers, opened, save_for_transformers, tokenizer_of
-from ahp.runtime.run.folder import EXPORT_MARK, RunFolder
+from ahp.runtime.files import crc32
+from ahp.runtime.run import export_mark
+from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.run.given import GENERATION
 from ahp.words import gib
 
@@ -29,8 +30,10 @@ ROOM = 1.2
 """[Empirical] Memory required, as a multiple of the weights': a fifth more is far above what one sequence's activations take."""
 
 
-def publish(run: RunFolder, aside: Path, plan: Plan, tokenizer: Tokenizer, step: int) -> Path:
-    """Complete a folder of safetensors, and replace the run's older export with it."""
+def publish(
+    run: RunFolder, aside: Path, plan: Plan, tokenizer: Tokenizer, step: int, checksums: dict[str, int] | None = None
+) -> Path:
+    """Complete a folder of safetensors, and replace the run's older export with it. ``checksums``: of its files of weights, where they are known."""
     published = tokenizer_of(plan, run.given_folder)
     if published is not None:
         copy_for_transformers(published, aside)
@@ -38,7 +41,7 @@ def publish(run: RunFolder, aside: Path, plan: Plan, tokenizer: Tokenizer, step:
         save_for_transformers(tokenizer, aside)
     if (run.given_folder / GENERATION).is_file():  # the model was built from its config, and has other settings
         shutil.copyfile(run.given_folder / GENERATION, aside / GENERATION)
-    (aside / EXPORT_MARK).write_text(json.dumps({"step": step}) + "\n")
+    export_mark.write(aside, step, checksums or {})
     shutil.rmtree(run.weights_folder, ignore_errors=True)
     aside.rename(run.weights_folder)
     return run.weights_folder
@@ -47,11 +50,13 @@ def publish(run: RunFolder, aside: Path, plan: Plan, tokenizer: Tokenizer, step:
 def newest(run: RunFolder, plan: Plan) -> Path:
     """The folder with the newest checkpoint's weights; converts them now if the run has not (it was stopped).
 
-    Raises BadInput if there is no checkpoint, or the newest is damaged.
+    Exported weights that are damaged are put away and converted again. Raises BadInput if there is no checkpoint for that, or the newest is
+    damaged.
     """
     checkpoints = run.checkpoints()
     written = run.exported_step()
-    if written is not None and (not checkpoints or written >= checkpoints[-1].step):
+    is_newest = written is not None and (not checkpoints or written >= checkpoints[-1].step)
+    if is_newest and run.has_whole_weights():
         return run.weights_folder
     if not checkpoints:
         raise BadInput(f"run = {str(run.path)!r}: it has no checkpoint yet; let it train on: ahp train")
@@ -60,6 +65,10 @@ def newest(run: RunFolder, plan: Plan) -> Path:
         raise BadInput(
             f"run = {str(run.path)!r}: its newest checkpoint is damaged ({checkpoints[-1].path.name}/{damaged}); "
             "let it train on, which takes the one before: ahp train"
+        )
+    if checkpoints[-1].meta().get("tokenizer_crc32") not in (None, crc32(run.tokenizer_file)):
+        raise BadInput(
+            f"{run.tokenizer_file} has changed since it was written; let the run train on, which writes it again: ahp train"
         )
     return _convert(run, plan, checkpoints[-1].path, checkpoints[-1].step)
 

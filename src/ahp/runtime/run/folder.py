@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -34,6 +35,7 @@ from ahp.run_files import (
 from ahp.runtime.files import crc32, flush, write_aside, write_over
 from ahp.runtime.ranks.beside import looking
 from ahp.runtime.ranks.environment import run_of_changing_nodes, starts_since_launch
+from ahp.runtime.run import export_mark
 from ahp.whole_files import unwritable
 from ahp.words import seconds
 
@@ -42,9 +44,6 @@ LET_GO_S = 15.0
 WAKE_S = 900.0
 """The same where the launchers have started workers in the folder before: the other node may be stopped with its launcher, and its first worker
 writes until it wakes and finds the others gone. Storage lets go for a node that is dead."""
-EXPORT_MARK = "ahp.json"
-"""File next to the exported weights; holds the step that they come from."""
-
 
 LEAST_ROOM = 1 << 14
 """[Empirical] Bytes that must be free at a start: twice the plan and the status of a small run. A full disk is named before anything is read."""
@@ -52,6 +51,8 @@ LOOK_S = 0.1
 """Time between two attempts to take a lock, or to see a mark."""
 MARK_S = 30.0
 """How long another node may take to see what was just written: NFS keeps what it has read of a folder for 30 s (nfs(5), ``acdirmin``)."""
+OWN_CHECKSUM = "crc32_of_this"
+"""Key of meta.json for the checksum of its other keys: with a bit flipped it described another job."""
 WORKERS_WRITE = "the workers of a start that has ended are still writing there"
 
 
@@ -394,7 +395,9 @@ class RunFolder:
         """
         aside = self.aside_for(step)
         files = {str(f.relative_to(aside)): f.stat().st_size for f in sorted(aside.rglob("*")) if f.is_file()}
-        (aside / "meta.json").write_text(json.dumps({"step": step, **meta, "files": files}, indent=1) + "\n")
+        described = json.loads(json.dumps({"step": step, **meta, "files": files}))  # with keys as they are read back
+        text = json.dumps({**described, OWN_CHECKSUM: _checksum(described)}, indent=1) + "\n"
+        (aside / "meta.json").write_text(text)
         for file in [*aside.rglob("*"), aside]:
             flush(file)
         final = self.checkpoints_folder / f"step-{step}"
@@ -428,11 +431,22 @@ class RunFolder:
 
     def exported_step(self) -> int | None:
         """The step that the weights in ``weights_folder`` come from; None if there are none."""
-        try:
-            step = json.loads((self.weights_folder / EXPORT_MARK).read_bytes())["step"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return step if isinstance(step, int) else None
+        return export_mark.step_of(self.weights_folder)
+
+    def has_whole_weights(self) -> bool:
+        """Whether no file of the exported weights is damaged; else they are put away, so that they are written again. Raises BadInput if there
+        is no checkpoint to write them from."""
+        damaged = export_mark.damaged_file(self.weights_folder)
+        if damaged is None:
+            return True
+        said = f"{self.weights_folder / damaged} is missing or has changed since it was written"
+        if not self.checkpoints():
+            raise BadInput(f"{said}, and no checkpoint is left to write it from; put the file back")
+        place = self.weights_folder.with_name("hf.damaged")
+        _remove(place, ignore_errors=True)
+        self.weights_folder.rename(place)
+        self.note(f"{said}; the weights are put away as {place} and written again")
+        return False
 
 
 def _fault(path: Path) -> str | None:
@@ -446,14 +460,22 @@ def _fault(path: Path) -> str | None:
     kinds = {"step": int, "files": dict, "crc32": dict, "job": dict, "model": str | dict}
     if not isinstance(meta, dict) or not all(isinstance(meta.get(key), kind) for key, kind in kinds.items()):
         return f"meta.json lacks one of {', '.join(kinds)}"
+    if OWN_CHECKSUM in meta and meta.pop(OWN_CHECKSUM) != _checksum(meta):
+        return "meta.json has changed since it was written"
     if f"step-{meta['step']}" != path.name:  # a copy, or renamed: its weights would get the batches of other steps
         return f"meta.json is of step {meta['step']}"
-    try:
-        if all((path / name).stat().st_size == size for name, size in meta["files"].items()):
-            return None if meta["files"].keys() <= meta["crc32"].keys() else "meta.json lacks the checksum of a file"
-    except OSError:
-        pass
-    return "a file of it is missing or cut"
+    for name, size in meta["files"].items():
+        try:
+            if (path / name).stat().st_size != size:
+                return f"{name} is cut"
+        except OSError:
+            return f"{name} is missing"
+    return None if meta["files"].keys() <= meta["crc32"].keys() else "meta.json lacks the checksum of a file"
+
+
+def _checksum(meta: dict[str, Any]) -> int:
+    """Of the content of meta.json."""
+    return zlib.crc32(json.dumps(meta, sort_keys=True).encode())
 
 
 def _remove(place: Path, *, ignore_errors: bool = False) -> None:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ahp.errors import AhpError, BadInput, bad_input
+from ahp.errors import AhpError, BadInput, OtherJob, bad_input
 from ahp.graph.call import call_model, logits_of
 from ahp.graph.models import is_masked, load_config
 from ahp.plan import Plan
 from ahp.runtime.data.tokenizer import end_of_text
 from ahp.runtime.run import exported
 from ahp.runtime.run.folder import RunFolder
+from ahp.runtime.run.same_job import check_same_job
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -47,10 +48,20 @@ def generate(folder: str | Path, prompt: str = "", sampling: Sampling | None = N
         why = "it is a file" if run.path.is_file() else "it holds no plan.yaml"
         raise BadInput(f"run = {str(run.path)!r}: no run's folder: {why}; start one with: ahp train")
     plan = Plan.load(run.plan_file)
+    _refuse_other_plan(run, plan)
     module, tokenizer = exported.load(exported.newest(run, plan), plan)
     if is_masked(module):
         raise BadInput(f"run = {str(run.path)!r}: a masked language model fills in words, it does not continue a text")
     return continue_text(module, tokenizer, prompt, sampling or Sampling(), longest_context(plan))
+
+
+def _refuse_other_plan(run: RunFolder, plan: Plan) -> None:
+    """Raises BadInput if plan.yaml describes another model or job than the run's newest checkpoint."""
+    try:
+        if run.checkpoints():
+            check_same_job(run, plan, extend=True)
+    except OtherJob as error:
+        raise BadInput(f"{run.plan_file} has changed since it was written: {error}") from None
 
 
 def continue_text(

@@ -345,7 +345,7 @@ class Trainer:
         if self.stored is not None:  # for a finished run too: the store may lack its last checkpoint
             kept.enter_context(self.stored.kept_up())
         finished = self.folder.finished(self.plan.job)
-        if finished is not None:
+        if finished is not None and self.folder.has_whole_weights():
             self.folder.discard_unfinished()  # files left by a kill after the last checkpoint
             self.folder.keep_newest(self.often["keep"])
             if self._end_open_start(finished.cause or finished.state):

@@ -190,7 +190,7 @@ def _settings(order: WorkerSettings) -> Settings:
 def _export(parallel: Any, folder: RunFolder, plan: Plan, corpus: Corpus, ranks: Ranks) -> None:
     """Write the weights and the tokenizer as a folder that transformers reads; it is whole or absent."""
 
-    from ahp.runtime.run import exported
+    from ahp.runtime.run import export_mark, exported
     from ahp.runtime.run.cannot_write import cannot_write
 
     aside = folder.path / "hf.tmp"
@@ -200,8 +200,9 @@ def _export(parallel: Any, folder: RunFolder, plan: Plan, corpus: Corpus, ranks:
         ranks.barrier()
         parallel.export_hf(aside)
         ranks.barrier()
+        checksums = ranks.together(export_mark.of_weights(aside, ranks.rank, ranks.size))
         if ranks.is_first:
-            exported.publish(folder, aside, plan, corpus.tokenizer(), plan.job.steps)
+            exported.publish(folder, aside, plan, corpus.tokenizer(), plan.job.steps, checksums)
     except OSError as error:
         raise cannot_write(folder, "the weights in hf", error, plan.job.steps) from error
 
