@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from ahp.divisors import divisors
 from ahp.engines import registry
+from ahp.engines.ahp import BLOCK_OF_8_BITS
 from ahp.errors import BadInput
 from ahp.forecast import rules
 from ahp.plan import AXES, DEGREE, Plan, validated
@@ -32,9 +34,10 @@ def llama(**more: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 60, "head_dim": HEAD_WIDTH, **more}
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=60, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        max_position_embeddings=SEQUENCE, attn_implementation="sdpa", **more,
+        vocab_size=VOCABULARY, num_hidden_layers=LAYERS, num_attention_heads=HEADS, max_position_embeddings=SEQUENCE,
+        attn_implementation="sdpa", **sizes,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -64,14 +67,15 @@ def plain(name: str) -> nn.Module:
     return BUILDERS[name]()
 
 
-def draw(seed: int | str) -> Restart:
-    """The same for the same seed. Its layouts are legal by what is known before the model is looked at."""
+def draw(seed: int | str, *, eight_bit: bool = False) -> Restart:
+    """The same for the same seed. Its layouts are legal by what is known before the model is looked at. ``eight_bit``: with moments in 8 bits."""
     d = random.Random(seed)
-    family = d.choice(["llama"] * 3 + ["gpt2"] * 3 + ["mixtral"] * 3 + ["qwen3_moe", "custom", "biased"])
+    every = ["llama"] * 3 + ["gpt2"] * 3 + ["mixtral"] * 3 + ["qwen3_moe", "custom", "biased"]
+    family = d.choice([each for each in every if not eight_bit or each in WIDE])
     num_experts = d.choice([2, 4, 6]) if family in ("mixtral", "qwen3_moe") else 1
     precision = d.choice(["fp32", "fp32", "fp32", "bf16", "fp16"])
     dropout = 0.1 if family == "gpt2" and d.random() < 0.3 else 0.0
-    muon = d.random() < 0.3
+    muon = d.random() < 0.3 and not eight_bit
     job: dict[str, Any] = {"precision": precision}
     if family in ("llama", "gpt2", "mixtral") and d.random() < 0.25:
         job["document_mask"] = True
@@ -83,13 +87,27 @@ def draw(seed: int | str) -> Restart:
     restart = Restart(
         _build(d, family, num_experts, dropout), {}, {}, d.randint(1, STEPS - 3), _optimizer(d, muon=muon), job, engine, scale
     )  # fmt: skip
+    if eight_bit:
+        restart = in_eight_bits(restart)
     layers = {"custom": 5, "biased": 4}.get(family, LAYERS)
     first = _layout(d, restart, layers, num_experts)
     then = first if same else _layout(d, restart, layers, num_experts)
     if "output_router_logits" in restart.build.keywords:  # each micro-batch has a balance loss of its own
         while then["micro_batch_size"] != first["micro_batch_size"]:
             then = _layout(d, restart, layers, num_experts)
-    return Restart(restart.build, first, then, restart.stop, restart.optimizer, job, engine, scale)
+    return replace(restart, first=first, then=then)
+
+
+WIDE = ("llama", "mixtral", "qwen3_moe")
+"""Families whose weights can have blocks of moments in 8 bits."""
+
+
+def in_eight_bits(restart: Restart) -> Restart:
+    """The same, with moments in 8 bits for the weights after attention and in the middle of an MLP: they have six blocks in a row."""
+    assert isinstance(restart.build, partial)
+    middle = "moe_intermediate_size" if restart.build.args == ("qwen3_moe",) else "intermediate_size"
+    build = partial(restart.build, **{middle: HEADS * BLOCK_OF_8_BITS, "head_dim": BLOCK_OF_8_BITS})
+    return replace(restart, build=build, optimizer={**restart.optimizer, "name": "adamw8bit"})
 
 
 def work(restart: Restart) -> float:

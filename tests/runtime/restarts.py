@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from ahp.runtime.optimizer.offload import NUM_SLOTS, HostMoments
 from tests.runtime.models import OPTIMIZER
 from tests.runtime.test_equality import world_size
 from tests.runtime.workers import Pool
@@ -51,6 +52,10 @@ class Restart:
     engine: dict[str, Any] = field(default_factory=dict)
     loss_scale: float | None = None
     """At the start of a run in fp16; None = the usual one."""
+    offloaded: tuple[bool, bool] = (False, False)
+    """Whether AdamW's moments are in host memory before the stop, and after it."""
+    frozen: tuple[str, int, int] | None = None
+    """Parameters with this in their name are not trained in the steps from the first number on and before the second."""
 
     def plan(self, layout: dict[str, Any]) -> dict[str, Any]:
         job = {
@@ -89,7 +94,11 @@ def batch(step: int, job: dict[str, Any]) -> Rows:
 def run(rank: int, world: int, restart: Restart, *how: Any) -> dict[str, Any]:
     """Runs in each worker: ``trained``, with Muon's products in fp32 where layouts are compared. In bf16 a rounding of fp32 becomes one of 4e-3
     of some elements, ten times as much with each step; nothing else of AHP that takes a step calls ``Tensor.bfloat16``."""
-    with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.float) if restart.compares else nullcontext():
+    in_fp32 = mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.float) if restart.compares else nullcontext()
+    # Cores stand in for a device; weights of these models are cut into several buckets.
+    on_cores = mock.patch("ahp.runtime.device_limits.refuse_without_host")
+    bucket = mock.patch.dict(HostMoments.__init__.__kwdefaults__, bucket_bytes=NUM_SLOTS * 4096)
+    with in_fp32, on_cores, bucket:
         return trained(restart, *how)
 
 
@@ -106,7 +115,9 @@ def trained(
         for parameter in module.parameters():
             parameter.data.normal_()
     try:
-        parallel = parallelize(module, restart.plan(layout))
+        plan = restart.plan(layout)
+        plan["engine"] = {**plan["engine"], "offload_optimizer": restart.offloaded[bool(source)]}
+        parallel = parallelize(module, plan)
     except AhpError as error:
         return {"refused": str(error)}
     if restart.loss_scale is not None:
@@ -117,6 +128,10 @@ def trained(
     for step in range(start, start + steps):
         if step == restart.stop:
             parallel.save(folder)
+        if restart.frozen is not None:
+            part, begins, ends = restart.frozen
+            for name, parameter in parallel.parameters.items():
+                parameter.requires_grad_(part not in name or not begins <= step < ends)
         rows = batch(step, restart.job)
         result = parallel.step(parallel.shard(rows))
         found["losses"].append(result.loss)

@@ -6,9 +6,11 @@ AHP_TEST_EXAMPLES=3 three times as many.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import pytest
 
 from tests.examples import many
 from tests.marks import cases
-from tests.runtime.draws import ITEMS, draw, experts, gpt2, items, work
+from tests.runtime.draws import ITEMS, draw, experts, gpt2, items, llama, work
 from tests.runtime.restarts import Refused, Restart, check
 from tests.runtime.workers import Pool
 
@@ -31,6 +33,15 @@ SOME = (
 MORE = 300
 LITTLE_WORK = 16.0
 """Of each of the first some: they take a quarter of the time of the others."""
+EIGHT_BIT = ("8-4-2", "8-1-0", "8-2-16", "8-3-6", "8-5-3")
+"""Draws that every layout runs, like those below: with moments in 8 bits, with moments in host memory, with parameters that are frozen for a while."""
+OFFLOADED = (
+    ("off-2-13", (True, True)),
+    ("off-11-0", (True, False)),
+    ("off-12-14", (True, False)),
+    ("off-5-13", (False, True)),
+)
+FROZEN = (("frozen-3-8", ("h.1.", 1, 5)), ("frozen-2-3", ("attn", 0, 3)), ("frozen-15-34", ("h.1.", 1, 3)))
 ATTEMPTS = 100
 """A layout that the model does not allow is drawn again."""
 
@@ -52,6 +63,14 @@ FOUND = {
         {"pipeline_parallel_degree": 2, "micro_batch_size": 6},
         job={"lora": {"r": 2, "target_modules": "all-linear"}},
     ),
+    # FSDP2 looks at the types of gradients in a start's first step: of a head that was frozen then it had none, and failed when it was trained.
+    "frozen-at-the-restart-in-16-bits": Restart(
+        partial(llama, num_key_value_heads=6, tie_word_embeddings=False),
+        {"data_parallel_shard_degree": 2, "zero_stage": 2, "micro_batch_size": 6},
+        {"data_parallel_shard_degree": 2, "zero_stage": 2, "micro_batch_size": 6},
+        job={"precision": "bf16"},
+        frozen=("lm_head", 1, 4),
+    ),
 }
 """What draws have found."""
 
@@ -68,6 +87,27 @@ def test_a_restart_of_those_that_try_the_most_does_not_show(pool: Pool, tmp_path
         check(pool, draw(f"0-little-{number}-0"), tmp_path)
     else:
         search(pool, f"{SEED}-little-{number}", tmp_path, LITTLE_WORK)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao (the extra low-bit) is not installed")
+@pytest.mark.parametrize("seed", cases(EIGHT_BIT, wide=set(EIGHT_BIT[1:])))
+def test_moments_in_8_bits_go_to_another_layout(pool: Pool, tmp_path: Path, seed: str) -> None:
+    check(pool, draw(seed, eight_bit=True), tmp_path)
+
+
+@pytest.mark.parametrize(("seed", "offloaded"), cases(OFFLOADED, wide=set(OFFLOADED[1:])))
+def test_moments_in_host_memory_go_to_another_layout(
+    pool: Pool, tmp_path: Path, seed: str, offloaded: tuple[bool, bool]
+) -> None:
+    """And those on the device into host memory."""
+    check(pool, replace(draw(seed), offloaded=offloaded), tmp_path)
+
+
+@pytest.mark.parametrize(("seed", "frozen"), cases(FROZEN, wide=set(FROZEN[1:])))
+def test_what_is_frozen_for_some_steps_around_a_restart_is_trained_again(
+    pool: Pool, tmp_path: Path, seed: str, frozen: tuple[str, int, int]
+) -> None:
+    check(pool, replace(draw(seed), frozen=frozen), tmp_path)
 
 
 def test_every_item_is_drawn() -> None:

@@ -114,6 +114,8 @@ def _with_every_gradient(group: Any, own: Callable[..., None], given: set[int], 
                     p._unsharded_param.grad = torch.zeros_like(p._unsharded_param, dtype=p._unsharded_param.grad_dtype)
                 if accumulated:  # so that all gradients have one dtype
                     _accumulate(p)
+            if group._orig_dtype is None:  # nothing of it was trained at its first step, when FSDP2 looks at types
+                group._init_mp_dtypes()
         own(*unused)
 
     return post_backward

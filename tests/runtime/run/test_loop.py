@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -653,6 +654,25 @@ def test_profile_has_the_steps_that_were_asked_for(
     names = [event.get("name") for event in events]
     assert {name for name in names if str(name).startswith("step ")} == {f"step {step}" for step in seen}
     assert names.count("aten::cumsum") == len(seen)
+
+
+def test_a_profile_stays_when_a_restart_makes_some_of_its_steps_again(alone: Ranks, folder: RunFolder) -> None:
+    """That of steps 3 to 5 became one of step 5."""
+    settings = Settings(checkpoint_every=4, profile_steps=(3, 5))
+    weight = Spoiled(7)
+    folder.profile_folder.mkdir()
+    (folder.profile_folder / "rank-1.json.gz").write_bytes(b"of a rank that is no more")
+    with pytest.raises(Diverged):
+        loop(alone, folder, weight, settings=settings).run()
+    (file,) = folder.profile_folder.iterdir()
+    whole = file.read_bytes()
+    loop(alone, folder, settings=settings).run()
+    assert file.read_bytes() == whole
+    file.unlink()
+    for checkpoint in folder.checkpoints()[1:]:
+        shutil.rmtree(checkpoint.path)
+    loop(alone, folder, settings=settings).run()
+    assert file.is_file(), "what is left of the steps is better than nothing"
 
 
 def test_no_thread_is_left_and_no_profile_after_an_error(alone: Ranks, folder: RunFolder) -> None:

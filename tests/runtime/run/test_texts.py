@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from ahp.errors import BadInput
+from ahp.graph.models import build_model
 from ahp.plan import Plan, validated
+from ahp.runtime.data import tokenizer as tokenizers
+from ahp.runtime.data.tokenizer import save_for_transformers
+from ahp.runtime.run import export_mark
 from ahp.runtime.run.texts import prepare_texts, what_it_reads
 from tests.runtime.run.test_trainer import MODEL
 
@@ -73,6 +77,32 @@ def test_adapters_on_weights_that_nobody_trained_are_told(
     job = {"sequence_length": 8, "global_batch_size": 1, "steps": 1, "data": str(tmp_path / "a.txt"), "lora": {"r": 2}}
     prepare_texts(validated(Plan, {"model": MODEL, "job": job, "parallelism": {}}, "plan"))
     assert "init_from names trained weights" in capsys.readouterr().err
+
+
+def test_given_weights_that_have_changed_since_a_run_exported_them_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AHP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("plain words, some of them " * 400)
+    given = tmp_path / "hf"
+    build_model(MODEL, device="cpu").save_pretrained(given)  # type: ignore[operator]
+    words = tokenizers.train(["plain words, some of them"], 300)
+    save_for_transformers(words, given)
+    export_mark.write(given, 8, {})
+    job = {"sequence_length": 8, "global_batch_size": 1, "steps": 1, "data": str(tmp_path / "a.txt")}
+    plan = validated(Plan, {"model": MODEL, "init_from": str(given), "job": job, "parallelism": {}}, "plan")
+    prepare_texts(plan)
+    (given / "config.json").write_text("{}")  # the user's own business
+    prepare_texts(plan)
+    content = bytearray((given / "model.safetensors").read_bytes())
+    content[-5] ^= 1
+    (given / "model.safetensors").write_bytes(content)
+    with pytest.raises(
+        BadInput, match=r"init_from = .*model\.safetensors has changed since a run exported it; .*delete ahp\.json"
+    ):
+        prepare_texts(plan)
+    (given / "ahp.json").unlink()
+    prepare_texts(plan)
 
 
 @pytest.mark.parametrize("key", ["data", "validation"])

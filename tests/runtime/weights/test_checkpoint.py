@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import wait
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from threading import Event, Timer
@@ -101,6 +102,32 @@ def save_onto_a_bad_disk(rank: int, world: int, folder: str) -> str:
 def test_a_checkpoint_counts_when_it_reads_back_as_it_was_written(pool: Pool, tmp_path: Path) -> None:
     told = pool.run(save_onto_a_bad_disk, 2, str(tmp_path / "checkpoint"))
     assert told == ["OSError: [Errno 5] __1_0.distcp does not read back from the disk as it was written"] * 2
+
+
+def save_over_onto_a_full_disk(rank: int, world: int, folder: str) -> str:
+    """A second checkpoint into the folder of the first, which rank 1 cannot write."""
+    from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
+
+    from ahp.errors import AhpError
+    from ahp.runtime.parallel import parallelize
+
+    parallel = parallelize(MODELS["llama"](), {"job": JOB, "parallelism": PLANS["zero1"]})
+    parallel.save(folder)
+    parallel.step(parallel.shard(batch(0)))
+    full = mock.patch.object(FileSystemWriter, "write_data", side_effect=OSError("no space"))
+    with full if rank == 1 else nullcontext(), pytest.raises(CheckpointException, match="no space"):
+        parallel.save(folder)
+    try:
+        parallel.load(folder)
+    except AhpError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_a_checkpoint_that_is_half_written_over_another_is_none(pool: Pool, tmp_path: Path) -> None:
+    """It was read as one: rank 0's part of the second, and rank 1's of the first."""
+    told = pool.run(save_over_onto_a_full_disk, 2, str(tmp_path / "checkpoint"))
+    assert all("no checkpoint, it has no file .metadata" in each for each in told)
 
 
 def save_again_onto_a_bad_disk(rank: int, world: int, folder: str) -> list[Any]:

@@ -23,6 +23,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 MUON, FP16 = {"optimizer": {**OPTIMIZER, "name": "muon"}}, {"precision": "fp16"}
 ADAPTERS = {"lora": {"r": 2}}
 UNUSED, MISSING = "which would not be used", "it has no "
+FROZEN = "model.layers.1.mlp.up_proj.weight"
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "fewer layers": ({"num_hidden_layers": 3}, {}, UNUSED),
     "more layers": ({}, {"num_hidden_layers": 3}, MISSING),
@@ -32,6 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "muon now": ({}, MUON, "job.optimizer.name = 'muon': it was written under adamw"),
     "muon before": (MUON, {}, "job.optimizer.name = 'adamw': it was written under muon"),
     "fp16 now": ({}, FP16, "job.precision = 'fp16': it has no scale of the loss"),
+    "frozen before": ({"frozen": FROZEN}, {}, f"{FROZEN} was frozen there, and has no state of the optimizer"),
     "adapters now": ({}, ADAPTERS, "job.lora: it was written without adapters"),
     "adapters before": (ADAPTERS, {}, "job.lora: it was written with adapters"),
 }
@@ -56,7 +58,9 @@ def begun(has: dict[str, Any], layout: dict[str, Any]) -> Any:
     from ahp.runtime.parallel import parallelize
 
     job = {key: has[key] for key in ("optimizer", "precision", "lora") if key in has}
-    module = llama(**{key: value for key, value in has.items() if key not in job})
+    module = llama(**{key: value for key, value in has.items() if key not in (*job, "frozen")})
+    if "frozen" in has:
+        module.get_parameter(has["frozen"]).requires_grad_(False)
     return parallelize(module, {"job": {**JOB, **job}, "parallelism": layout})
 
 
@@ -70,7 +74,7 @@ def saved_and_loaded(
     first.save(folder)
     parallel, told = begun(now, layout), []
     held = {name: local_tensor(p.detach()).clone() for name, p in parallel.parameters.items()}
-    of_states = {"optimizer", "precision"}
+    of_states = {"optimizer", "precision", "frozen"}
     for weights_alone in (False, True):
         if weights_alone and {*before, *now} <= of_states:  # the weights are of one model
             parallel.load(folder, weights_alone=True)

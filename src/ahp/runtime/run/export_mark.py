@@ -30,15 +30,15 @@ def step_of(folder: Path) -> int | None:
 
 
 def damaged_file(folder: Path) -> str | None:
-    """The first file that is missing or has changed since it was written, by its name in the folder; None if all are whole, or nothing is
-    known about them: there is no folder, or an earlier version of AHP wrote it. Reads every byte."""
-    if not folder.is_dir():
-        return None
-    found = _read(folder)
-    if not found:
-        return EXPORT_MARK
-    for name, value in found.get("crc32", {}).items():
-        if not (folder / name).is_file() or crc32(folder / name) != value:
+    """The first file of a run's export that is missing or has changed since it was written, by its name in the folder; None if all are whole,
+    there is no folder, or an earlier version of AHP wrote it, without checksums. Reads every byte."""
+    return EXPORT_MARK if folder.is_dir() and not _read(folder) else changed_file(folder)
+
+
+def changed_file(folder: Path, ending: str = "") -> str | None:
+    """The same for any folder, of which nothing is known without a mark. ``ending``: of the names of the files that matter."""
+    for name, value in _read(folder).get("crc32", {}).items():
+        if name.endswith(ending) and (not (folder / name).is_file() or crc32(folder / name) != value):
             return name
     return None
 

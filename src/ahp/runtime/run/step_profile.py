@@ -14,7 +14,8 @@ from ahp.runtime.torch_compat import begin_memory_history, end_memory_history
 
 class StepProfile:
     """One profile per rank, from the beginning of the first step to the end of the last: ``rank-N.json.gz`` for ui.perfetto.dev,
-    ``memory-rank-N.pickle`` for pytorch.org/memory_viz. Existing files are replaced."""
+    ``memory-rank-N.pickle`` for pytorch.org/memory_viz. Existing files are replaced, those of ranks that are no more too; a start that makes only
+    some of the steps again leaves them as they are."""
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path, rank: int, device: torch.device) -> None:
         """``steps``: the first and the last step to profile, counted as in metrics.jsonl."""
@@ -31,11 +32,22 @@ class StepProfile:
         if self.steps is None or not self.steps[0] <= step <= self.steps[1]:
             return nullcontext()
         if self.running is None:
+            if not self._begins(step):
+                return nullcontext()
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
             self.running = profile(activities=activities, record_shapes=True)
             begin_memory_history(self.device)
             self.running.start()
         return record_function(f"step {step}")
+
+    def _begins(self, step: int) -> bool:
+        """Whether to profile from this step on: not if an earlier start has the steps before it too. Removes the profiles that are replaced."""
+        assert self.steps is not None
+        old = list(self.folder.glob("*rank-*"))
+        if step == self.steps[0] and self.rank == 0:  # no other rank writes before this one has made the step
+            for file in old:
+                file.unlink(missing_ok=True)
+        return step == self.steps[0] or not old
 
     def after(self, step: int) -> None:
         """Write the files if this was the last step to profile."""

@@ -11,6 +11,7 @@ from ahp.plan import Plan
 from ahp.runtime.data.corpus import Corpus, prepare, read
 from ahp.runtime.data.text import refuse_missing
 from ahp.runtime.data.tokenizer import tokenizer_of
+from ahp.runtime.run import export_mark
 from ahp.runtime.run.progress import progress, say
 
 if TYPE_CHECKING:
@@ -91,11 +92,14 @@ def what_it_reads(model: Any, sequence_length: int) -> tuple[bool, int]:
 
 
 def _check_weights(model: Any, folder: str) -> None:
-    """Raises BadInput if the weights in a folder are another model's."""
+    """Raises BadInput if the weights in a folder are another model's, or AHP exported them and they have changed."""
     from ahp.graph.models import build_model
     from ahp.runtime.weights.pretrained import check_folder
 
     check_folder(folder, build_model(model, device="meta"))
+    if (name := export_mark.changed_file(Path(folder).expanduser(), ".safetensors")) is not None:
+        rule = f"{name} has changed since a run exported it; take a whole copy, or delete {export_mark.EXPORT_MARK} there if it is meant"
+        raise bad_input("init_from", folder, rule)
 
 
 def _prepared(plan: Plan, key: str, data: str, words: int, masked: bool, tokenizer_file: Path | None) -> Corpus:

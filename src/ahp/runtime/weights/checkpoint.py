@@ -10,6 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -17,7 +18,7 @@ from ahp.runtime.files import refuse_file
 from ahp.runtime.shard.parameter_layout import ParameterLayout
 from ahp.runtime.torch_compat import like_distributed, local_tensor
 from ahp.runtime.training_state import TrainingState
-from ahp.runtime.weights.metadata import DataReader
+from ahp.runtime.weights.metadata import METADATA, DataReader
 from ahp.runtime.weights.same_tensors import refuse_other_tensors
 
 
@@ -25,6 +26,11 @@ def save(state: TrainingState, folder: Path) -> None:
     """Write a checkpoint. Collective. The folder may exist; making it appear whole or not at all is up to the caller. Raises BadInput for
     the path of a file."""
     refuse_file(folder)
+    if (
+        dist.get_rank() == 0
+    ):  # an earlier checkpoint's, whose files are overwritten: with it a half-written one would load as a mix of both
+        (folder / METADATA).unlink(missing_ok=True)
+    dist.barrier()
     dcp.save(tensors_to_write(state), checkpoint_id=str(folder))
 
 

@@ -66,6 +66,11 @@ def _why_missing(name: str, saved: Mapping[str, Any], state: TrainingState) -> s
     named, before = state.optimizer.settings.name, _optimizer_of(saved)
     if not name.startswith((MODEL, BUFFER)) and named != before:
         return f"job.optimizer.name = {named!r}: it was written under {before}"
+    frozen = next(
+        (each for each in state.optimizer.shards if name.endswith(f".{each}") and f"{MODEL}{each}" in saved), None
+    )
+    if frozen is not None and not name.startswith(MODEL):
+        return f"{frozen} was frozen there, and has no state of the optimizer; freeze it before ahp.parallelize again, or take weights_alone=True"
     return f"it has no {name}"
 
 
