@@ -18,7 +18,7 @@ from ahp.runtime.data import tokenizer as tokenizers
 from ahp.runtime.data.tokenizer import opened
 from ahp.runtime.files import crc32
 from ahp.runtime.parallel import parallelize
-from ahp.runtime.run import exported
+from ahp.runtime.run import export_mark, exported
 from ahp.runtime.run.folder import RunFolder
 from ahp.runtime.torch_compat import local_tensor
 from ahp.runtime.weights import checkpoint
@@ -91,7 +91,12 @@ def test_exported_files_that_are_damaged_are_written_again_from_the_checkpoint(
             assert {file.name: file.read_bytes() for file in folder.iterdir()} == whole, (name, damage)
             assert name == "ahp.json" or f"{folder / name} is missing or has changed" in capsys.readouterr().err
     assert (run.path / "hf.damaged").is_dir()
+    export_mark.write(folder, 2, {})  # of a later step than the checkpoint
+    flip_a_bit(folder / "config.json")
+    with pytest.raises(BadInput, match=r"config\.json is missing or has changed.*no checkpoint is left"):
+        exported.newest(run, plan)
     shutil.rmtree(run.checkpoints_folder)
+    flip_a_bit(folder / "config.json")
     flip_a_bit(folder / "model.safetensors")
     with pytest.raises(BadInput, match=r"model\.safetensors is missing or has changed.*no checkpoint is left"):
         exported.newest(run, plan)
@@ -101,11 +106,22 @@ def test_exported_files_that_are_damaged_are_written_again_from_the_checkpoint(
 def test_a_tokenizer_that_is_damaged_is_refused(tmp_path: Path) -> None:
     run, plan, _ = stopped_run(tmp_path / "run", "adamw")
     flip_a_bit(run.tokenizer_file)
-    with pytest.raises(BadInput, match=r"tokenizer\.json has changed since it was written; let the run train on"):
-        exported.newest(run, plan)
+    for damage in (lambda file: None, Path.unlink):
+        damage(run.tokenizer_file)
+        with pytest.raises(
+            BadInput, match=r"tokenizer\.json is missing or has changed since it was written; let the run"
+        ):
+            exported.newest(run, plan)
     run.tokenizer_file.write_text("{")
     with pytest.raises(BadInput, match=r"tokenizer = .*not a tokenizer\.json"):
         opened(run.tokenizer_file)
+
+
+def test_a_run_whose_checkpoint_is_damaged_is_not_told_to_have_none_yet(tmp_path: Path) -> None:
+    run, plan, _ = stopped_run(tmp_path / "run", "adamw")
+    flip_a_bit(run.checkpoints()[0].path / "meta.json")
+    with pytest.raises(BadInput, match=r"no checkpoint of the run is whole \(step-1: meta\.json"):
+        exported.newest(run, plan)
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(

@@ -55,10 +55,11 @@ def newest(run: RunFolder, plan: Plan) -> Path:
     """
     checkpoints = run.checkpoints()
     written = run.exported_step()
-    is_newest = written is not None and (not checkpoints or written >= checkpoints[-1].step)
-    if is_newest and run.has_whole_weights():
+    newest_saved = checkpoints[-1].step if checkpoints else 0
+    if written is not None and written >= newest_saved and run.has_whole_weights(since=written):
         return run.weights_folder
     if not checkpoints:
+        run.refuse_lost_checkpoints()
         raise BadInput(f"run = {str(run.path)!r}: it has no checkpoint yet; let it train on: ahp train")
     damaged = checkpoints[-1].damaged_file()
     if damaged is not None:
@@ -66,11 +67,17 @@ def newest(run: RunFolder, plan: Plan) -> Path:
             f"run = {str(run.path)!r}: its newest checkpoint is damaged ({checkpoints[-1].path.name}/{damaged}); "
             "let it train on, which takes the one before: ahp train"
         )
-    if checkpoints[-1].meta().get("tokenizer_crc32") not in (None, crc32(run.tokenizer_file)):
-        raise BadInput(
-            f"{run.tokenizer_file} has changed since it was written; let the run train on, which writes it again: ahp train"
-        )
+    _refuse_other_tokenizer(run, checkpoints[-1].meta().get("tokenizer_crc32"))
     return _convert(run, plan, checkpoints[-1].path, checkpoints[-1].step)
+
+
+def _refuse_other_tokenizer(run: RunFolder, written: int | None) -> None:
+    """Raises BadInput if the run's tokenizer is not the one of its checkpoint. ``written``: that one's checksum; None if an earlier version wrote it."""
+    file = run.tokenizer_file
+    if not file.is_file() or written not in (None, crc32(file)):
+        raise BadInput(
+            f"{file} is missing or has changed since it was written; let the run train on, which writes it again: ahp train"
+        )
 
 
 def load(folder: Path, plan: Plan) -> tuple[nn.Module, Tokenizer]:

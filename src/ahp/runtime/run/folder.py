@@ -433,14 +433,14 @@ class RunFolder:
         """The step that the weights in ``weights_folder`` come from; None if there are none."""
         return export_mark.step_of(self.weights_folder)
 
-    def has_whole_weights(self) -> bool:
+    def has_whole_weights(self, since: int = 0) -> bool:
         """Whether no file of the exported weights is damaged; else they are put away, so that they are written again. Raises BadInput if there
-        is no checkpoint to write them from."""
+        is no checkpoint of step ``since`` or later to write them from."""
         damaged = export_mark.damaged_file(self.weights_folder)
         if damaged is None:
             return True
         said = f"{self.weights_folder / damaged} is missing or has changed since it was written"
-        if not self.checkpoints():
+        if not any(checkpoint.step >= since for checkpoint in self.checkpoints()):
             raise BadInput(f"{said}, and no checkpoint is left to write it from; put the file back")
         place = self.weights_folder.with_name("hf.damaged")
         _remove(place, ignore_errors=True)
