@@ -14,8 +14,15 @@ from ahp.cluster.model import (
     Measurements,
     MemorySample,
 )
-from ahp.plan import Parallelism
+from ahp.config import Constraints
+from ahp.graph.kept import analyze
+from ahp.job import Job
+from ahp.plan import EngineChoice, Parallelism, Plan
+from ahp.search.by_speed import ranking_by_speed
+from ahp.search.method import Method
+from ahp.search.problem import problem
 from ahp.search.sensitivity import sensitivity
+from ahp.search.ties import TIED
 from tests.search.small import small
 
 ATTENTION = AttentionSample(heads=4, sequence=64, head_dim=32, dtype="fp32", workers=1, phase="forward", seconds=8e-5)
@@ -99,3 +106,22 @@ def test_the_best_there_is_searched_and_told() -> None:
     stays = sensitivity(asked, best)
     assert all(move.stays for move in stays if move.gain < 0.005)
     assert {move.words().split(": ")[1] for move in stays if move.stays and move.gain < 0.005} == {"changes nothing"}
+
+
+def test_more_memory_lets_fewer_layers_be_recomputed() -> None:
+    given = {"data_parallel_shard_degree": 8, "zero_stage": 2, "micro_batch_size": 1}
+    job = Job(sequence_length=8192, global_batch_size=512, precision="bf16")
+    cluster = Cluster.parse("8xH100-SXM-80GB")
+    asked = problem(
+        analyze("llama3-8b", job), cluster, job, Constraints.model_validate(given), EngineChoice(compile=True)
+    )
+
+    def best(on: Cluster) -> Plan:
+        return ranking_by_speed(asked.on(on), 1, None, Method(), TIED, remedies=False).best
+
+    today, there = best(cluster), best(pieces(cluster)["memory"])
+    (more,) = (move for move in sensitivity(asked, today.parallelism) if move.change == "10 % more memory")
+    some = more.layout.recomputed_layers_per_stage
+    assert some is not None
+    assert some < (today.parallelism.recomputed_layers_per_stage or ())
+    assert (more.layout, more.step_time_s) == (there.parallelism, there.priced.step_time_s)

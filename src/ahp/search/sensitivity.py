@@ -8,6 +8,8 @@ from typing import Any
 from ahp.cluster.better import better_clusters
 from ahp.plan import Parallelism
 from ahp.search.fastest import fastest
+from ahp.search.lighten import lighten
+from ahp.search.pairs import Improved, Pair
 from ahp.search.problem import Problem
 from ahp.search.reasons import TIE
 from ahp.words import percent, seconds
@@ -54,9 +56,20 @@ def sensitivity(asked: Problem, layout: Parallelism) -> list[Move]:
         # Of two layouts as fast as each other the present one stays: so search only for one that is faster by more.
         ceiling_s = float("inf") if kept is None else kept.step_time_s * (1 - TIE)
         searched = fastest(there, ceiling_s, layout)
-        pairs = [] if kept is None else [(layout, kept)]
+        pairs = [] if kept is None else [(layout, kept), *_lighter(there, layout)]
         pairs += [searched.best] if searched is not None and searched.best is not None else []
         best = min(pairs, key=lambda pair: pair[1].step_time_s * (1 - TIE * (pair[0] == layout)))
         gain = 1 - best[1].step_time_s / today_s
         found.append(Move(change, best[0], best[1].step_time_s, gain, best[0] == layout))
     return sorted(found, key=lambda move: move.step_time_s)
+
+
+def _lighter(there: Problem, layout: Parallelism) -> list[Pair]:
+    """The layout with as few layers recomputed as fit there; the search misses it, as its row recomputes all and takes longer than the
+    ceiling."""
+    if layout.activation_checkpoint == "none" or there.cluster.is_mixed:
+        return []
+    every = layout.model_copy(update={"recomputed_layers_per_stage": None})
+    whole = there.price_or_none(every)
+    lighter = [] if whole is None else lighten(there, Improved([(every, whole)])).ranked
+    return [pair for pair in lighter if pair[1].fits]
