@@ -102,6 +102,38 @@ def test_a_layout_in_words_is_for_the_first_ones_job(two: list[str], capsys: pyt
     assert by_words["next"] == [f"ahp explain {two[0]} --why-not '{words}'"]
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (("device", "memory_bytes"), 90_000_000_000, {"device memory bytes": [85_899_345_920, 90_000_000_000]}),
+        (("device", "power_limit_w"), 300.0, {"device power limit w": [400.0, 300.0]}),
+        (("device", "peak_flops_per_s", "bf16"), 3e14, {"device peak flops per s bf16": [3.12e14, 3e14]}),
+        (("calibration",), {"step_ratio": 1.5, "runs": 1, "source": "a run"}, {"calibration step ratio": [None, 1.5]}),
+        (("measured",), {"memory": [{"workers": 1, "bytes_per_s": 1e12}]}, {"measured cluster": [False, True]}),
+    ],
+)
+def test_figures_of_the_cluster_that_differ_are_told(
+    path: tuple[str, ...], value: Any, told: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such plans have other forecasts, and were said to differ in nothing."""
+    one, other = (Cluster.parse("8xA100-SXM-80GB").plain() for _ in range(2))
+    *above, last = path
+    changed = other["groups"][0]
+    for key in above:
+        changed = changed[key]
+    changed[last] = value
+    words = [write(tmp_path / name, SHARDED, cluster=cluster) for name, cluster in (("a.yaml", one), ("b.yaml", other))]
+    assert compared(words, capsys)["settings"] == told
+
+
+def test_two_measurements_are_no_one_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clusters = [Cluster.parse("8xA100-SXM-80GB").plain() for _ in range(2)]
+    for rate, cluster in zip((1e12, 2e12), clusters, strict=True):
+        cluster["groups"][0]["measured"] = {"memory": [{"workers": 1, "bytes_per_s": rate}]}
+    words = [write(tmp_path / f"{at}.yaml", SHARDED, cluster=cluster) for at, cluster in enumerate(clusters)]
+    assert compared(words, capsys)["settings"] == {"measured cluster": ["measurement 1", "measurement 2"]}
+
+
 def test_a_plan_beside_itself_is_tied_and_differs_in_nothing(
     two: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

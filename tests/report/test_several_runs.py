@@ -12,6 +12,7 @@ import pytest
 
 from ahp.cli import report as command
 from ahp.cli.main import main
+from ahp.cluster.model import Cluster
 from ahp.job import Job
 from ahp.plan import Plan
 from ahp.report.differences import differences
@@ -60,6 +61,21 @@ def test_a_switch_that_neither_plan_says_is_no_difference() -> None:
     )
     assert differences([earlier, now]) == []
     assert differences([earlier, known]) == [("nvlink switch", ("not said", "false"))]
+
+
+def test_keys_of_models_by_mapping_are_told() -> None:
+    small = {"model_type": "gpt2", "n_embd": 64, "n_head": 4}
+    plans = [PLAN.model_copy(update={"model": {**small, "n_layer": layers}}) for layers in (2, 3)]
+    assert differences(plans) == [("model n layer", (2, 3))]
+
+
+def test_the_link_between_groups_is_told() -> None:
+    groups = [{"name": name, "nodes": 1, "devices_per_node": 4, "device": "A100-SXM-80GB"} for name in ("new", "old")]
+    by_hand = [{"groups": groups, "links": [{"between": ["new", "old"], "gbps": gbps}]} for gbps in (400, 100)]
+    for clusters in (by_hand, [Cluster.resolve(cluster).plain() for cluster in by_hand]):
+        (row,) = differences([PLAN.model_copy(update={"cluster": cluster}) for cluster in clusters])
+        assert row[0] == "link of new and old"
+        assert row[1][0] != row[1][1]
 
 
 @pytest.mark.parametrize(

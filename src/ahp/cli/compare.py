@@ -246,6 +246,8 @@ def _word(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {_word(own)}' for key, own in value.items() if own is not None)}}}"
+    if isinstance(value, float):
+        return f"{value:.10g}"  # two that differ are not to look alike
     return " ".join(_word(one) for one in value) if isinstance(value, (tuple, list)) else str(value)
 
 

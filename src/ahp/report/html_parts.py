@@ -61,7 +61,7 @@ def plain_words(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{str(key).replace('_', ' ')} {plain_words(one)}" for key, one in value.items())
     if isinstance(value, float):
-        return f"{value:g}"
+        return f"{value:.10g}"  # two that differ are not to look alike
     return str(value)
 
 
