@@ -89,6 +89,7 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
         ("jobs: {}", ["jobs: unknown key", "job"]),
         ("job: {step: 3}", ["job.step: unknown key", "steps"]),
         ("job: {lora: {rank: 8}}", ["job.lora.rank: unknown key (did you mean: r?)"]),
+        ("job: {dtype: bf16, precision: bf16, lora: {r: 8}}", ["job.lora = {'r': 8}: does not go with job.dtype bf16"]),
         ("job: {lora: 8}", ["job.lora = 8: must be a mapping of keys, such as r, lora_alpha"]),
         ("job: {data: [{path: a.txt, wieght: 1}]}", ["job.data.0.wieght: unknown key (did you mean: path, weight?)"]),
         ("job: {data: [{path: a.txt, weight: 0}]}", [": job.data.0.weight = 0: must be above 0.0"]),

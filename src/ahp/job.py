@@ -240,7 +240,7 @@ class Job(Record):
             ("lora", self.lora, None, "adapters are trained in fp32, beside frozen weights in 16 bits"),
         ):
             if value != needed:
-                given = value.model_dump(exclude_defaults=True) if isinstance(value, Lora) else value
+                given = value.model_dump(exclude_unset=True) if isinstance(value, Lora) else value
                 valid = f"{'null' if needed is None else needed}, or job.dtype fp32"
                 raise ValueError(f"job.{key} = {given!r}: does not go with job.dtype bf16: {rule} (valid: {valid})")
         return self

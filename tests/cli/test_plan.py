@@ -322,6 +322,8 @@ def test_why_not_takes_short_and_full_names() -> None:
         {"tensor_parallel_degree": 8, "enable_sequence_parallel": True, "activation_checkpoint": "full"},
         {"pipeline_parallel_degree": 4, "virtual_stages_per_rank": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
         {"context_parallel_degree": 2, "expert_parallel_degree": 4, "micro_batch_size": 3},
+        {"data_parallel_shard_degree": 8, "activation_checkpoint": "selective", "recomputed_layers_per_stage": (31,)},
+        {"pipeline_parallel_degree": 4, "activation_checkpoint": "full", "recomputed_layers_per_stage": (6, 2, 2, 0)},
     ],
     ids=str,
 )

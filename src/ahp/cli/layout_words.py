@@ -19,7 +19,7 @@ DATA = "dp"
 
 _PRINTED = re.compile(
     r"dp(?P<dp>\d+(x\d+)?)|zero(?P<zero>\d)|tp(?P<tp>\d+)(?P<sp>\+sp)?|cp(?P<cp>\d+)(\((?P<cp_method>[a-z-]+)\))?|ep(?P<ep>\d+)|etp(?P<etp>\d+)|mb(?P<mb>\d+)"
-    r"|pp(?P<pp>\d+)(x(?P<virtual>\d+))?(\((?P<schedule>\w+)\))?|(?P<recompute>none|selective|full)"
+    r"|pp(?P<pp>\d+)(x(?P<virtual>\d+))?(\((?P<schedule>\w+)\))?|(?P<recompute>none|selective|full)(\((?P<recomputed>(\d{1,4}x)?\d{1,6}( (\d{1,4}x)?\d{1,6})*)\))?"
     r"|order\((?P<order>[\w>]+)\)"
 )
 """The words of ``Parallelism.short``; dp and pp also without what it prints after the degree."""
@@ -28,7 +28,7 @@ _PRINTED = re.compile(
 def keys_of(words: str, option: str) -> dict[str, Any]:
     """The keys that are given, with ``dp`` among them if only the product is. Raises BadInput for what is not a layout."""
     found: dict[str, Any] = {}
-    for word in re.split(r"[,\s]+(?![^\[]*\])", words.strip()):  # a comma within brackets belongs to the value
+    for word in re.split(r"[,\s]+(?![^\[(]*[\])])", words.strip()):  # what is within brackets belongs to the value
         for key, value in _said(word, option).items():
             if key in found:
                 raise bad_input(option, words, f"{word} gives {key} a second time")
@@ -58,9 +58,17 @@ def _said(word: str, option: str) -> dict[str, Any]:
             found[SHORT_NAMES[key]] = True
         elif printed is not None and key == "order":
             found[SHORT_NAMES[key]] = value.split(">")
+        elif printed is not None and key == "recomputed":
+            found["recomputed_layers_per_stage"] = _counts(value)
         else:
             found[SHORT_NAMES.get(key, key.replace("-", "_"))] = _value(option, key, value)
     return found
+
+
+def _counts(text: str) -> list[int]:
+    """``3x6 2``, as ``ahp.words.counted`` prints it: 6 6 6 2."""
+    runs = (word.rpartition("x") for word in text.split())
+    return [int(one) for times, _, one in runs for _ in range(int(times or 1))]
 
 
 def _value(option: str, key: str, text: str) -> Any:
