@@ -11,6 +11,7 @@ import pytest
 
 import ahp
 from ahp.cli.calibrate import run
+from ahp.cli.main import main
 from ahp.cli.plan import confidence
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
@@ -74,9 +75,38 @@ def test_several_runs_have_one_ratio_and_a_second_time_starts_anew(
     told = json.loads(capsys.readouterr().out)
     assert told["calibration"]["step_ratio"] == pytest.approx(1.2)
     assert (told["calibration"]["runs"], [one["ratio"] for one in told["runs"]]) == (2, pytest.approx([1.6, 0.9]))
+    for one, plan in zip(told["runs"], (first, second), strict=True):
+        before = forecast(plan)
+        after = forecast(plan.model_copy(update={"cluster": Cluster.load(out).plain()}))
+        assert one["band_s"] == [before.step_time_low_s, before.step_time_high_s]
+        assert one["calibrated_s"] == after.step_time_s
+        assert one["calibrated_band_s"] == [after.step_time_low_s, after.step_time_high_s]
+        assert one["parallelism"] == plan.parallelism.model_dump(mode="json")
+    assert told["next"] == [f"ahp plan tiny {out}"]
     again = plan_of({"tensor_parallel_degree": 4}, Cluster.load(out).plain())
     assert run([run_folder(tmp_path / "c", again, 1.0), "-o", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["calibration"]["step_ratio"] == pytest.approx(1.2)
+
+
+def test_a_forecast_says_that_runs_corrected_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, file = tmp_path / "c.yaml", tmp_path / "plan.yaml"
+    plan = plan_of({"data_parallel_shard_degree": 4})
+    assert run([run_folder(tmp_path / "run", plan, 1.3), "-o", str(out)]) == 0
+    for cluster, told in (
+        (plan.cluster, "datasheet figures"),
+        (Cluster.load(out).plain(), "datasheet figures; steps are forecast to take 1.3 times what its figures say, as"),
+    ):
+        plan_of({"data_parallel_shard_degree": 4}, cluster).save(file)
+        capsys.readouterr()
+        for command in ("simulate", "explain"):
+            assert main([command, str(file)]) == 0
+            assert told in " ".join(capsys.readouterr().out.split())
+            assert main([command, str(file), "--json"]) == 0
+            assert json.loads(capsys.readouterr().out)["stands_on"].startswith(told)
+    assert main(["plan", "tiny", str(out), "-o", str(file), "--json"]) == 0
+    capsys.readouterr()
+    assert main(["report", str(file)]) == 0
+    assert told in file.with_suffix(".html").read_text()
 
 
 @pytest.mark.slow
@@ -125,6 +155,8 @@ def test_what_says_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no step was measured there"):
         run([str(tmp_path / "none"), "-o", str(tmp_path / "c.yaml")])
     long = run_folder(tmp_path / "long", plan, 1.0)
+    with pytest.raises(BadInput, match=r"RUN = '.*/long/': given a second time, so that it would count twice"):
+        run([long, f"{long}/", "-o", str(tmp_path / "c.yaml")])
     elsewhere = run_folder(
         tmp_path / "elsewhere", plan_of({"tensor_parallel_degree": 4}, {**NODE, "device": "L4-24GB"}), 1.0
     )
@@ -189,6 +221,9 @@ def test_runs_on_a_mixed_cluster_say_together_what_each_group_takes(
     other = plan_of({**cut(2), "micro_batch_size": 2}, Cluster.load(out).plain())
     real = forecast(other.model_copy(update={"cluster": truth.plain()}))
     assert forecast(other).step_time_s == pytest.approx(real.step_time_s, rel=0.05)
+    assert re.fullmatch(
+        r"Confidence: datasheet figures, groups corrected by 27 steps of 3 runs, [-\d]+", confidence(Cluster.load(out))
+    )
     assert re.search(r"; times 1\.\d+ by 27 steps of 3 runs", Cluster.load(out).groups[1].device.source)
     assert run([*folders, "-o", str(out)]) == 0
     assert "From here on each group counts as slower by a factor: new 1." in capsys.readouterr().out

@@ -7,6 +7,7 @@ under different layouts show together how long each of its groups takes; the fig
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ import tyro
 
 from ahp.cli.options import options_of
 from ahp.cli.writable import require_writable
-from ahp.errors import BadInput
+from ahp.errors import BadInput, bad_input
 from ahp.optional import Flag
 from ahp.plan import Forecast, Plan
 
@@ -57,6 +58,8 @@ def run(argv: list[str]) -> int:
     arguments = options_of(Arguments, argv, "ahp calibrate", __doc__)
     if not arguments.runs:
         raise BadInput("RUN = (none): give the folder of at least one run of ahp train")
+    if twice := _twice(arguments.runs):
+        raise bad_input("RUN", twice, "given a second time, so that it would count twice")
     require_writable(arguments.output)
     cluster, found, ratios = _held(arguments.runs)
     cluster.save(arguments.output)
@@ -64,15 +67,26 @@ def run(argv: list[str]) -> int:
     if arguments.json:
         result = {
             "runs": [
-                {**asdict(one.run), "forecast_s": one.before.step_time_s, "ratio": one.ratio} for one in found
+                {
+                    **asdict(one.run), "parallelism": one.plan.parallelism.model_dump(mode="json"),
+                    "forecast_s": one.before.step_time_s, "band_s": _band_s(one.before), "ratio": one.ratio,
+                    "calibrated_s": one.after.step_time_s, "calibrated_band_s": _band_s(one.after),
+                }
+                for one in found
             ],
-            "calibration": ratios or _calibration(cluster), "wrote": str(arguments.output), "next": following,
+            "calibration": ratios or _calibration(cluster), "wrote": str(arguments.output), "next": [following],
         }  # fmt: skip
         print(json.dumps(result))
     else:
         print("\n".join(_lines(cluster, found, ratios)))
         print(f"\nWrote {arguments.output}\nNext: {following}")
     return 0
+
+
+def _twice(folders: tuple[str, ...]) -> str | None:
+    """The first folder that was given before, by whatever path."""
+    places = [os.path.realpath(folder) for folder in folders]
+    return next((folder for at, folder in enumerate(folders) if places[at] in places[:at]), None)
 
 
 def _held(folders: tuple[str, ...]) -> tuple[Cluster, list[PricedRun], dict[str, float]]:
@@ -146,10 +160,14 @@ def _lines(cluster: Cluster, found: list[PricedRun], ratios: dict[str, float]) -
     return lines
 
 
+def _band_s(forecast: Forecast) -> tuple[float, float]:
+    return forecast.step_time_low_s, forecast.step_time_high_s
+
+
 def _told(forecast: Forecast) -> str:
     from ahp.words import seconds
 
-    low, high = forecast.step_time_low_s, forecast.step_time_high_s
+    low, high = _band_s(forecast)
     return f"{seconds(forecast.step_time_s)} ({seconds(low)} .. {seconds(high)})"
 
 

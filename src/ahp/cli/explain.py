@@ -53,6 +53,7 @@ class Alternative:
 
 def run(argv: list[str]) -> int:
     """``ahp explain PLAN``. Returns the exit code; raises AhpError."""
+    from ahp.cluster.sources import stands_on
     from ahp.forecast.documents import attention_words
     from ahp.report.binding import what_binds
     from ahp.report.schedules import compared_schedules
@@ -76,7 +77,7 @@ def run(argv: list[str]) -> int:
     with waiting("slicing the model's blocks"):
         sliced = slicing_lines(plan)
     if arguments.json:
-        answer = _as_json(plan, arguments.plan, binds, moves, other)
+        answer = _as_json(plan, arguments.plan, binds, moves, other) | {"stands_on": stands_on(subject.cluster)}
         plain = None if schedules is None else schedules.plain()
         print(json.dumps({**answer, "slicing": sliced, "documents": documents, "schedules": plain}))
     else:
@@ -158,6 +159,8 @@ def _show(
     documents: list[str],
     sliced: list[str],
 ) -> None:
+    from ahp.cluster.model import Cluster
+    from ahp.cluster.sources import stands_on
     from ahp.report import tables
 
     console, forecast = tables.console(), plan.priced
@@ -168,7 +171,8 @@ def _show(
         console.print(tables.bulleted(lines))
 
     heading = f"{plan.parallelism.short()} for {_model_name(plan)}, run by {plan.engine.words()}"
-    console.print(tables.Hanging([("", heading)], gap=0))
+    figures = f"The forecast stands on: {stands_on(Cluster.resolve(plan.cluster or {}))}"
+    console.print(tables.Hanging([("", heading), ("", figures)], gap=0))
     console.print()
     console.print(tables.time_bar(forecast))
     console.print()

@@ -37,6 +37,7 @@ from ahp.cli.waiting import waiting
 from ahp.cli.writable import require_writable
 from ahp.cluster.model import Cluster, NodeGroup
 from ahp.cluster.parse import width_words
+from ahp.cluster.sources import figures_of, is_corrected, is_measured, stands_on
 from ahp.config import Config, Constraints, set_dotted
 from ahp.errors import bad_input
 from ahp.graph.catalogue import CATALOGUE
@@ -353,7 +354,7 @@ def cluster_words(cluster: Cluster) -> str:
         f"{group.nodes} x {group.devices_per_node} {group.device.name}{_domain_words(group)}, {gib(group.device.memory_bytes)} each"
         for group in cluster.groups
     ]
-    return "; ".join(groups) + (", datasheet figures" if is_datasheet(cluster) else f", {cluster.source}")
+    return f"{'; '.join(groups)}, {figures_of(cluster)}"
 
 
 def _domain_words(group: NodeGroup) -> str:
@@ -365,20 +366,12 @@ def _domain_words(group: NodeGroup) -> str:
 
 def confidence(cluster: Cluster) -> str:
     """How far the figures can be trusted, and what would make them better."""
-    known = cluster.groups[0].calibration  # a mixed cluster has none
-    if known is not None:
-        times = f"{known.step_ratio:.3g} times what its figures say"
-        return f"Confidence: {cluster.source}; steps are forecast to take {times}, as measured in {known.source}"
-    if is_datasheet(cluster):
-        return (
-            "Confidence: datasheet figures only, nobody measured this cluster. On it run: "
-            "ahp probe -o cluster.yaml, then ahp plan MODEL cluster.yaml"
-        )
-    return f"Confidence: {cluster.source}"
-
-
-def is_datasheet(cluster: Cluster) -> bool:
-    return all(group.measured is None for group in cluster.groups)
+    if is_measured(cluster) or is_corrected(cluster):
+        return f"Confidence: {stands_on(cluster)}"
+    return (
+        "Confidence: datasheet figures only, nobody measured this cluster. On it run: "
+        "ahp probe -o cluster.yaml, then ahp plan MODEL cluster.yaml"
+    )
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -390,7 +383,11 @@ def as_json(found: Found, out: str) -> dict[str, Any]:
     certificate = found.ranking.certificate
     return {
         "model": {"name": found.graph.name, "num_parameters": found.graph.num_parameters},
-        "cluster": {"num_devices": found.cluster.num_devices, "source": found.cluster.source},
+        "cluster": {
+            "num_devices": found.cluster.num_devices,
+            "source": found.cluster.source,
+            "stands_on": stands_on(found.cluster),
+        },
         "job": found.job.model_dump(mode="json"),
         "chosen": list(found.chosen),
         "engine": found.ranking.best.engine.model_dump(mode="json"),

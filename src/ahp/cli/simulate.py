@@ -57,6 +57,7 @@ class Arguments:
 
 def run(argv: list[str]) -> int:
     """``ahp simulate PLAN``. Returns the exit code; raises AhpError."""
+    from ahp.cluster.sources import stands_on
     from ahp.forecast import timeline
     from ahp.report.binding import binding_of
 
@@ -81,6 +82,7 @@ def run(argv: list[str]) -> int:
             "parallelism": priced.parallelism.model_dump(mode="json"),
             "engine": plan.engine.model_dump(mode="json"),
             "forecast": priced.forecast.model_dump(mode="json"),
+            "stands_on": stands_on(cluster),
             "binds": _plain(found),
             "wrote": arguments.trace,
             "next": following,
@@ -200,6 +202,7 @@ def _show(plan: Plan, found: Binding, trace: str | None, following: list[str]) -
 def _heading(plan: Plan) -> list[tuple[str, str]]:
     """Lines about what was priced, and how fast it is."""
     from ahp.cluster.model import Cluster
+    from ahp.cluster.sources import stands_on
     from ahp.forecast.open_switch import open_switch
     from ahp.words import number_of, percent
 
@@ -208,13 +211,14 @@ def _heading(plan: Plan) -> list[tuple[str, str]]:
     devices = " + ".join(f"{g['nodes'] * g['devices_per_node']} x {g['device']['name']}" for g in groups)
     idle = sum(g["nodes"] * g["devices_per_node"] for g in groups) - plan.parallelism.world_size
     left = f", {idle} left idle by this layout" if idle else ""
-    assumed = open_switch(Cluster.resolve(plan.cluster), plan.parallelism)
+    cluster = Cluster.resolve(plan.cluster)
+    assumed = open_switch(cluster, plan.parallelism)
     return [
         (
             "Model",
             f"{_named(plan)}, {number_of(job.global_batch_size, 'sequence')} of {job.sequence_length}, {job.precision}",
         ),
-        ("Cluster", f"{devices}{left}"),
+        ("Cluster", f"{devices}{left}, {stands_on(cluster)}"),
         *([("Note", assumed)] if assumed else []),
         ("Engine", f"{plan.engine.words()}"),
         ("Layout", f"{plan.parallelism.short()}"),

@@ -7,7 +7,9 @@ from contextlib import suppress
 from html import escape
 from typing import Any
 
+from ahp.cluster.model import Cluster
 from ahp.cluster.plain_groups import plain_groups
+from ahp.cluster.sources import stands_on
 from ahp.errors import AhpError, BadInput
 from ahp.plan import Plan
 from ahp.report import candidates, lanes, rank_memory, upgrades
@@ -58,13 +60,21 @@ def costs(plan: Plan, facts: Facts) -> list[str]:
     forecast = plan.forecast
     if forecast is None:
         return []
-    peak = note(f"MFU is against {forecast.mfu_peak}.")
+    peak = note(f"{_stands_on(plan)}MFU is against {forecast.mfu_peak}.")
     time = section("Where the step goes (forecast, slowest rank)", one_bar(forecast.step, seconds), peak)
     if facts.places:
         memory = section("Memory of every rank (forecast)", rank_memory.picture(forecast, facts.places))
     else:
         memory = section("Memory (forecast)", rank_memory.of_fullest(forecast, fullest_device_bytes(plan)))
     return [time, memory]
+
+
+def _stands_on(plan: Plan) -> str:
+    """A sentence on where the figures of the plan's cluster come from; empty if it cannot be read."""
+    if plan.cluster is not None:
+        with suppress(AhpError):
+            return f"The forecast stands on: {stands_on(Cluster.resolve(plan.cluster))}. "
+    return ""
 
 
 def binds(facts: Facts) -> list[str]:

@@ -10,6 +10,7 @@ from datetime import date
 
 from ahp.cluster.model import Calibration, Cluster
 from ahp.cluster.scaled import scaled
+from ahp.cluster.sources import CORRECTED
 from ahp.errors import BadInput
 from ahp.run_files import read_metrics
 from ahp.runtime.run.folder import RunFolder
@@ -118,7 +119,8 @@ def with_ratios(cluster: Cluster, ratios: dict[str, float], source: str) -> Clus
 
 def calibrated_groups(cluster: Cluster, ratios: dict[str, float], runs: Sequence[MeasuredRun]) -> Cluster:
     """The mixed cluster with its groups' figures corrected by runs: no single ratio corrects a forecast there."""
-    return cluster.with_groups(
-        scaled(group, ratios[group.name], f"times {ratios[group.name]:.3g} by {_source(runs)}")
-        for group in cluster.groups
+    by = _source(runs)
+    corrected = cluster.with_groups(
+        scaled(group, ratios[group.name], f"times {ratios[group.name]:.3g} by {by}") for group in cluster.groups
     )
+    return corrected.model_copy(update={"source": f"{cluster.source}, {CORRECTED} {by}"})
