@@ -1,5 +1,7 @@
 """What shows of the collectives within a replica: by engine, precision and what runs beside them."""
 
+from dataclasses import replace
+
 import pytest
 
 from ahp.engines.registry import get
@@ -197,19 +199,27 @@ def test_selective_recompute_sends_again_by_all_to_all_and_not_around_a_ring(lla
 @pytest.mark.parametrize(("ranks", "times_sent"), [(4, 1), (8, 2)])
 def test_all_to_all_of_heads_is_the_closed_form(llama, ranks, times_sent):
     # 64 sequences of 256 tokens: queries and results have 8 heads of 64, keys and values 4, which 8 ranks hold twice.
-    def exchange_us(sent):
+    def message_us(sent):
         wire = sent * (ranks - 1) / ranks / (0.719 * 400e3)  # of NVLink with 400 GB/s, in bytes/us
         latency = 30.9 + 8.4 + 3.4 + (ranks - 1) * 0.6  # start, base, hop, peers
-        filling = 0.26 * wire / (1 + wire / 1840)
-        copies = 2 * (1.7 + 2 * sent / (0.86 * 1e6))  # before and after: read and written, of 1 TB/s
-        return wire + latency + filling + copies
+        return wire + latency + 0.26 * wire / (1 + wire / 1840)  # filling
+
+    def copies_us(sent):
+        return 2 * (1.7 + 2 * sent / (0.86 * 1e6))  # before and after: read and written, of 1 TB/s
 
     queries, keys = 64 * 256 * 8 * 64 * 2 / ranks, 64 * 256 * 4 * 64 * 2 / ranks
     layout = Parallelism(context_parallel_degree=ranks, context_parallel_method="all-to-all")
     found = block(llama, "ahp", layout, micro_batch=64)
-    by_hand_us = 2 * exchange_us(queries) + 2 * exchange_us(times_sent * keys)
+    keys *= times_sent
+    by_hand_us = message_us(queries + 2 * keys) + message_us(queries) + 2 * copies_us(queries) + 2 * copies_us(keys)
     assert found.context.forward_s == pytest.approx(by_hand_us * 1e-6, rel=1e-6)
     assert found.context.backward_s == found.context.forward_s  # their gradients go the same ways
+    nodes = make_cluster(per_node=ranks).groups[0]
+    traits = get("ahp").traits(Job(precision="bf16"), layout, EngineChoice())
+    apart = replace(traits, context=traits.context._replace(packs_heads=False))
+    units = UnitPricer(llama, nodes, Network(nodes), "bf16").units(64, axes_of(layout, ranks), apart)
+    by_hand_us += message_us(queries) + 2 * message_us(keys) - message_us(queries + 2 * keys)
+    assert units.blocks[0].context.forward_s == pytest.approx(by_hand_us * 1e-6, rel=1e-6)
 
 
 def test_the_slowest_of_many_is_the_expected_maximum():

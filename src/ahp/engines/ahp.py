@@ -168,6 +168,7 @@ def _traits(
         ),
         context=ContextTraits(
             ways=ways,
+            packs_heads=True,  # runtime/sequence/ulysses.py, _tokens_for_heads
             sums_bytes=4,  # runtime/sequence/ring.py
             # _join: a cast (6) and a sum weighted in place (12); gradients are added (10)
             joined_bytes=(18.0, 10.0),

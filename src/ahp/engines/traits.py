@@ -197,6 +197,8 @@ class ContextTraits(NamedTuple):
     joined_bytes: tuple[float, float] = (0.0, 0.0)
     """Bytes that kernels move for each element where they join what the rounds of a ring bring: of the results in a forward pass, and of the gradients of
     queries, keys and values in a backward pass."""
+    packs_heads: bool = False
+    """Whether queries, keys and values of one width go in one all-to-all; else each in its own."""
     repeats_keys: bool = False
     """Whether keys and values that several queries share are copied for each of them before they are shared."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ahp.engines.traits import ContextTraits, ContextWay
@@ -52,8 +52,10 @@ def shared_tokens_s(
         queries, keys = op.inputs[0], op.inputs[1:3]
         share, of_keys = _shares(op, division, how)
         if way == "all-to-all":
-            seconds = sum(_exchange_s(spec, share, group, rates, network) for spec in (queries, op.outputs[0]))
-            seconds += sum(_exchange_s(spec, of_keys, group, rates, network) for spec in keys)
+            given = [(queries, share), *((spec, of_keys) for spec in keys)]
+            packed = how.packs_heads and len({spec.shape[-1] for spec, _ in given}) == 1
+            messages = [*([given] if packed else ([one] for one in given)), [(op.outputs[0], share)]]
+            seconds = sum(_exchange_s(message, group, rates, network) for message in messages)
             forward, backward = forward + seconds, backward + seconds
         else:
             seconds = network.time_s("all_gather", sum(spec.bytes for spec in keys) * of_keys, group)
@@ -107,11 +109,12 @@ def _shares(op: Operator, division: Division, how: ContextTraits) -> tuple[float
     return share, max(share, 1.0 / num_keys)  # a rank has one head at least
 
 
-def _exchange_s(spec: TensorSpec, share: float, group: Group, rates: Rates, network: Network) -> float:
-    """Seconds of an all-to-all of [batch, heads, sequence, width], reordered before and after it. With fewer heads than ranks,
-    each head is sent to several ranks."""
-    heads = max(1, round(spec.shape[1] * share))
-    times = group.size // math.gcd(heads, group.size)
-    sent = spec.bytes * share * times / group.size
-    copies_s = 2 * rates.element_wise_s(2 * sent, 0.0, spec.dtype)
+def _exchange_s(tensors: Sequence[tuple[TensorSpec, float]], group: Group, rates: Rates, network: Network) -> float:
+    """Seconds of one all-to-all of tensors [batch, heads, sequence, width], each with the part that the tensor rank has, reordered before and
+    after it. With fewer heads than ranks, each head is sent to several ranks."""
+    sent, copies_s = 0.0, 0.0
+    for spec, share in tensors:
+        heads = max(1, round(spec.shape[1] * share))
+        own = spec.bytes * share * (group.size // math.gcd(heads, group.size)) / group.size
+        sent, copies_s = sent + own, copies_s + 2 * rates.element_wise_s(2 * own, 0.0, spec.dtype)
     return network.time_s("all_to_all", sent, group) + copies_s
