@@ -182,6 +182,7 @@ def _traits(
         experts=ExpertTraits(
             gather_tokens=True,  # runtime/experts/sliced_experts.py
             keeps_sums=True,  # runtime/experts/dispatch.py
+            leaves_results=True,  # runtime/experts/dispatch.py, _Combined saves nothing
             numbers_sent=3,  # runtime/experts/dispatch.py: counts; the weights of a token's experts, and their gradients
             sums_tokens="both passes",  # search/slicing/placement.py, Copied
             leaves_lone=experts_alone,

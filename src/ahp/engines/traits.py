@@ -259,6 +259,9 @@ class ExpertTraits(NamedTuple):
     """The same for another rank of one node."""
     keeps_sums: bool = False
     """Whether selective recompute keeps one sum for each token of what came back from its experts, instead of a result for each of them."""
+    leaves_results: bool = False
+    """Whether a second run of a block that stops at the last result that the backward pass reads leaves results where they are, if that is
+    before they are back."""
     numbers_sent: int = 0
     """Further messages of both passes over a layer, with a number for each copy of a token or for each expert."""
     overlap_between_nodes: float = 0.0

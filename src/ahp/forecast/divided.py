@@ -65,6 +65,16 @@ class _Run:
         return sum(index > last for index in self.split.row)
 
     @cached_property
+    def reads_results(self) -> bool:
+        """Whether the backward pass reads what a block computes from its experts' results, or after them."""
+        forward = {op.index: op for op in self.segment.phase("forward")}
+        last = max((op.index for op in forward.values() if op.name in GROUPED), default=None)
+        if last is None:
+            return False
+        read = {i for op in self.segment.phase("backward") for i in op.depends_on if i in forward and i > last}
+        return any(forward[i].module != forward[last].module for i in read)
+
+    @cached_property
     def stacked(self) -> frozenset[str]:
         """Weights of experts."""
         return expert_parameters(self.segment)
@@ -96,6 +106,8 @@ class Divided:
     """The first product with stacked weights of experts."""
     num_unread: int
     """How many of the last sums over tensor ranks nothing in the backward pass reads."""
+    reads_results: bool
+    """Whether the backward pass reads what comes after the results of experts."""
 
 
 class SegmentPricer:
@@ -202,7 +214,8 @@ class SegmentPricer:
             shapes=sum((held | one).values()),
         )
         on = _with_casts(on, segment, division, run.fp8)
-        self._divided[key] = Divided(division, times, on, weights, _attention(segment), grouped, run.num_unread)
+        unread = run.num_unread, run.reads_results
+        self._divided[key] = Divided(division, times, on, weights, _attention(segment), grouped, *unread)
         return self._divided[key]
 
 

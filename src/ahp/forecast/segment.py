@@ -71,10 +71,13 @@ def sent_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> tuple[
     return unit.tensor.gather_s if again == "gathers" else 0.0, 0.0
 
 
-def sends_tokens_again(recompute: Recompute, data: DataParallel) -> bool:
-    """Whether tokens go to their experts, and results back, a second time."""
+def tokens_again_s(unit: Unit, recompute: Recompute, data: DataParallel) -> float:
+    """Seconds in which tokens go to their experts, and results back, a second time."""
+    if recompute == "read":
+        return unit.expert_s - unit.back_s
     keeps = data.traits.recompute.keeps_arrived
-    return recompute in OF_INPUT or (recompute in ("beside_products", "every_second_product") and not keeps)
+    again = recompute == "full" or (recompute in ("beside_products", "every_second_product") and not keeps)
+    return unit.expert_s if again else 0.0
 
 
 def tensor_backward_s(unit: Unit, overlap: float) -> float:
@@ -124,7 +127,7 @@ AGAIN: dict[str, Callable[[Unit, Recompute, DataParallel], float]] = {
     "recompute": lambda u, kind, _: recomputed(u, kind).device_s,
     "tensor_parallel": lambda u, kind, data: sent_again_s(u, kind, data)[0],
     "context_parallel": lambda u, kind, data: sent_again_s(u, kind, data)[1],
-    "expert_parallel": lambda u, kind, data: u.expert_s if sends_tokens_again(kind, data) else 0.0,
+    "expert_parallel": tokens_again_s,
     "hidden_forward": lambda u, kind, _: u.context.hidden_forward_s if kind in OF_INPUT else 0.0,
     "launches": lambda u, kind, _: recomputed(u, kind).launches,
     "beside_forward": lambda u, kind, data: launched_beside(u, kind, data.traits.host)[0],

@@ -21,6 +21,8 @@ class Unit:
     context: SharedTokens
     expert_s: float
     """Seconds that one pass waits while tokens go to their experts and back."""
+    back_s: float
+    """The part of it on the way back, where a second run that stops at the last read result leaves that out."""
     weights: Held
     stalled_launches: float = 0.0
     """Operators of a forward pass that the host launches while the device is idle."""

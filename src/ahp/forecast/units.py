@@ -16,7 +16,7 @@ from ahp.forecast.chunked_head import chunked_head, num_chunks
 from ahp.forecast.communication import Network
 from ahp.forecast.compute import SegmentTimes, Work
 from ahp.forecast.context import SharedTokens, shared_tokens_s
-from ahp.forecast.dispatch import Routed, arrived_bytes, numbers_s, pass_waits_s, sorted_s
+from ahp.forecast.dispatch import Routed, all_to_all_s, arrived_bytes, numbers_s, pass_waits_s, sorted_s
 from ahp.forecast.divided import Divided, SegmentPricer
 from ahp.forecast.division import attention_heads, expert_parameters
 from ahp.forecast.group import Group
@@ -73,6 +73,7 @@ def _least(alike: Sequence[Unit]) -> Unit:
         memory=SegmentMemory(**_least_fields([unit.memory for unit in alike], _least_bytes)),
         tensor=TensorCost(*map(min, zip(*(unit.tensor for unit in alike), strict=True))),
         expert_s=min(unit.expert_s for unit in alike),
+        back_s=max(unit.back_s for unit in alike),
     )
 
 
@@ -231,6 +232,7 @@ class UnitPricer:
             tensor=tensor,
             context=self._shared_tokens(of, axes.context, how.context, how.sharing),
             expert_s=self._expert_s(of, routed, axes, how),
+            back_s=0.0 if routed is None else self._left_out_s(of, routed, axes.expert, how),
             weights=of.weights,
             # The host waits for each expert's number of tokens before it prepares the experts' products.
             stalled_launches=how.expert_operators[0] if of.weights.experts and not how.one_graph else 0.0,
@@ -243,6 +245,12 @@ class UnitPricer:
         division, tokens = of.division, micro_batch_size * self._graph.sequence_length
         parts = 1 if how.experts.gather_tokens or not division.sequence_parallel else division.tensor
         return Routed.of(of.grouped, 1 / division.context / parts, tokens)
+
+    def _left_out_s(self, of: Divided, routed: Routed, group: Group, how: KernelOptions) -> float:
+        """Seconds of the way back of results that a second run does not need."""
+        if not how.experts.leaves_results or of.reads_results:
+            return 0.0
+        return all_to_all_s(routed, group, self._network, how.experts)
 
     def _expert_s(self, of: Divided, routed: Routed | None, axes: Axes, how: KernelOptions) -> float:
         """Seconds that a pass waits for every token to reach the ranks of its experts, and for the results."""

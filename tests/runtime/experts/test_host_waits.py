@@ -6,6 +6,7 @@ On a CPU nothing waits. So operators are seen here whose result, or the size of 
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,9 +69,11 @@ class Block(nn.Module):
         return x + self.experts(x, which, share=share)
 
 
-def divided(group: dist.ProcessGroup, kind: Literal["full", "selective"] | None) -> nn.Sequential:
+def divided(
+    group: dist.ProcessGroup, kind: Literal["full", "selective"] | None, build: type[Block] = Block
+) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(LAYERS)))
+    model = nn.Sequential(*(build() for _ in range(LAYERS)))
     for block in model:
         assert isinstance(block, Block)
         block.experts.forward = dispatch.DividedExperts(block.experts, 4, group)  # type: ignore[method-assign]
@@ -124,18 +127,36 @@ def test_what_waits_is_seen() -> None:
     assert len(waits.found) == 4
 
 
-@pytest.mark.parametrize(("kind", "again"), [(None, 0), ("full", 3), ("selective", 0)])
-def test_selective_recompute_sends_no_token_again(kind: Literal["full", "selective"] | None, again: int) -> None:
-    """A layer sends numbers of tokens, tokens, their weights and results; backward their gradients. Full recompute knows the numbers."""
+class NormedAfter(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(super().forward(x), (WIDTH,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "again"),
+    [
+        (None, Block, 0),
+        ("full", Block, 2),
+        ("full", NormedAfter, 3),
+        ("selective", Block, 0),
+        ("selective", NormedAfter, 0),
+    ],
+)
+def test_recompute_sends_again_what_it_needs(
+    kind: Literal["full", "selective"] | None, block: type[Block], again: int
+) -> None:
+    """A layer sends numbers of tokens, tokens, their weights and results; backward their gradients. Full recompute knows the numbers, and needs
+    results only for what is computed from them."""
     send = dist.all_to_all_single
     with group_of_one() as group, mock.patch.object(dist, "all_to_all_single", wraps=send) as sent:
-        divided(group, kind)(torch.randn(TOKENS, WIDTH, requires_grad=True)).square().sum().backward()
+        divided(group, kind, block)(torch.randn(TOKENS, WIDTH, requires_grad=True)).square().sum().backward()
     assert sent.call_count == (4 + 3 + again) * LAYERS
 
 
 def test_selective_recompute_keeps_what_arrived_and_one_sum_for_each_token() -> None:
     def kept() -> int:
         model, x = divided(group, "selective"), torch.randn(TOKENS, WIDTH)
+        gc.collect()  # what earlier models left, so that it is not freed in between
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
             y = model(x)
         assert y.requires_grad

@@ -166,13 +166,12 @@ class _Combined(torch.autograd.Function):
             return (back[order.argsort()].view(*shape_TK, -1).sum(dim=1),)
 
         (sums_TH,) = saved_once(combine)
-        ctx.save_for_backward(order)
-        ctx.num_chosen, ctx.traffic, ctx.group = shape_TK[1], traffic, group
+        # Nothing is saved: where nothing later is either, a second run of the block stops before this function sends results.
+        ctx.order, ctx.num_chosen, ctx.traffic, ctx.group = order, shape_TK[1], traffic, group
         return sums_TH
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
         traffic: Traffic = ctx.traffic
-        copies = gradients[0][order // ctx.num_chosen]
+        copies = gradients[0][ctx.order // ctx.num_chosen]
         return exchanged(copies, traffic.sent, traffic.received, ctx.group), None, None, None, None
