@@ -155,6 +155,12 @@ def test_what_says_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no step was measured there"):
         run([str(tmp_path / "none"), "-o", str(tmp_path / "c.yaml")])
     long = run_folder(tmp_path / "long", plan, 1.0)
+    for times, told in ((150.0, "150"), (0.0, "0"), (0.001, "0.001")):
+        other = run_folder(tmp_path / f"times-{told}", plan, times)
+        with pytest.raises(
+            BadInput, match=rf"RUN = '.*': its steps took {told} times their forecast, so .*0.01 to 100"
+        ):
+            run([other, "-o", str(tmp_path / "c.yaml")])
     with pytest.raises(BadInput, match=r"RUN = '.*/long/': given a second time, so that it would count twice"):
         run([long, f"{long}/", "-o", str(tmp_path / "c.yaml")])
     elsewhere = run_folder(

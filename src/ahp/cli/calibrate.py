@@ -108,6 +108,7 @@ def _held(folders: tuple[str, ...]) -> tuple[Cluster, list[PricedRun], dict[str,
         plans.append(plan)
         print(f"pricing {name} ...", file=sys.stderr)
         before.append(_forecast(plan, own))
+        _require_comparable(name, runs[-1].step_s / before[-1].step_time_s)
     assert cluster is not None, "there is a run"
     ratios: dict[str, float] = {}
     if cluster.is_mixed:
@@ -117,6 +118,17 @@ def _held(folders: tuple[str, ...]) -> tuple[Cluster, list[PricedRun], dict[str,
         cluster = calibrated(cluster, [r.step_s / f.step_time_s for r, f in zip(runs, before, strict=True)], runs)
     after = [_forecast(plan, cluster) for plan in plans]
     return cluster, [PricedRun(*parts) for parts in zip(runs, plans, before, after, strict=True)], ratios
+
+
+def _require_comparable(name: str, ratio: float) -> None:
+    """Raise BadInput for a run whose steps have nothing to do with its forecast."""
+    from ahp.cluster.model import LEAST_RATIO, MOST_RATIO
+
+    if not LEAST_RATIO < ratio < MOST_RATIO:
+        raise BadInput(
+            f"RUN = {name!r}: its steps took {ratio:.3g} times their forecast, so that the plan.yaml there is hardly that of the run "
+            f"(valid: {LEAST_RATIO:g} to {MOST_RATIO:g} times)"
+        )
 
 
 def _forecast(plan: Plan, cluster: Cluster) -> Forecast:

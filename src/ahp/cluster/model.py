@@ -156,10 +156,14 @@ class Host(Record):
     storage_write_bytes_per_s: float | None = Field(default=None, ge=0)
 
 
+LEAST_RATIO, MOST_RATIO = 0.01, 100.0
+"""A step that takes less or more of its forecast is that of another plan."""
+
+
 class Calibration(Record):
     """How long training runs on some nodes took, compared with their forecast."""
 
-    step_ratio: float = Field(gt=0.01, lt=100)
+    step_ratio: float = Field(gt=LEAST_RATIO, lt=MOST_RATIO)
     """Seconds of a measured step divided by the forecast seconds; for several runs the geometric mean."""
     runs: Count
     source: str
