@@ -102,6 +102,12 @@ def test_a_layout_in_words_is_for_the_first_ones_job(two: list[str], capsys: pyt
     assert by_words["next"] == [f"ahp explain {two[0]} --why-not '{words}'"]
 
 
+def test_one_word_as_tables_print_it_is_a_layout(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    by_word, by_key = (compared([two[0], words], capsys)["b"] for words in ("tp8", "tp=8"))
+    assert by_word["forecast"] == by_key["forecast"]
+    assert by_word["capacity_bytes"] == 80 * 2**30
+
+
 @pytest.mark.parametrize(
     ("path", "value", "told"),
     [

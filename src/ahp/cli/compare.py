@@ -67,12 +67,15 @@ class Side:
 
     def plain(self) -> dict[str, Any]:
         """As data for JSON."""
+        from ahp.report.tables import capacity_bytes
+
         run = self.run
         return {
             "said": self.said,
             "parallelism": self.plan.parallelism.model_dump(mode="json"),
             "engine": self.plan.engine.model_dump(mode="json"),
             "forecast": self.forecast.model_dump(mode="json"),
+            "capacity_bytes": capacity_bytes(self.plan),
             "measured": None
             if run is None
             else {"step_time_s": run.median_s, "mfu": run.mfu, "peak_bytes": run.peak_bytes},
@@ -137,9 +140,9 @@ def _with_forecast(side: Side) -> Side:
 
 
 def _layout(said: str) -> Any:
-    from ahp.cli.layout_words import layout_of
+    from ahp.cli.layout_words import is_printed, layout_of
 
-    if "=" not in said and " " not in said.strip():
+    if "=" not in said and " " not in said.strip() and not is_printed(said.strip()):
         rule = "neither a plan, nor a run's folder, nor a layout in words"
         raise bad_input("B", said, rule, ["plan.yaml", "runs/demo", "tp=8 dp=1x8 zero=3"])
     return layout_of(said, "B")

@@ -25,6 +25,11 @@ _PRINTED = re.compile(
 """The words of ``Parallelism.short``; dp and pp also without what it prints after the degree."""
 
 
+def is_printed(word: str) -> bool:
+    """Whether it is one of the words of ``Parallelism.short``."""
+    return _PRINTED.fullmatch(word) is not None
+
+
 def keys_of(words: str, option: str) -> dict[str, Any]:
     """The keys that are given, with ``dp`` among them if only the product is. Raises BadInput for what is not a layout."""
     found: dict[str, Any] = {}

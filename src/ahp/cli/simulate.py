@@ -60,6 +60,7 @@ def run(argv: list[str]) -> int:
     from ahp.cluster.sources import stands_on
     from ahp.forecast import timeline
     from ahp.report.binding import binding_of
+    from ahp.report.tables import capacity_bytes
 
     overrides, rest = split_overrides(argv, ROOTS)
     arguments = options_of(Arguments, rest, "ahp simulate", __doc__, ROOTS)
@@ -82,6 +83,7 @@ def run(argv: list[str]) -> int:
             "parallelism": priced.parallelism.model_dump(mode="json"),
             "engine": plan.engine.model_dump(mode="json"),
             "forecast": priced.forecast.model_dump(mode="json"),
+            "capacity_bytes": capacity_bytes(plan),
             "stands_on": stands_on(cluster),
             "binds": _plain(found),
             "wrote": arguments.trace,
