@@ -27,6 +27,9 @@ SHARDED = {"data_parallel_shard_degree": 8, "zero_stage": 3, "micro_batch_size":
 SPLIT = {"tensor_parallel_degree": 4, "data_parallel_shard_degree": 2, "zero_stage": 1, "micro_batch_size": 4}
 
 
+FOUR = {"nodes": 1, "devices_per_node": 4, "device": "A100-SXM-80GB"}
+
+
 def write(path: Path, layout: dict[str, Any], **more: Any) -> str:
     cluster = {"nodes": 1, "devices_per_node": 8, "device": "A100-SXM-80GB"}
     plan = {"model": "gpt2", "job": JOB, "cluster": cluster, "parallelism": layout, **more}
@@ -102,8 +105,9 @@ def test_a_layout_in_words_is_for_the_first_ones_job(two: list[str], capsys: pyt
     assert by_words["next"] == [f"ahp explain {two[0]} --why-not '{words}'"]
 
 
-def test_one_word_as_tables_print_it_is_a_layout(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    by_word, by_key = (compared([two[0], words], capsys)["b"] for words in ("tp8", "tp=8"))
+def test_one_word_as_tables_print_it_is_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write(tmp_path / "a.yaml", {"data_parallel_shard_degree": 4, "zero_stage": 3}, cluster=FOUR)
+    by_word, by_key = (compared([one, words], capsys)["b"] for words in ("tp4", "tp=4"))
     assert by_word["forecast"] == by_key["forecast"]
     assert by_word["capacity_bytes"] == 80 * 2**30
 
