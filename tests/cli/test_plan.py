@@ -354,6 +354,8 @@ def test_dp_is_every_way_to_share_so_many_replicas() -> None:
         ("dp=4 dp_shard=2", "dp is replicate x shard degree"),
         ("dp=0", "must be the number of replicas"),
         ("tp=two", "tensor_parallel_degree = 'two'"),
+        ("dp2x4 zero1 mb64 on(h100|a100:24)", "printed of a mixed cluster's placement"),
+        ("dp2x4 zero1 mb64 m(3 1)", "printed of a mixed cluster's placement"),
     ],
 )
 def test_words_that_are_no_layout_are_refused(words: str, told: str) -> None:

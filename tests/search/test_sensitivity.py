@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from ahp.cluster.better import MORE, better_clusters
@@ -125,3 +127,14 @@ def test_more_memory_lets_fewer_layers_be_recomputed() -> None:
     assert some is not None
     assert some < (today.parallelism.recomputed_layers_per_stage or ())
     assert (more.layout, more.step_time_s) == (there.parallelism, there.priced.step_time_s)
+
+
+def test_every_search_is_told_while_it_goes_on() -> None:
+    asked, told = small(cluster="2xH100-SXM-80GB", constraints={"micro_batch_size": 1}), list[str]()
+
+    def during(what: str) -> nullcontext[None]:
+        told.append(what)
+        return nullcontext()
+
+    moves = sensitivity(asked, Parallelism(tensor_parallel_degree=2, micro_batch_size=1), during)
+    assert set(told) == {f"searching with {move.change}" for move in moves}

@@ -67,9 +67,10 @@ def run(argv: list[str]) -> int:
     subject = _subject(plan)
     forecast = plan.forecast or subject.price(plan.parallelism)
     plan = plan.model_copy(update={"forecast": forecast, "cluster": subject.cluster.plain()})
-    other = None if alternatives is None else why_not(subject, plan, alternatives)
+    with waiting("searching for the other layout"):
+        other = None if alternatives is None else why_not(subject, plan, alternatives)
     print("searching again with 10 % more of each piece of hardware ...", file=sys.stderr)
-    moves = sensitivity(subject, plan.parallelism)
+    moves = sensitivity(subject, plan.parallelism, waiting)
     part, _, sentence = what_binds(forecast, capacity_bytes(plan))
     binds, schedules = (part, sentence), compared_schedules(subject.any_pricer, plan.parallelism)
     layout = subject.decided(plan.parallelism)

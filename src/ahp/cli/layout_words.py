@@ -46,6 +46,9 @@ def _said(word: str, option: str) -> dict[str, Any]:
     if printed is not None:
         short = {key: value for key, value in printed.groupdict().items() if value is not None}
     else:
+        if word == "sp" or re.match(r"(on|m)\(", word):
+            rule = "is printed of a mixed cluster's placement, of which words do not say everything; leave it out, or give a plan.yaml"
+            raise bad_input(option, word, rule)
         key, equals, value = word.partition("=")
         short = {key: value}
         if not equals or (key != DATA and SHORT_NAMES.get(key, key.replace("-", "_")) not in Constraints.model_fields):

@@ -18,6 +18,7 @@ import tyro
 from ahp.cli.following import can_follow, show_next
 from ahp.cli.options import options_of
 from ahp.cli.overrides import split_overrides
+from ahp.cli.waiting import waiting
 from ahp.cli.writable import require_writable
 from ahp.cluster.plain_groups import plain_groups
 from ahp.config import set_dotted
@@ -77,7 +78,8 @@ def run(argv: list[str]) -> int:
     if arguments.trace is not None:
         timeline.write(priced, arguments.trace, all_ranks=arguments.all_ranks)
     print("pricing its neighbours ...", file=sys.stderr)
-    found, following = binding_of(graph, cluster, plan), _following(plan, arguments, overrides)
+    with waiting("pricing its neighbours"):
+        found, following = binding_of(graph, cluster, plan), _following(plan, arguments, overrides)
     if arguments.json:
         result = {
             "parallelism": priced.parallelism.model_dump(mode="json"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +44,13 @@ class Move:
         return f"{self.change}: {seconds(self.step_time_s)} a step, {percent(self.gain)} less; {then}"
 
 
-def sensitivity(asked: Problem, layout: Parallelism) -> list[Move]:
+def sensitivity(
+    asked: Problem, layout: Parallelism, during: Callable[[str], AbstractContextManager[Any]] = nullcontext
+) -> list[Move]:
     """The best layout with 10 % more (``better.MORE``) of each piece of hardware, the most useful first.
 
     ``layout`` is a candidate everywhere, so that choices outside the search (its cut into stages) cannot make better
-    hardware look worse.
+    hardware look worse. ``during``: gets what is searched and is entered meanwhile, for progress: on mixed clusters a search takes a minute.
     """
     today_s = asked.price(layout).step_time_s
     found = []
@@ -55,7 +59,8 @@ def sensitivity(asked: Problem, layout: Parallelism) -> list[Move]:
         kept = there.price_or_none(layout)
         # Of two layouts as fast as each other the present one stays: so search only for one that is faster by more.
         ceiling_s = float("inf") if kept is None else kept.step_time_s * (1 - TIE)
-        searched = fastest(there, ceiling_s, layout)
+        with during(f"searching with {change}"):
+            searched = fastest(there, ceiling_s, layout)
         pairs = [] if kept is None else [(layout, kept), *_lighter(there, layout)]
         pairs += [searched.best] if searched is not None and searched.best is not None else []
         best = min(pairs, key=lambda pair: pair[1].step_time_s * (1 - TIE * (pair[0] == layout)))
