@@ -29,7 +29,7 @@ def test_a_plan_is_read_from_its_file_or_its_folder(tmp_path: Path) -> None:
             b"groups: [{device: H100}]\nschema_version: 1\n",
             "this is a cluster; write a plan with: ahp plan MODEL CLUSTER",
         ),
-        (b"schema_version: 9\n", "^/.*: schema_version = 9: this AHP reads 1; plan again"),
+        (b"schema_version: 9\n", "^/.*: schema_version = 9: AHP reads 1; plan again"),
         (b"a: b\nc", "not YAML: it ends too early: could not find expected ':'"),
         (b"versions: {ahp: 0.0.9}\ntp: 2\n", r" \(made by ahp '0.0.9', and this is .*\): tp: unknown key"),
         (b"model: tiny\nmodel: llama3-8b\n", "the key 'model' is given twice"),

@@ -478,9 +478,7 @@ def _refuse_no_plan(data: Mapping[str, Any], path: str) -> None:
         if key == "groups" or "schema_version" not in data:
             raise BadInput(f"plan = {path!r}: this is a {another[key]} write a plan with: ahp plan MODEL CLUSTER")
     if (version := data.get("schema_version", PLAN_SCHEMA_VERSION)) != PLAN_SCHEMA_VERSION:
-        raise BadInput(
-            f"{path}: schema_version = {shortened(version)}: this AHP reads {PLAN_SCHEMA_VERSION}; plan again"
-        )
+        raise BadInput(f"{path}: schema_version = {shortened(version)}: AHP reads {PLAN_SCHEMA_VERSION}; plan again")
     if data.get("init_from", "") is None and "versions" not in data:  # only AHP writes keys that are null
         raise BadInput(f"plan = {path!r}: its last key, versions, is missing: the file is cut off; copy it again")
 

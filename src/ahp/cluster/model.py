@@ -156,7 +156,7 @@ class Host(Record):
     storage_write_bytes_per_s: float | None = Field(default=None, ge=0)
 
 
-LEAST_RATIO, MOST_RATIO = 0.01, 100.0
+LEAST_RATIO, MOST_RATIO = 0.01, 100
 """A step that takes less or more of its forecast is that of another plan."""
 
 
