@@ -146,9 +146,8 @@ class TorchtitanEngine(Engine):
                 # PrepareModuleInputOutput around a mixture: Replicate() in, Partial() out. cbdb3113, distributed/expert_parallel.py, TensorParallel:
                 # gradients of routed_input are Partial().
                 sums_tokens="forward",
-                numbers_sent=0
-                if deepep
-                else 1,  # distributed/expert_parallel.py, ExpertParallel: num_tokens_per_expert
+                # distributed/expert_parallel.py, ExpertParallel: num_tokens_per_expert
+                numbers_sent=0 if deepep else 1,
                 keeps_sums=deepep,  # its kernels add up results before they send them
                 # models/common/token_dispatcher.py, AllToAllTokenDispatcher: _permute, _unpermute. distributed/deepep/deepep.py orders tokens only once,
                 # where they arrive, and waits for dispatch and combine.
