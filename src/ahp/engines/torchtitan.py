@@ -32,6 +32,9 @@ from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from ahp.schedule.registry import SCHEDULES
 
+Has = Callable[[str], bool]
+"""Whether a release has a feature."""
+
 SUPPORT = Support(
     precisions=("fp32", "bf16", "fp8"),
     dtypes=("fp32", "bf16"),
@@ -92,7 +95,6 @@ class TorchtitanEngine(Engine):
 
         compiled_loss = has("compiled_loss") if choice.compile else has("compiled_loss_alone")
         deepep = choice.moe_token_dispatcher_type == "flex"
-        sorts_by_torch = has("experts_by_torch") and not (choice.compile and has("compiled_experts"))
         return Traits(
             states=StateTraits(
                 master_weight_bytes=state,
@@ -112,18 +114,7 @@ class TorchtitanEngine(Engine):
                 copies=True,
                 on_own_stream=zero > 0,
             ),
-            tensor=TensorTraits(
-                # DTensor gathers the input once (PrepareModuleInput), and autograd keeps what the product read.
-                gathers_inputs_again=False,
-                # distributed/compile.py, _maybe_enable_async_tp: inductor's pass over a compiled block; off by default
-                in_pieces=bool(choice.enable_async_tensor_parallel),
-                copies=True,  # torch 2.13 distributed/_functional_collectives.py: all_gather_single, reduce_scatter_single
-                gathers_normed=not has("normed_heads_apart"),
-                # torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param.py, _get_grad_inner_tensor: redistributes a DTensor that is Partial
-                sums_each_weight=True,
-                # torch 2.13 distributed/tensor/parallel/loss.py, _nll_loss_and_log_softmax_backward: (grad_input + exp(x)) * grad_output
-                loss_copies=None if compiled_loss else 3.0,
-            ),
+            tensor=_tensor(has, choice, compiled_loss=compiled_loss),
             # 3f20451b, models/llama/model.py: repeat_kv before F.scaled_dot_product_attention
             context=torch_ring(compiled=bool(choice.compile), repeats_keys=has("repeated_keys")),
             pipeline=PipelineTraits(
@@ -139,21 +130,7 @@ class TorchtitanEngine(Engine):
                 sends_again="gathers",  # results of reduce-scatters are on the list of what to keep
                 keeps_arrived=has("keeps_arrived_tokens"),
             ),
-            experts=ExpertTraits(
-                folded=SUPPORT.folded(parallelism),
-                tokens_once_to_a_node=deepep,
-                tokens_once_to_a_rank=deepep,
-                # PrepareModuleInputOutput around a mixture: Replicate() in, Partial() out. cbdb3113, distributed/expert_parallel.py, TensorParallel:
-                # gradients of routed_input are Partial().
-                sums_tokens="forward",
-                # distributed/expert_parallel.py, ExpertParallel: num_tokens_per_expert
-                numbers_sent=0 if deepep else 1,
-                keeps_sums=deepep,  # its kernels add up results before they send them
-                # models/common/token_dispatcher.py, AllToAllTokenDispatcher: _permute, _unpermute. distributed/deepep/deepep.py orders tokens only once,
-                # where they arrive, and waits for dispatch and combine.
-                sorts_arrived=not deepep,
-                sorts_by_torch=sorts_by_torch,
-            ),
+            experts=_experts(has, parallelism, choice),
             kernels=_kernels(has, compiled=bool(choice.compile), fused_loss=compiled_loss, deepep=deepep),
             host=HostTraits(
                 operators_per_unit=casts if job.precision == "fp8" else 0,
@@ -183,8 +160,41 @@ def _refuses_deepep(p: Parallelism, choice: EngineChoice) -> str | None:
     return None
 
 
-def _kernels(has: Callable[[str], bool], *, compiled: bool, fused_loss: bool, deepep: bool) -> KernelTraits:
-    """``has``: whether the release has a feature."""
+def _tensor(has: Has, choice: EngineChoice, *, compiled_loss: bool) -> TensorTraits:
+    return TensorTraits(
+        # DTensor gathers the input once (PrepareModuleInput), and autograd keeps what the product read.
+        gathers_inputs_again=False,
+        # distributed/compile.py, _maybe_enable_async_tp: inductor's pass over a compiled block; off by default
+        in_pieces=bool(choice.enable_async_tensor_parallel),
+        copies=True,  # torch 2.13 distributed/_functional_collectives.py: all_gather_single, reduce_scatter_single
+        gathers_normed=not has("normed_heads_apart"),
+        # torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param.py, _get_grad_inner_tensor: redistributes a DTensor that is Partial
+        sums_each_weight=True,
+        # torch 2.13 distributed/tensor/parallel/loss.py, _nll_loss_and_log_softmax_backward: (grad_input + exp(x)) * grad_output
+        loss_copies=None if compiled_loss else 3.0,
+    )
+
+
+def _experts(has: Has, parallelism: Parallelism, choice: EngineChoice) -> ExpertTraits:
+    deepep = choice.moe_token_dispatcher_type == "flex"
+    return ExpertTraits(
+        folded=SUPPORT.folded(parallelism),
+        tokens_once_to_a_node=deepep,
+        tokens_once_to_a_rank=deepep,
+        # PrepareModuleInputOutput around a mixture: Replicate() in, Partial() out. cbdb3113, distributed/expert_parallel.py, TensorParallel:
+        # gradients of routed_input are Partial().
+        sums_tokens="forward",
+        # distributed/expert_parallel.py, ExpertParallel: num_tokens_per_expert
+        numbers_sent=0 if deepep else 1,
+        keeps_sums=deepep,  # its kernels add up results before they send them
+        # models/common/token_dispatcher.py, AllToAllTokenDispatcher: _permute, _unpermute. distributed/deepep/deepep.py orders tokens only once,
+        # where they arrive, and waits for dispatch and combine.
+        sorts_arrived=not deepep,
+        sorts_by_torch=has("experts_by_torch") and not (choice.compile and has("compiled_experts")),
+    )
+
+
+def _kernels(has: Has, *, compiled: bool, fused_loss: bool, deepep: bool) -> KernelTraits:
     of_cudnn = {"hopper": "cudnn_attention", "blackwell": "cudnn_attention_on_blackwell"}
     summed = "atomic" if deepep else "scattered" if has("scattered_sum") else "batched"
     return KernelTraits(
