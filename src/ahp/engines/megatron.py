@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ahp.engines import releases, steps
 from ahp.engines.engine import Engine
 from ahp.engines.host import host
+from ahp.engines.releases import Has
 from ahp.engines.support import DISPATCH, Support
 from ahp.engines.traits import (
     ALL_ELEMENTS,
@@ -24,9 +23,6 @@ from ahp.engines.traits import (
 )
 from ahp.job import Job
 from ahp.plan import AXES, EngineChoice, Parallelism
-
-Has = Callable[[str], bool]
-"""Whether the release has a feature (releases.yaml)."""
 
 SCHEDULES_OF_ARGUMENTS = ("1F1B", "Interleaved1F1B")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,6 +12,9 @@ from ahp.errors import nearest
 from ahp.shipped import shipped
 
 Span = tuple[datetime.date, datetime.date | None]
+
+Has = Callable[[str], bool]
+"""Whether one release has a feature."""
 
 _DAY = re.compile(r"(20\d\d)-(\d\d)(?:-(\d\d))?")
 _NUMBER = re.compile(r"v?(\d+(?:\.\d+)*)")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ahp.engines import fsdp2, releases
 from ahp.engines.engine import Engine
 from ahp.engines.fp8 import (
@@ -14,6 +12,7 @@ from ahp.engines.fp8 import (
     with_gathers_in_8_bits,
 )
 from ahp.engines.host import host
+from ahp.engines.releases import Has
 from ahp.engines.support import Support
 from ahp.engines.torch_ring import torch_ring
 from ahp.engines.traits import (
@@ -31,9 +30,6 @@ from ahp.engines.traits import (
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from ahp.schedule.registry import SCHEDULES
-
-Has = Callable[[str], bool]
-"""Whether a release has a feature."""
 
 SUPPORT = Support(
     precisions=("fp32", "bf16", "fp8"),
