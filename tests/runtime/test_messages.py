@@ -63,7 +63,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 CASES = {
     ("tensor", "llama"): 1.002, ("tensor", "gpt2"): 1.002, ("tensor-selective", "llama"): 1.002, ("sequence-full", "llama"): 1.06,
     ("heads-selective", "llama"): 1.002, ("ring-full", "llama"): 1.002, ("replicas", "llama"): 1.004, ("zero1", "llama"): 1.004,
-    ("zero2", "gpt2"): 1.002, ("zero3-replicas", "llama"): 1.002, ("tensor", "mixtral"): 1.01, ("tensor", "qwen3_moe"): 1.01,
+    ("zero2", "gpt2"): 1.002, ("zero3-replicas", "llama"): 1.002, ("tensor", "mixtral"): 1.01, ("tensor-selective", "mixtral"): 1.01, ("tensor", "qwen3_moe"): 1.01,
     ("experts", "qwen3_moe"): 1.02, ("experts-full", "qwen3_moe"): 1.03, ("experts-selective", "qwen3_moe"): 1.02,
 }  # fmt: skip
 """By how much a run may send more: norms of gradients and the loss; under sequence parallelism the ends (docs/decisions/rows-of-a-tokens-experts.md)."""

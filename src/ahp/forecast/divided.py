@@ -61,7 +61,14 @@ class _Run:
     @cached_property
     def num_unread(self) -> int:
         """How many sums over tensor ranks come after the last result that the backward pass reads."""
-        last = last_read(self.segment)
+        last, grouped = (
+            last_read(self.segment),
+            {op.index for op in self.segment.phase("forward") if op.name in GROUPED},
+        )
+        if (
+            self.split.tokens_summed and not self.reads_results
+        ):  # experts' results are summed when a token's are added up
+            return sum(index > last or index in grouped for index in self.split.row)
         return sum(index > last for index in self.split.row)
 
     @cached_property
