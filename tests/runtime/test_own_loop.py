@@ -169,16 +169,19 @@ def test_a_model_in_16_bits_has_master_weights_in_fp32(pool: Pool, name: str, pr
 
 def after_a_fault(
     rank: int, world: int, layout: dict[str, Any], precision: str, fault: str
-) -> list[tuple[float, float]]:
-    """Two steps, after one whose last micro-batch raised in its forward, or in its backward."""
+) -> list[tuple[float, float, float]]:
+    """Two steps and a loss on held-out text after one whose last micro-batch raised in its forward, or in its backward, and after a look
+    for a fault. Weights change in place after each."""
     from ahp.runtime.parallel import parallelize
 
     parallel = parallelize(BUILDERS["custom"](), {"job": {**JOB, "precision": precision}, "parallelism": layout})
+    held_out = parallel.shard(batch(9))
     part = {key: value.clone() for key, value in parallel.shard(batch(7)).items()}
     if fault == "forward":
         part["input_ids"][-1, -1] = VOCABULARY
-        with pytest.raises(IndexError):
-            parallel.step(part)
+        for call in (parallel.step, lambda given: parallel.evaluate([given])):
+            with pytest.raises(IndexError):
+                call(part)
     elif fault == "backward":
         left = [3]
 
@@ -199,8 +202,20 @@ def after_a_fault(
             BadInput, match=f"step: {re.escape(name)} had a gradient already, from a backward pass outside of step"
         ):
             parallel.step(part)
-    results = [parallel.step(parallel.shard(batch(step))) for step in range(2)]
-    return [(result.loss, result.grad_norm) for result in results]
+    halve(parallel)
+    evaluated = parallel.evaluate([held_out])
+    results = [parallel.step(held_out)]
+    if fault:
+        parallel.find_fault(held_out, results[0])
+    halve(parallel)
+    results.append(parallel.step(parallel.shard(batch(1))))
+    return [(result.loss, result.grad_norm, evaluated) for result in results]
+
+
+@torch.no_grad()
+def halve(parallel: Any) -> None:
+    for parameter in parallel.parameters.values():
+        parameter.mul_(0.5)
 
 
 goes_on = pytest.mark.skipif(

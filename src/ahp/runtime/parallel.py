@@ -343,16 +343,13 @@ class Parallel:
                 "meta device, which starts from job.seed, or load a checkpoint first"
             )
         inputs, labels = self._checked(part)
-        num_micro_batches = len(labels) // self.layout.micro_batch_size
-        self.runner.prepare(num_micro_batches)
         state, scale, job = self.state, self.state.loss_scale.factor, self.plan.job
+        self.runner.prepare(num_micro_batches := len(labels) // self.layout.micro_batch_size)
         scored = count_scored(labels, causal=self.loss.causal)
         self.loss.scale = scale
         self.loss.num_micro_batches = self.rows_of_ranks.micro_batches(len(labels))
         self.loss.total = PendingCount(scored, self.mesh.data.get_group(), self.rows_of_ranks.share(len(labels)))
         self.rows_of_ranks.check(len(labels), self.loss.total, self.mesh.device)
-        if self._in_step:
-            forget_step(self.runner, state.local, self.sharding)
         refuse_gradients(state.local, self.sharding)
         self._in_step = True
         state.buffers.before_step()
@@ -409,9 +406,12 @@ class Parallel:
             return find_fault(self.runner, size, *self._checked(part), names=list(self.names.shapes), bad_gradients=bad)
 
     def _checked(self, part: dict[str, torch.Tensor]) -> tuple[Inputs, torch.Tensor]:
-        """The inputs of the model, and the labels."""
+        """The inputs of the model, and the labels. A step before that raised is forgotten."""
         if self._awaits_load:
             raise _without_values()
+        if self._in_step:
+            forget_step(self.runner, self.state.local, self.sharding)
+            self._in_step = False
         self.given_module.follow()
         check_part(part, self.plan.job, self.layout.micro_batch_size)
         found = {key: part[key].to(self.mesh.device, non_blocking=True) for key in keys_of_part(self.plan.job)}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ahp.runtime.pipeline.schedules import Inputs, Runner, split_rows
+from ahp.runtime.shard.fsdp import without_backward
 from ahp.runtime.torch_compat import local_tensor, pytree
 
 
@@ -32,8 +33,9 @@ def find_fault(
     is at fault: that of the last parameter in the model's order whose gradient norm is not a number, because backward carries a fault
     from there to all parameters before it."""
     seen: list[tuple[int, str]] = []
-    modules = [module for stage in runner.stages.values() for module in stage.modules()]
-    with ExitStack() as hooks, torch.no_grad(), _kept_buffers(modules):
+    stages = runner.stages.values()
+    modules = [module for stage in stages for module in stage.modules()]
+    with ExitStack() as hooks, torch.no_grad(), _kept_buffers(modules), without_backward(stages):
         for index, stage in runner.stages.items():
             for name, module in stage.model.named_modules():
                 # Before all other hooks: a hook of the last block may leave the model there (runtime/compute/chunked_loss.py).

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from ahp.graph.host_numbers import Generators
 from ahp.runtime.compute.loss import PendingCount, count_scored
@@ -15,6 +14,7 @@ from ahp.runtime.compute.random_numbers import numbers_of_step
 from ahp.runtime.part import RowsOfRanks
 from ahp.runtime.pipeline.schedules import Inputs, Runner, split_rows
 from ahp.runtime.ranks.mesh import Mesh
+from ahp.runtime.shard.fsdp import without_backward
 
 
 def evaluate(
@@ -34,7 +34,7 @@ def evaluate(
     total, tokens = 0.0, 0
     try:
         # FSDP2 would keep what inference mode, around this, makes of the weights.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), without_backward(stages):
             for number, part in enumerate(parts):
                 with numbers_of_step(mesh, seed, number, generators):
                     mean, count = _batch(runner, mesh, of_ranks, *part)
@@ -42,8 +42,6 @@ def evaluate(
     finally:
         for module, mode in modes.items():
             module.training = mode
-            if isinstance(module, FSDPModule):
-                module.reshard()  # backward would have freed the gathered weights
     return total / tokens if tokens else math.nan
 
 

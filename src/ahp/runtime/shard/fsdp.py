@@ -12,6 +12,8 @@ replicas. Frozen weights under ``job.lora`` are held in the dtype they compute i
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -19,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from ahp.errors import BadInput
 from ahp.job import Job, Precision
 from ahp.runtime.ranks.mesh import Mesh
 from ahp.runtime.shard.block_calls import BlockCalls
@@ -178,6 +181,24 @@ class Sharding:
         self.zeros.clear()
         self.given.clear()
         return zeros if self.replicas is None else zeros | self.replicas.finish()
+
+
+@contextmanager
+def without_backward(stages: Collection[nn.Module]) -> Iterator[None]:
+    """Inside the block forwards run that no backward follows. What they have gathered is freed at its end: else the next forward would compute with
+    it, whatever its shards are by then."""
+    try:
+        yield
+    except BaseException:
+        for root in stages:
+            if isinstance(root, FSDPModule):
+                with suppress(BadInput):  # before torch 2.13
+                    forget_backward(root)
+        raise
+    finally:
+        for module in (module for stage in stages for module in stage.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def shard_of_experts(parameter: torch.Tensor, ranks: int) -> Shard:
