@@ -317,8 +317,9 @@ def test_a_finished_run_writes_weights_that_are_damaged_again(
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
-    outcome = train(plan(text), folder)
+    outcome = Trainer(plan(text), folder=folder, keep=1).run()
     assert (outcome.already_done, outcome.status.state, outcome.status.step) == (False, "done", STEPS)
+    assert [one.step for one in RunFolder(folder).checkpoints()] == [STEPS], "as after a kill before older ones went"
     assert f"{weights} is missing or has changed since it was written" in capsys.readouterr().err
     assert weights.read_bytes() == (whole / "hf" / weights.name).read_bytes()
     assert curve(folder) == curve(whole)

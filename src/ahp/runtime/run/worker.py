@@ -164,6 +164,7 @@ def _train(
     _export(parallel, folder, plan, texts[0], ranks)
     status = Status("done", job.steps, None, 0)
     if ranks.is_first:
+        folder.keep_newest(order.keep)  # the start before may have been killed between its last checkpoint and this
         folder.write_status(status)
     ranks.barrier()
     return status
