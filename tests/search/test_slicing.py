@@ -11,8 +11,9 @@ from torch import nn
 from ahp.errors import BadInput
 from ahp.graph.capture import capture
 from ahp.graph.kept import analyze
+from ahp.graph.outline import outline
 from ahp.search.slicing.conversion import Permission
-from ahp.search.slicing.model import slice_model, slicing
+from ahp.search.slicing.model import slice_model, slice_outline, slicing
 from ahp.search.slicing.placement import Placement, R, Split
 from ahp.search.slicing.solve import LAST_RESORT, _Call, solve
 from tests.runtime.models import custom, llama
@@ -229,3 +230,14 @@ def test_what_a_call_reads_decides_its_work_not_how_many_states_there_are(monkey
     once = [node for node in dict.fromkeys(ways) if len(node.all_input_nodes) == 1]
     assert len(once) > 30
     assert all(ways.count(node) < 50 for node in once), max(ways.count(node) for node in once)
+
+
+@pytest.mark.parametrize(("dtype", "divided"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_experts_are_not_cut_into_rows_that_torchs_kernel_refuses(dtype: torch.dtype, divided: bool) -> None:
+    """It takes multiples of 16 bytes; the first step ended in its error."""
+    module = build("qwen3_moe", device="cpu", num_experts=4, moe_intermediate_size=24)
+    found = outline(module, batch_size=1, sequence_length=8, dtype=dtype)
+    weights = slice_outline(found, 2).blocks[0].weights
+    assert [isinstance(weights[f"mlp.experts.{name}"], Split) for name in ("gate_up_proj", "down_proj")] == [
+        divided
+    ] * 2

@@ -20,6 +20,9 @@ from ahp.search.slicing.placement import (
 )
 from ahp.search.slicing.strategies.elements import broadcast
 
+ROW_BYTES = 16
+"""What the rows of a grouped product's matrices are multiples of."""
+
 
 def linear(node: Node, context: Context) -> Iterator[Strategy]:
     """aten.linear(x [*, k], weight [n, k], bias [n]); a weight [k] has no columns, and stays whole."""
@@ -130,15 +133,19 @@ def _stacked(a: tuple[int, ...], b: tuple[int, ...], out: tuple[int, ...], conte
 def grouped(node: Node, context: Context) -> Iterator[Strategy]:
     """grouped product(x [rows, k], weight [experts, k, n], offsets): n and k, the same for every expert.
 
-    A split by experts is another axis (expert parallelism), where a rank needs only the rows of its experts.
+    A split by experts is another axis (expert parallelism), where a rank needs only the rows of its experts. torch's kernel takes no parts
+    whose rows are not multiples of 16 bytes.
     """
     x, weight = shape_of(args_of(node)[0]), shape_of(args_of(node)[1])
     if len(x) != 2 or len(weight) != 3 or len(tensor_inputs(node)) != 3:
         return
-    for split in _of_features(context, 1, weight[2]):
-        yield Strategy((R, split.at(2), R), split)
-    for split in _of_features(context, 1, weight[1]):
-        yield Strategy((split, split.at(1), R), P)
+    whole = context.degree * ROW_BYTES // node.meta["val"].itemsize
+    if weight[2] % whole == 0:
+        for split in _of_features(context, 1, weight[2]):
+            yield Strategy((R, split.at(2), R), split)
+    if weight[1] % whole == 0:
+        for split in _of_features(context, 1, weight[1]):
+            yield Strategy((split, split.at(1), R), P)
 
 
 def attention(node: Node, context: Context) -> Iterator[Strategy]:
