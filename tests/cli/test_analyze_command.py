@@ -49,6 +49,7 @@ def test_the_length_is_the_models_own_when_not_given(capsys: pytest.CaptureFixtu
     assert f"1 x {Job().sequence_length} tokens" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_json_is_the_whole_graph(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["tiny", "--sequence-length=64", "--micro-batch-size", "2", "--precision", "fp32", "--json"]) == 0
     graph = from_plain(json.loads(capsys.readouterr().out))
@@ -56,6 +57,7 @@ def test_json_is_the_whole_graph(capsys: pytest.CaptureFixture[str]) -> None:
     assert graph == kept.analyze("tiny", Job(sequence_length=64, precision="fp32"), micro_batch_size=2)
 
 
+@pytest.mark.slow
 def test_dot_is_a_digraph(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["tiny", "--sequence-length", "64", "--attention", "math", "--dot"]) == 0
     out = capsys.readouterr().out

@@ -44,6 +44,7 @@ def run_folder(folder: Path, plan: Plan, times: float, steps: int = 12, earlier:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_the_next_forecast_is_what_the_run_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan, out = plan_of({"data_parallel_shard_degree": 4}), tmp_path / "c.yaml"
     assert run([run_folder(tmp_path / "run", plan, 1.3, earlier=4), "-o", str(out)]) == 0
@@ -88,6 +89,7 @@ def test_several_runs_have_one_ratio_and_a_second_time_starts_anew(
     assert json.loads(capsys.readouterr().out)["calibration"]["step_ratio"] == pytest.approx(1.2)
 
 
+@pytest.mark.slow
 def test_a_forecast_says_that_runs_corrected_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, file = tmp_path / "c.yaml", tmp_path / "plan.yaml"
     plan = plan_of({"data_parallel_shard_degree": 4})

@@ -87,6 +87,7 @@ def test_people_read_tables_with_both(two: list[str], capsys: pytest.CaptureFixt
     assert not any(line.endswith(" ") for line in out.splitlines())
 
 
+@pytest.mark.slow
 def test_no_explanation_ends_a_line_with_a_space(
     two: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,6 +268,7 @@ def test_the_first_must_be_a_plan_or_a_run(capsys: pytest.CaptureFixture[str]) -
     assert "plan = 'tp=2'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_known_models_are_compared_without_torch(two: list[str]) -> None:
     code = f"import sys; from ahp.cli.main import main; main(['compare', *{two!r}]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -216,6 +216,7 @@ def test_a_signal_lets_a_command_clean_up(command, number: signal.Signals) -> No
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.slow
 def test_names_are_told_on_a_stdout_that_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "plan-é.yaml").write_text("schema_version: 1\ncluster: {device: H100}\n")
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)}

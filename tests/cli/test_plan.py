@@ -68,6 +68,7 @@ def test_plan_prints_a_table_and_writes_a_plan(
     assert plan.why[0].removeprefix("fastest of the layouts that fit: ").split(" a step")[0] in out
 
 
+@pytest.mark.slow
 def test_a_model_that_runs_in_fp32_alone_is_planned_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_model_that_runs_in_fp32_alone_is_planned_in_it(
     assert Plan.load("plan.yaml").job.precision == "bf16"
 
 
+@pytest.mark.slow
 def test_blocks_of_several_graphs_are_not_planned_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +101,7 @@ def test_blocks_of_several_graphs_are_not_planned_as_one(
     assert "torch.compiler.disable" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 100])
 def test_output_fits_the_terminal_and_no_figure_loses_its_unit(
     width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -214,6 +217,7 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(
     assert not Path("plan.yaml").exists()
 
 
+@pytest.mark.slow
 def test_a_plan_that_its_engines_file_cannot_say_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,6 +270,7 @@ def test_explain_shows_bars_and_what_would_move_it(plan_file: Path, capsys: pyte
     assert "network between nodes" not in out
 
 
+@pytest.mark.slow
 def test_explain_json(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["explain", str(plan_file), "--why-not", "tp=4", "--json"]) == 0

@@ -25,6 +25,7 @@ print(faults() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's variables")
 def test_what_a_step_frees_stays_with_the_process() -> None:
     """Else the kernel hands it out anew in each step, page by page."""

@@ -83,6 +83,7 @@ def test_more_rounds_only_where_pairs_of_groups_have_not_met() -> None:
 # groups
 
 
+@pytest.mark.slow
 def test_hosts_fall_into_the_groups_that_they_were_drawn_from() -> None:
     """Thousands of clusters: kinds that are far apart, hosts that differ by what one host differs from itself."""
     draw = random.Random(1)
@@ -100,6 +101,7 @@ def test_hosts_fall_into_the_groups_that_they_were_drawn_from() -> None:
         assert [drawn[members[0]] for members in found] == sorted(set(drawn), reverse=True), "the fastest first"
 
 
+@pytest.mark.slow
 def test_groups_do_not_depend_on_the_order_in_which_hosts_come() -> None:
     draw = random.Random(2)
     for _ in range(1000):

@@ -87,6 +87,7 @@ def checked(path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_torchtitan_recipe_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text(TITAN)
@@ -110,6 +111,7 @@ def test_a_torchtitan_recipe_is_judged(tmp_path: Path, capsys: pytest.CaptureFix
     assert "Ignored  float9.speed = 'high': not understood" in shown
 
 
+@pytest.mark.slow
 def test_a_megatron_script_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "pretrain.sh"
     file.write_text(MEGATRON)
@@ -198,6 +200,7 @@ def test_what_a_file_does_not_say_of_the_job_is_as_a_plan_chooses_it(
     assert checked(file, capsys, *model, "--job.sequence-length", "4096")["job"]["sequence_length"] == 4096
 
 
+@pytest.mark.slow
 def test_the_best_layout_needs_no_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What a file says after its lines were changed is the best layout."""
     from ahp.cli.export import run as export
@@ -386,6 +389,7 @@ def test_where_nothing_fits_the_files_own_layout_is_told(tmp_path: Path) -> None
         run([str(file), "--cluster", "2xH100"])
 
 
+@pytest.mark.slow
 def test_a_layout_that_cannot_be_read_is_not_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text(TITAN.replace('mode = "full"', 'mode = "selective"'))

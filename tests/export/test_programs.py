@@ -358,6 +358,7 @@ def test_deepspeeds_missing_batch_follows_from_the_devices(given: Any, said: Any
     assert tuple(found[name] for name in names) == said
 
 
+@pytest.mark.slow
 def test_another_programs_file_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.yml").write_text(MAXTEXT)
     assert run([str(tmp_path / "mine.yml"), "--cluster", "1x8xH100-SXM-80GB"]) == 0

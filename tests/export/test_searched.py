@@ -48,6 +48,7 @@ TWICE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "precision", "version", "model"),
     [*(pytest.param(*one.values, DENSE, id=f"{one.id}-dense") for one in EACH), *TWICE],

@@ -186,6 +186,7 @@ def test_the_train_job_of_a_plan(tmp_path: Path) -> None:
     assert "--nodes 2 --workers-per-node 8" in script
 
 
+@pytest.mark.slow
 def test_the_train_job_keeps_to_trainers_own_schema(tmp_path: Path) -> None:
     """Kubeflow's models, made from the schema of its CRDs: what they do not know would be gone, and a wrong type is refused."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="the extra dev has kubeflow-trainer-api")

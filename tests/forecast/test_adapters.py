@@ -34,6 +34,7 @@ def price(parallelism: dict[str, Any], adapted: bool = True, **job: Any) -> Fore
     return ahp.simulate(model=graph(adapted), cluster="4xH100-SXM-80GB", job=asked, parallelism=parallelism)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "held"), [("bf16", 2), ("fp32", 4)])
 def test_frozen_weights_are_held_as_they_compute_and_have_no_states(precision: str, held: int) -> None:
     found = price({"data_parallel_shard_degree": 4}, precision=precision)
@@ -82,6 +83,7 @@ def test_adapters_follow_the_slicing_of_their_layers(way: KeysWay) -> None:
     assert len(after.forward_reduce) == 2 * len(before.forward_reduce)
 
 
+@pytest.mark.slow
 def test_the_slicing_of_a_model_says_the_same() -> None:
     found = ahp.slicing(graph(True), 2)
     q, down = "model.layers.*.self_attn.q_proj", "model.layers.*.mlp.down_proj"

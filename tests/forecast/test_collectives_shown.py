@@ -53,6 +53,7 @@ def collectives(graph, **kinds):
     return sum(count * network.time_s(kind, graph.blocks[0].output.bytes, group) for kind, count in kinds.items())
 
 
+@pytest.mark.slow
 def test_megatron_gathers_inputs_again_and_torchtitan_does_not(llama):
     twice = collectives(llama, all_gather=2, reduce_scatter=2)
     megatron, torchtitan = block(llama, "megatron"), block(llama, "torchtitan")

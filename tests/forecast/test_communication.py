@@ -464,6 +464,7 @@ def test_interpolation_stays_between_its_neighbours(size):
         assert seconds == pytest.approx(3e-3 * size / 1e7)
 
 
+@pytest.mark.slow
 def test_hosts_that_nvlink_joins_are_priced_as_what_it_joins():
     model = {
         "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,

@@ -173,6 +173,7 @@ def times(segment, fusion="eager", rates=None, **axes):
     )
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_divides_products(tiny):
     # With operators large enough, what is inside a block takes a half on two ranks, and the rest as long as before.
     block = tiny.at(64).blocks[0]

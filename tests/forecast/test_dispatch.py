@@ -132,6 +132,7 @@ def experts_s(nodes: int, engine: str | dict[str, object] = "megatron", **keys: 
     return found.step["expert_parallel"]
 
 
+@pytest.mark.slow
 def test_only_between_nodes_an_engine_sends_once_and_beside_other_passes():
     # Two nodes: of four experts of a token all are on one node in 1 of 13 cases, so that most go to both, once.
     assert experts_s(2) < 0.5 * experts_s(2, engine="torchtitan")
@@ -183,6 +184,7 @@ def test_deepep_of_torchtitan_sends_a_token_once_and_sorts_nothing():
         assert waits_s(nodes, None) == waits_s(nodes, "alltoall") > 1.1 * waits_s(nodes, "flex")
 
 
+@pytest.mark.slow
 def test_a_graph_launches_attention_and_router_in_place_of_the_host():
     def host_s(parts: list[str] | None, **keys: object) -> float:
         engine = {"name": "megatron", "cuda_graph_modules": parts}
@@ -214,6 +216,7 @@ def in_8_bits(device: str, version: str | None = None, engine: str = "megatron",
     ).step  # fmt: skip
 
 
+@pytest.mark.slow
 def test_in_mxfp8_recipes_of_megatron_run_one_graph_and_hide_tokens_on_a_node():
     new, old = in_8_bits("GB200-NVL72", "26.06"), in_8_bits("GB200-NVL72", "26.04")
     plain = in_8_bits("GB200-NVL72")  # nobody asks for a recipe: it has the loss of Megatron-LM itself too
@@ -234,6 +237,7 @@ def test_before_dropless_routing_experts_hold_the_host_up_less():
     assert in_8_bits("H100-SXM-80GB", "25.09")["host"] < in_8_bits("H100-SXM-80GB", "25.11")["host"]
 
 
+@pytest.mark.slow
 def test_the_device_waits_while_the_host_prepares_experts():
     # Of four layers and eight micro-batches, at the least, however long they compute: 33 operators of 7.3 x 5 us each.
     stalled_s = 33 * 7.3 * 5e-6 * 4 * 8

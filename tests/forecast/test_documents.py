@@ -69,6 +69,7 @@ def masks(graph: ModelGraph) -> int:
     return sum(is_mask(spec) for one in graph.segments() for op in one.operators for spec in op.outputs)
 
 
+@pytest.mark.slow
 def test_a_packed_job_has_a_graph_for_either_way(packed: ModelGraph, plain: ModelGraph) -> None:
     assert packed.by_lengths is not None
     assert packed.needs_masks is None

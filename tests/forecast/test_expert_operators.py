@@ -39,6 +39,7 @@ def times(block, *, fused_permutation=False, **recipe):
     return run.times(Division(split(block, "block"), expert=8), RATES)
 
 
+@pytest.mark.slow
 def test_activations_lie_between_products_and_copies_around_them(block):
     found, by_index = (
         ExpertOperators.of(block, kernels(block, KernelTraits("fused"))),
@@ -70,6 +71,7 @@ def test_a_fused_kernel_of_experts_leaves_their_activation_and_half_of_the_casts
     assert without.products.device_s > apart.products.device_s  # 16 bits
 
 
+@pytest.mark.slow
 def test_attention_in_8_bits_is_faster_and_casts_what_it_reads(block):
     half, eight = times(block), times(block, attention=True)
     assert 0 < eight.attention.device_s != half.attention.device_s

@@ -45,6 +45,7 @@ def priced(graph, **layout):
     return price(graph, make_cluster(per_node=parallelism.world_size), JOB, parallelism, MEGATRON)
 
 
+@pytest.mark.slow
 def test_experts_that_do_not_divide_the_ranks_are_refused_beside_context_parallelism(mixture):
     """Which way of sharing sequences is faster is asked of layouts that have groups for it."""
     keys = {"tensor_parallel_degree": 2, "context_parallel_degree": 3, "enable_sequence_parallel": True}
@@ -256,6 +257,7 @@ def test_ahp_keeps_what_arrived_and_one_sum_for_each_token(mixture):
     assert found(2, "selective").step["expert_parallel"] == found(2, "none").step["expert_parallel"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "reads"), [("qwen3_moe", False), ("qwen2_moe", True), ("deepseek_v3", True)])
 def test_what_a_second_run_of_experts_sends(model_type, reads):
     """runtime/experts/dispatch.py: results come back only where something after them is read, as of shared experts and their gates."""

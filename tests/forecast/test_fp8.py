@@ -41,6 +41,7 @@ def seconds(unit):
     return unit.times.forward.device_s + unit.times.backward_s
 
 
+@pytest.mark.slow
 def test_compiled_casts_leave_a_gain_and_eager_ones_cost_it(llama):
     fused = seconds(block(llama, "bf16", compile=True)[0]) - seconds(block(llama, "fp8", compile=True)[0])
     eager = seconds(block(llama, "bf16")[0]) - seconds(block(llama, "fp8")[0])

@@ -239,6 +239,7 @@ def test_torchtitan_turns_by_complex_numbers_and_copies_keys(fusion, complex_byt
     assert addresses == (turned if complex_bytes else 0)
 
 
+@pytest.mark.slow
 def test_torchtitan_turns_qwen3_by_cosine_and_sine():
     sizes = {"hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": 2, "head_dim": 32}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "vocab_size": 1024}
@@ -253,6 +254,7 @@ def test_torchtitan_turns_qwen3_by_cosine_and_sine():
         assert moved[1] - moved[0] == more * SEQUENCE * 32 * (HEADS + KV_HEADS)
 
 
+@pytest.mark.slow
 def test_megatron_turns_gpt_oss_and_adds_its_experts_biases_by_torchs_kernels():
     """Two of four experts for each token. Elements of 16 bits: queries and keys, and the results of the experts' first and last product."""
     sizes = {
@@ -310,6 +312,7 @@ def test_what_is_no_joined_product_moves_what_it_did():
     assert moved_where_joined(segment, owners(segment)) == {}
 
 
+@pytest.mark.slow
 def test_rows_that_are_written_out_of_order_need_zeros_in_memory_first():
     sizes = {
         "hidden_size": HIDDEN,

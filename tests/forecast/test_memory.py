@@ -223,6 +223,7 @@ def test_the_head_leaves_a_gap_where_its_logits_are_cast(mlp_block):
     assert wide > x
 
 
+@pytest.mark.slow
 def test_memory_that_fsdp2_needed_on_an_h100(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     forecast = importlib.import_module("gpu_ranks").forecast

@@ -126,6 +126,7 @@ def _passes(costs: StageCosts) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "keys", "precision"), CASES)
 @pytest.mark.parametrize("kind", cases(["none", "full"], fast=["none"]))
 @pytest.mark.parametrize("host", cases([1.0, 0.03, 0.0], fast=[1.0], wide=[0.03]))

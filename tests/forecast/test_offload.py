@@ -79,6 +79,7 @@ def test_never_faster_and_never_fuller(model: str, cluster: str, data: st.DataOb
     assert sum(away.memory.values()) <= sum(here.memory.values())
 
 
+@pytest.mark.slow
 def test_what_visits_the_device_counts_where_it_is_more_than_what_backward_freed() -> None:
     few = {"sequence_length": 16, "global_batch_size": 1}
     here, away = both(model="gpt2", cluster="1xH100-SXM-80GB", job=few, parallelism={"activation_checkpoint": "full"})

@@ -107,6 +107,7 @@ def test_more_ranks_than_key_heads(hand_graph, engine):
     assert "num_key_value_heads 6" in found
 
 
+@pytest.mark.slow
 def test_whole_attention_meets_no_parts_of_the_sequence():
     sizes = {"n_embd": 64, "n_inner": 128, "n_layer": 1, "n_head": 4, "vocab_size": 128, "n_positions": 64}
     graph = analyze({"model_type": "gpt_bigcode", **sizes}, JOB)

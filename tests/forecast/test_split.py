@@ -57,6 +57,7 @@ def test_projections_to_a_latent_space_stay_whole():
     assert [s.shape for s in parts.backward_reduce] == [(64, 16)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True])
 def test_experts_that_add_a_bias_last_are_split_only_where_the_engine_can(whole):
     sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4}
@@ -157,6 +158,7 @@ def mixture(name):
     return {"model_type": name, **sizes, **MIXTURES[name]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_move_what_the_real_slicing_moves(name):
     """One row for each token, forward and backward, with the results of shared experts. Beside it are gradients of the weights of a token's
@@ -171,6 +173,7 @@ def test_experts_move_what_the_real_slicing_moves(name):
     assert sent < 2 * sliced < 1.05 * sent
 
 
+@pytest.mark.slow
 def test_whole_weights_that_ranks_read_in_parts():
     """Norms of heads always; under sequence parallelism those of hidden states too, and biases after sums."""
     block = analyze(mixture("qwen3_moe"), Job(sequence_length=16)).blocks[0]
@@ -193,6 +196,7 @@ def test_torchtitan_adds_up_gradients_of_copies():
     assert [spec.numel for spec in titan.forward_reduce] == [block.output.numel] * 2
 
 
+@pytest.mark.slow
 def test_what_keys_of_fewer_heads_are_made_by():
     graph = analyze(grouped(2), Job(sequence_length=16))
     block = graph.blocks[0]
@@ -211,6 +215,7 @@ def test_what_keys_of_fewer_heads_are_made_by():
     assert gathered.parameters == split(block, "block").parameters
 
 
+@pytest.mark.slow
 def test_heads_that_are_gathered_after_their_norms():
     """torchtitan f9e8897a6, experiments/qwen3/infra/parallelize.py: what turns queries and keys forward is whole then, and nothing else."""
     job = Job(sequence_length=16)
@@ -227,6 +232,7 @@ def test_heads_that_are_gathered_after_their_norms():
     assert split(llama, "block", gathers_normed=True) == split(llama, "block")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "keys", "ways"),
     [

@@ -46,6 +46,7 @@ def of_phase(segment, found):
     return sum(found.more_bytes.values()) / COPIES, phases["forward"], phases["backward"]
 
 
+@pytest.mark.slow
 def test_a_scatter_adds_the_results_and_a_compiler_makes_the_rest(qwen):
     segment = qwen.blocks[0]
     moved, forward, backward = of_phase(segment, moved_by_torch(segment, "scattered", compiled=True))

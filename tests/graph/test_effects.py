@@ -98,6 +98,7 @@ class DropsLayers(Custom):
         return self.head(self.norm(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 def test_a_model_that_may_leave_out_blocks_is_not_cut_whichever_it_runs_now(training: bool) -> None:
     """Training runs it in training mode, though ``from_pretrained`` gives it in that of evaluation."""

@@ -42,6 +42,7 @@ def attention_flops(block: Segment) -> int:
     return sum(op.flops for op in block.operators if is_fused(op))
 
 
+@pytest.mark.slow
 def test_attention_to_sinks_is_one_operator_and_windows_see_their_tokens() -> None:
     graph = traced(SINKS)
     assert not has_fused_attention(graph)
@@ -54,6 +55,7 @@ def test_attention_to_sinks_is_one_operator_and_windows_see_their_tokens() -> No
     assert found.at(4).flops() == 4 * found.flops()
 
 
+@pytest.mark.slow
 def test_windows_longer_than_the_sequence_make_no_other_graph() -> None:
     graph = traced(WINDOWS)
     found = with_engine_attention(graph, JOB)
@@ -63,6 +65,7 @@ def test_windows_longer_than_the_sequence_make_no_other_graph() -> None:
     assert with_engine_attention(graph, short) is graph
 
 
+@pytest.mark.slow
 def test_a_model_with_plain_attention_keeps_its_graph() -> None:
     graph = traced(SIZES | {"model_type": "llama"})
     assert with_engine_attention(graph, JOB) is graph
@@ -100,6 +103,7 @@ def test_engines_that_run_the_code_of_transformers_have_its_attention(engine: st
     assert graph_of_engine(graph, JOB, math) is graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "engine", "told"),
     [(SINKS, "ahp", True), (SINKS, "megatron", False), (MAMBA, "ahp", False), (MAMBA, "megatron", False)],
@@ -116,6 +120,7 @@ def test_only_attention_that_an_engine_runs_in_parts_is_told_to_be_eager(
     assert not recwarn.list, "math was asked for"
 
 
+@pytest.mark.slow
 def test_a_search_bounds_and_prices_the_same_graph() -> None:
     asked = problem(traced(SINKS), "4xH100-SXM-80GB", JOB, engine="megatron")
     assert has_fused_attention(asked.graph)

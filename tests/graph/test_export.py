@@ -21,6 +21,7 @@ def graph(request: pytest.FixtureRequest) -> ModelGraph:
     return traced(request.param)
 
 
+@pytest.mark.slow
 def test_json_reads_back_to_the_same_graph(graph: ModelGraph) -> None:
     again = from_plain(json.loads(to_json(graph)))
     assert again == graph

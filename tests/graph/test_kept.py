@@ -92,6 +92,7 @@ def test_what_is_shipped_is_what_is_traced(model: str, traced: list[Any], folder
     assert (found, found.larger) == (fresh, fresh.larger)
 
 
+@pytest.mark.slow
 def test_a_second_look_reads_what_the_first_has_traced(traced: list[Any], folder: Path) -> None:
     first, second = kept.analyze(KEYS, JOB), kept.analyze(dict(reversed(KEYS.items())), JOB)
     assert traced == [KEYS]
@@ -120,6 +121,7 @@ def test_another_question_has_another_answer(keys: Any, job: Any, more: Any, tra
     assert kept.analyze(keys, job, **more) == found == trace.analyze(keys, job, **more)
 
 
+@pytest.mark.slow
 def test_other_code_or_another_release_traces_again(traced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     kept.analyze(KEYS, JOB)
     with monkeypatch.context() as changed:
@@ -166,6 +168,7 @@ def test_a_damaged_file_is_traced_again(damage: bytes | None, traced: list[Any],
     assert len(traced) == 2
 
 
+@pytest.mark.slow
 def test_warnings_are_told_every_time(traced: list[Any]) -> None:
     for _ in range(2):
         with pytest.warns(UserWarning, match="the model takes 32 positions"):
@@ -192,6 +195,7 @@ def test_the_oldest_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert values == {2, 3}
 
 
+@pytest.mark.slow
 def test_code_is_traced_every_time(traced: list[Any], folder: Path) -> None:
     for model in ("tests.graph.small:custom", custom()):
         for _ in range(2):

@@ -58,6 +58,7 @@ def test_the_graph_has_the_adapters_and_no_gradient_of_the_rest() -> None:
     assert from_plain(json.loads(to_json(adapted))) == adapted
 
 
+@pytest.mark.slow
 @needs_peft
 def test_a_live_module_is_left_as_it_was() -> None:
     module = build_model(MODELS["llama"])

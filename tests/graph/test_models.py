@@ -91,6 +91,7 @@ def test_a_config_file_or_its_folder(tmp_path: Path, in_folder: bool) -> None:
     assert plain(model) == model
 
 
+@pytest.mark.slow
 def test_a_folder_with_a_name_of_the_catalogue_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text(json.dumps(CONFIGS["gpt2"]))

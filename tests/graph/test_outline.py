@@ -151,6 +151,7 @@ class Skips(nn.Module):
         return x @ self.tokens.weight.T
 
 
+@pytest.mark.slow
 def test_trainable_inputs_beside_the_hidden_states_are_seen() -> None:
     same = outline(Skips(skip=False), batch_size=1, sequence_length=4)
     assert same.shares_inputs

@@ -57,6 +57,7 @@ EVERY_WAY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "precision", "attention", "batch"), EVERY_FAMILY + EVERY_WAY)
 def test_saved_bytes_are_what_autograd_saves(name: str, precision: str, attention: str, batch: int) -> None:
     torch.manual_seed(0)
@@ -74,6 +75,7 @@ def test_saved_bytes_of_a_module_of_ones_own(precision: str) -> None:
     assert saved(module, precision) == really_saved(module, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases(["llama3-8b", "llama-7b"], fast=["llama-7b"]))
 def test_llama_saves_what_its_operators_need(name: str) -> None:
     """A block of transformers' LLaMA, eager, bf16, bytes a token; h wide, f inner, a heads, k heads for keys.

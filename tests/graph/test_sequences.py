@@ -99,6 +99,7 @@ def test_gradients_that_depend_on_the_other_sequences_are_told() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_warning_names_the_operator_its_module_and_the_key() -> None:
     [told] = _told(MODELS["a router that reads other tokens"])
     assert told.startswith("view of mlp mixes the sequences of a micro-batch, so the loss depends on micro_batch_size")

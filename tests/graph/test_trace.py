@@ -33,6 +33,7 @@ def attention(part: Segment, phase: Any = None) -> int:
     return sum(o.flops for o in part.operators if phase in (None, o.phase) and "attention" in o.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "batch"), cases([("llama3-8b", 1), ("llama2-70b", 3)], fast=[("llama3-8b", 1)]))
 def test_llama_flops_by_the_closed_form(name: str, batch: int) -> None:
     """Matrix products: 2 FLOPs a weight and token forward, 4 backward. Attention: 4 b s^2 h forward, 10 backward."""
@@ -58,6 +59,7 @@ def test_llama_flops_by_the_closed_form(name: str, batch: int) -> None:
     assert graph.flops() == graph.num_layers * block.flops() + graph.head.flops()
 
 
+@pytest.mark.slow
 def test_gpt_flops_by_megatrons_formula() -> None:
     """72 b s l h^2 (1 + s / 6h + V / 12 h l), as reference: Megatron's count has the scores 3 times, not the fused 3.5."""
     s = 512
@@ -71,6 +73,7 @@ def test_gpt_flops_by_megatrons_formula() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_buffer_in_fp32_beside_weights_in_16_bits_is_found() -> None:
     for precision in ("bf16", "fp16"):
         graph = analyze(MINIMAX, Job(sequence_length=SEQUENCE, precision=precision))
@@ -102,6 +105,7 @@ def test_what_no_kernel_takes_in_two_types_is_found_where_it_meets_weights(what:
     assert found == ("norm mixes an fp32 tensor with weights in 16 bits" if "norm" in what else None)
 
 
+@pytest.mark.slow
 def test_math_attention_has_the_same_products_as_plain_matmuls() -> None:
     graph = traced("llama", attention="math")
     block = graph.blocks[0]
@@ -138,6 +142,7 @@ def test_attention_is_one_operator_whatever_the_width_of_its_values(wider: float
     assert not [o for o in graph.embedding.operators if o.name == "aten.bmm"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_experts_cost_what_their_tokens_cost(precision: str) -> None:
     """Two of four experts for each token, three products each: 2 x 2 x 3 h f a token forward, twice that backward."""
@@ -235,6 +240,7 @@ def _rest(subject: Any) -> tuple[Any, ...]:
     return subject.masked, subject.dtype, subject.fused_attention
 
 
+@pytest.mark.slow
 def test_kinds_of_layers() -> None:
     graph = traced("gemma3")
     assert (graph.layers, [b.name for b in graph.blocks]) == ((0, 1, 0), ["block.0", "block.1"])
@@ -290,6 +296,7 @@ def test_any_module() -> None:
     assert analyze("tests.graph.small:custom", JOB).blocks == graph.blocks
 
 
+@pytest.mark.slow
 def test_a_part_that_compiles_is_traced_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
 
@@ -384,6 +391,7 @@ def test_experts_that_torch_cannot_multiply_are_said_in_multiples(precision: str
         analyze(odd, {**JOB, "precision": precision})
 
 
+@pytest.mark.slow
 def test_rotary_positions_have_no_end() -> None:
     assert analyze(CONFIGS["llama"], JOB | {"sequence_length": 65}).sequence_length == 65
 

@@ -311,6 +311,7 @@ def test_an_order_that_is_a_patterns_own_is_as_fast() -> None:
     assert found.words == "made for these stages: as fast as InterleavedZeroBubble, the best fixed pattern that fits"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cluster", "on_cores"), [("2xH100-SXM-80GB", False), (cpu_workers(2, 2).plain(), True)])
 def test_what_is_predicted_of_the_peak_is_what_is_measured_there(cluster: Any, on_cores: bool) -> None:
     plan = Plan(cluster=Cluster.resolve(cluster).plain(), parallelism=Parallelism(data_parallel_replicate_degree=2))

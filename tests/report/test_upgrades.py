@@ -26,6 +26,7 @@ def found(layout: Parallelism, cluster: str = "2xH100-SXM-80GB", **job: Any) -> 
     return {one.change: one for one in upgrades_of(problem.graph, problem.cluster, plan)}
 
 
+@pytest.mark.slow
 def test_every_gain_is_a_forecast_on_the_better_cluster() -> None:
     problem, plan = asked(LAYOUT)
     told = {one.change: one for one in upgrades_of(problem.graph, problem.cluster, plan)}

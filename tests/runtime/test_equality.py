@@ -254,6 +254,7 @@ def test_blocks_with_trainable_inputs_equal_one_process(
     assert_same_weights(results, expected)
 
 
+@pytest.mark.slow
 def test_clipping_is_active(plain_run: Callable[..., dict[str, Any]]) -> None:
     """Else the equality of clipped runs would say nothing about clipping."""
     for model in MODELS:

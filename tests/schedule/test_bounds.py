@@ -42,6 +42,7 @@ def test_no_bound_is_above_the_simulation(layout, data):
         assert bound_s == pytest.approx(makespan_s)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 6), st.integers(1, 9), st.data())
 def test_gpipe_ends_exactly(p, m, data):
     times = [random_times(data)._replace(gathered_s=0.0) for _ in range(p)]

@@ -93,6 +93,7 @@ def test_the_plan_has_the_names_of_the_registry():
     assert all(schedule.name == name for name, schedule in SCHEDULES.items())
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(layouts(), st.data())
 def test_the_bound_and_the_makespan_are_those_of_the_order(layout, data):
@@ -193,6 +194,7 @@ def test_what_runs_is_what_the_reasons_leave(name, in_torch):
             assert all(reason is None or re.match(r"\w+ = '?\w+'?: ", reason) for reason in reasons)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(layouts(most_m=40), st.integers(1, 3))
 def test_rows_of_a_period_come_again(layout, more):

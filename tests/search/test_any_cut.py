@@ -39,6 +39,7 @@ def pipelines(draw: st.DrawFn) -> tuple[ScheduleChoice, int, int]:
     return ScheduleChoice(name, v), p, m
 
 
+@pytest.mark.slow
 @settings(max_examples=many(150), deadline=None)
 @given(pipelines(), st.booleans(), st.data())
 def test_no_cut_takes_less_than_a_mix(
@@ -89,6 +90,7 @@ def _value(game: Floats) -> float:
     return -float(found.fun)
 
 
+@pytest.mark.slow
 @settings(max_examples=many(6), deadline=None)
 @given(problems(), st.data())
 def test_no_cut_of_a_layout_takes_less(asked: Problem, data: st.DataObject) -> None:

@@ -47,6 +47,7 @@ def with_links(share: float) -> Cluster:
     return Cluster(groups=(group.model_copy(update={"intra_node": link}),))
 
 
+@pytest.mark.slow
 def test_two_tensor_ranks_take_what_a_third_of_the_links_gives() -> None:
     apart, third, joined = (price(cluster, PAIRS) for cluster in (board(False), with_links(1 / 3), board(True)))
     assert apart.step_time_s == pytest.approx(third.step_time_s, rel=1e-6)
@@ -78,6 +79,7 @@ def test_four_ranks_have_all_links() -> None:
     assert price(board(False), layout) == price(board(True), layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "nodes"), [("llama", 1), ("experts", 1), ("llama", 2)])
 def test_no_bound_is_above_the_forecast(model: str, nodes: int) -> None:
     asked = small(model, board(False, nodes))

@@ -25,6 +25,7 @@ from tests.examples import many
 from .small import CLUSTERS, problems, small
 
 
+@pytest.mark.slow
 @settings(max_examples=many(12), deadline=None)
 @given(problems(CLUSTERS), st.data())
 def test_the_bound_of_a_layout_is_below_its_forecast(asked: Problem, data: st.DataObject) -> None:
@@ -66,6 +67,7 @@ def test_of_two_ways_to_share_a_sequence_one_that_cannot_win_is_not_run(run: lis
     assert priced.forecast == faster(map(asked.priced, ways)).forecast
 
 
+@pytest.mark.slow
 def test_eager_blocks_that_cannot_win_are_not_run(run: list[Parallelism]) -> None:
     asked = small("experts", "2x4xA100-SXM-80GB")
     either, _ = compiling(replace(asked, engine=asked.engine.model_copy(update={"compile": None})))

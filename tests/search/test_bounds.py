@@ -87,6 +87,7 @@ def some_rows(space: Space, data: st.DataObject, count: int) -> list[Place]:
     return found
 
 
+@pytest.mark.slow
 def test_bounds_hold_where_expert_ranks_span_tensor_ranks() -> None:
     asked = small("experts", "2x4xH100-SXM-80GB", engine="megatron")
     space = build(asked)
@@ -111,6 +112,7 @@ def test_bounds_are_under_the_forecast(asked: Problem, data: st.DataObject) -> N
         holds(asked, space, some_rows(space, data, 3))
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(st.data())
 def test_bounds_are_under_the_forecast_where_experts_are_alone(data: st.DataObject) -> None:
@@ -165,6 +167,7 @@ def test_bounds_are_under_the_forecast_of_states_in_16_bits(
     holds_in_part(asked, space, some_rows(space, data, 2), data)
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(list(MODELS)), st.sampled_from([(4, 2), (6, 2), (4, 3)]), st.sampled_from([4, 8]), st.data())
 def test_bounds_are_under_the_forecast_of_workers_that_share_cores(
@@ -261,6 +264,7 @@ def test_time_bound_is_worth_something(model: str, engine: str) -> None:
     assert np.median(share) > 0.9
 
 
+@pytest.mark.slow
 def test_blocks_are_bounded_together_as_alone() -> None:
     asked = small("two kinds of blocks", "2x4xH100-SXM-80GB", batch=16)
     space = build(asked)

@@ -101,6 +101,7 @@ def test_one_that_the_space_has_not_is_a_candidate() -> None:
     assert uneven in [plan.parallelism for plan in found]
 
 
+@pytest.mark.slow
 def test_what_is_no_layout_is_refused() -> None:
     with pytest.raises(BadInput, match="tensor_degree: unknown key"):
         ranking({"tensor_degree": 2})

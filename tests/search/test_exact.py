@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,6 +58,7 @@ def searched(
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(blocks, st.integers(1, 5))
 def test_it_finds_what_pricing_everything_finds(

@@ -26,6 +26,7 @@ def best_of(cluster: str, engine: str = "ahp") -> tuple[Problem, Plan]:
     return problem(graph, cluster, JOB, None, best.engine), best
 
 
+@pytest.mark.slow
 def test_a_setting_is_named_with_the_plan_that_a_search_with_it_finds() -> None:
     asked, best = best_of("2xRTX-4090-24GB")
     remark = less_memory(asked, best)

@@ -40,6 +40,7 @@ def test_more_devices_go_into_a_node_that_has_room() -> None:
     assert not list(misfit.more_devices(asked("tiny", Cluster.parse("2x1xH100-SXM-80GB"))))
 
 
+@pytest.mark.slow
 def test_settings_of_the_engine_that_take_less_memory_are_tried() -> None:
     """Before more devices, which an engineer would ask for last."""
     job, model, both = JOB.model_copy(update={"sequence_length": 4096}), "llama2-7b", Cluster.parse("4xRTX-4090")
@@ -106,6 +107,7 @@ def test_powers_of_two_down_to_the_shortest(length: int, expected: list[int]) ->
     assert [other.job.sequence_length for _, other in misfit.shorter(of, fits)] == expected
 
 
+@pytest.mark.slow
 def test_one_that_fits_is_found_where_the_nearest_fits() -> None:
     fits = []
     for megabytes in (50, 300, 1200, 1210, 1300, 1500, 2000):

@@ -224,6 +224,7 @@ def problems(draw: st.DrawFn, *, most_cells: int = 4) -> Problem:
     return mixed(cluster, model=draw(st.sampled_from(["llama", "experts"])), batch=batch, constraints=fixed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", cases([2, 6], fast=[2]))
 @pytest.mark.parametrize("memory", cases(MEMORIES, fast=MEMORIES[-1:]))
 def test_the_best_is_the_best_of_every_placement(batch: int, memory: dict[str, int] | None) -> None:
@@ -319,6 +320,7 @@ def known_floors(finder: Finder, limit_s: float) -> dict[Shape, float]:
     return found
 
 
+@pytest.mark.slow
 def test_floors_never_fall_from_one_shape_to_the_next() -> None:
     asked = mixed(cluster_of((H100, 1, 4), (A100, 1, 4)))
     finder = Finder(asked, MixedSpace(asked), Budget(), float("inf"))
@@ -479,6 +481,7 @@ def on_two(**constraints: Any) -> Problem:
 FEW = (((H100, 2, 1), (A100, 1, 1)), 1, 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("groups", "gbps", "batch"),
     cases([(((H100, 1, 2), (A100, 1, 2)), 10, 8), FEW], fast=[FEW]),
@@ -685,6 +688,7 @@ def test_orders_of_many_replicas_that_are_alike_come_once_each() -> None:
     assert all(sorted(order) == sorted(many) for order in others)
 
 
+@pytest.mark.slow
 def test_what_runs_today_on_one_device_may_be_the_best() -> None:
     """It names no layers: they are as the layout's own cut has them."""
     asked = mixed(cluster_of((H100, 1, 2), (A100, 1, 1), gbps=0.01), batch=1)

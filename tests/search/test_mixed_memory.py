@@ -75,6 +75,7 @@ def told(task: Task, placement: Placement, fits: Fits) -> tuple[Mask, list[int],
     return costs.fits, next(each), np.array(fits(asked)), next(each)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "tokens", "batch", "groups", "alike"), CASES)
 def test_columns_say_what_the_forecast_asks_for(
     model: str, tokens: int, batch: int, groups: tuple[tuple[str, int, int], ...], alike: float

@@ -51,6 +51,7 @@ def test_a_shape_without_a_pipeline_is_near_pipelines_of_its_schedule() -> None:
     assert {shape.schedule for shape in NearbyShapes(space).of(alone) if shape.pipeline > 1} == {"1F1B"}
 
 
+@pytest.mark.slow
 def test_the_search_goes_on_from_shapes_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the two nearest does: before, the search for neighbors ended there."""
     asked = mixed(cluster_of((H100, 1, 8), (A100, 1, 8)), batch=48)

@@ -33,6 +33,7 @@ def test_groups_are_apart_where_no_library_or_link_joins_them() -> None:
     assert named(three.model_copy(update={"links": three.links[:1]})) == ["ab", "c"]
 
 
+@pytest.mark.slow
 def test_no_layout_lies_on_groups_that_nothing_joins_and_the_best_is_proven() -> None:
     cluster = cluster_of((H100, 1, 2), (MI300X, 1, 2), (A100, 1, 1), gbps=400)
     asked = mixed(cluster, batch=6, constraints=FIXED)
@@ -93,6 +94,7 @@ def test_each_part_has_the_shapes_of_its_own_groups() -> None:
     assert [one.cells(1) for one in spaces_of(placed)] == [(0, 2, 0), (2, 0, 1)]
 
 
+@pytest.mark.slow
 def test_where_nothing_joins_any_groups_each_is_searched_alone_and_why_is_said() -> None:
     cluster = cluster_of((H100, 1, 2), (MI300X, 1, 2), gbps=400)
     asked = mixed(cluster, batch=6)

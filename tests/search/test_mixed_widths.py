@@ -37,6 +37,7 @@ def asked(**constraints: Any) -> Problem:
     return problem(graph("llama"), SEVERAL, JOB, constraints, {"name": "ahp", "compile": False})
 
 
+@pytest.mark.slow
 def test_what_is_proposed_is_legal_and_costs_what_the_forecast_says() -> None:
     found = unlike_widths(asked(), [])
     assert found.fitting
@@ -52,6 +53,7 @@ def test_what_is_proposed_is_legal_and_costs_what_the_forecast_says() -> None:
         assert all(len(some) == 1 for some in widths.values()), "a group has one width"
 
 
+@pytest.mark.slow
 def test_layouts_that_do_not_fit_take_no_place_of_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
     tight = cluster_of((L4, 1, 4), (H100, 1, 2), gbps=100, memory={"a": 1_335_000_000})
     used = problem(graph("llama"), tight, JOB, {}, {"name": "ahp", "compile": False})
@@ -73,6 +75,7 @@ def test_where_the_user_says_the_width_there_is_one(constraints: dict[str, Any])
     assert unlike_widths(asked(**constraints), []) == UnlikeWidths()
 
 
+@pytest.mark.slow
 def test_a_key_that_is_fixed_as_it_is_without_it_hides_no_layout() -> None:
     keys = {"virtual_stages_per_rank": 1, "expert_parallel_degree": 1}
     assert unlike_widths(asked(**keys), []).fitting == unlike_widths(asked(), []).fitting

@@ -212,6 +212,7 @@ def test_numbers_of_devices_that_are_tried() -> None:
     assert many == [*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 100]
 
 
+@pytest.mark.slow
 def test_what_can_be_used_of_each_node_is_tried_too() -> None:
     """24 devices do not divide the batch; 16 do, as four of each node."""
     asked = graph("llama"), "4x6xH100-SXM-80GB", {"sequence_length": SEQUENCE, "global_batch_size": 1024}

@@ -138,6 +138,7 @@ def never_slower(asked: Problem, by: dict[str, float], faster: str, first: int) 
         assert now_s <= then_s * (1 + 1e-9), layout
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(problems(constrained=True), SLOWER, st.sampled_from(RESOURCES), st.integers(0, 1000))
 def test_no_layout_is_slower_where_something_is_faster(
@@ -204,6 +205,7 @@ def test_a_model_without_blocks() -> None:
     equals_brute_force(asked, 10)
 
 
+@pytest.mark.slow
 def test_more_devices_than_tokens() -> None:
     asked = small("llama", "128x8xH100-SXM-80GB", engine="torchtitan", batch=1)
     ranking = found(asked)

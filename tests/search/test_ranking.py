@@ -107,6 +107,7 @@ def test_zero_stages_that_cost_the_same_are_one_plan() -> None:
     assert explain.different([pairs[0], other]) == [pairs[0], other]
 
 
+@pytest.mark.slow
 def test_every_plan_says_why() -> None:
     ranking = on_eight()
     best = ranking.best
@@ -293,6 +294,7 @@ def test_a_precision_that_the_device_has_not() -> None:
         search(tiny(), "8xV100-SXM-32GB", JOB)
 
 
+@pytest.mark.slow
 def test_nothing_fits_names_the_nearest_miss_and_checked_remedies() -> None:
     graph, cluster = analyze("llama3.2-1b", JOB), roomless("1x1xH100-SXM-80GB", 12 * 2**30)
     with pytest.raises(NothingFits) as missed:

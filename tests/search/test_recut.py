@@ -168,6 +168,7 @@ def test_no_other_cut_is_looked_for_where_it_is_given() -> None:
     assert with_uneven_rows(given, None, rows) is rows  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_no_cut_that_is_named_leaves_a_stage_empty() -> None:
     """torchtitan's own cut may: the last of 15 stages of 24 layers has the head alone."""
     job = Job(sequence_length=333, global_batch_size=64, precision="fp32")

@@ -102,6 +102,7 @@ def test_experts_are_split_inside_and_the_router_is_whole() -> None:
     assert found["model.layers.*.mlp.experts.down_proj"] == "row"
 
 
+@pytest.mark.slow
 def test_latent_attention_is_split_behind_its_narrow_projections() -> None:
     found = {name.rpartition("self_attn.")[2]: word for name, word in slicing(build("deepseek_v3"), 2).items()}
     assert found["q_a_proj"] == found["kv_a_proj_with_mqa"] == "replicated"
@@ -182,6 +183,7 @@ def test_a_given_placement_is_kept() -> None:
         solve(captured, 2, {"mlp.up_proj.weight": Split(1, (32,))})
 
 
+@pytest.mark.slow
 def test_a_model_by_its_name_is_split_as_its_graph_is() -> None:
     assert slicing("tiny", 2) == slicing(analyze("tiny", {"sequence_length": 64}), 2)
     with pytest.raises(BadInput, match=r"model = 'tini': .*nearest names: tiny"):

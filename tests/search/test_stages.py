@@ -76,6 +76,7 @@ made = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(made)
 @settings(max_examples=60, deadline=None)
 def test_the_cut_is_the_best_of_all(costs: Made) -> None:

@@ -24,6 +24,7 @@ def graph() -> ModelGraph:
     return ahp.analyze(MODEL, JOB)
 
 
+@pytest.mark.slow
 def test_the_graph_says_why(graph: ModelGraph) -> None:
     assert graph.uncuttable is not None
     assert "is given trainable tensors that block 0 is not" in graph.uncuttable
@@ -47,6 +48,7 @@ def test_a_forecast_refuses_what_the_runtime_would(
         ahp.simulate(model=graph, cluster="2xH100-SXM-80GB", job=JOB, parallelism=layout, engine=engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["8xH100-SXM-80GB", "mixed"])
 def test_no_plan_cuts_it(graph: ModelGraph, cluster: str) -> None:
     groups: dict[str, Any] = {

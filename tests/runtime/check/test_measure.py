@@ -112,6 +112,7 @@ def test_a_budget_without_a_solver_is_refused() -> None:
             plan_command.run(["tiny", "local", *option])
 
 
+@pytest.mark.slow
 def test_today_is_compared_with_the_plan_that_was_fastest() -> None:
     job = Job(sequence_length=64, global_batch_size=8, precision="bf16")
     graph = analyze(SMALL, job)

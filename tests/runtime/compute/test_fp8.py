@@ -339,6 +339,7 @@ def test_refuses_parts_that_are_too_narrow() -> None:
         fp8.check_parts(model, found, slice_outline(found, 4), 4)
 
 
+@pytest.mark.slow
 def test_the_forecast_refuses_what_the_runtime_does() -> None:
     model, job = llama(), Job(sequence_length=16, precision="fp8")
     graph, reasons = analyze(model, job), {}

@@ -269,6 +269,7 @@ def test_masks_are_kept_as_the_forecast_says() -> None:
     assert two.saved - plain_two.saved == numbers + keys // 2  # every rank has the whole mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", cases(["llama", "gpt2"], fast=["llama"]))
 def test_a_second_run_computes_what_the_forecast_says(model: str) -> None:
     flops = {}

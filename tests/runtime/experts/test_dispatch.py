@@ -232,6 +232,7 @@ def test_each_rank_holds_its_part(pool: Pool) -> None:
     assert results[3][name][1] == {0: [(2, 4)], 1: [(48, 96), (144, 192)]}
 
 
+@pytest.mark.slow
 def test_experts_are_cut_where_their_own_forward_gives_a_summand() -> None:
     """A bias after the last product would be added on every rank: such experts stay whole."""
     for module, expected in ((family("mixtral"), {"gate_up_proj": 1, "down_proj": 2}), (lopsided(), {})):

@@ -153,6 +153,7 @@ def test_recompute_sends_again_what_it_needs(
     assert sent.call_count == (4 + 3 + again) * LAYERS
 
 
+@pytest.mark.slow
 def test_selective_recompute_keeps_what_arrived_and_one_sum_for_each_token() -> None:
     def kept() -> int:
         model, x = divided(group, "selective"), torch.randn(TOKENS, WIDTH)

@@ -211,6 +211,7 @@ def test_a_layout_that_cuts_a_block_is_refused(pool: Pool) -> None:
         pool.run(train, 4, layout, range(1))
 
 
+@pytest.mark.slow
 def test_the_forecast_counts_codes_and_scales() -> None:
     graph = ahp.analyze("llama3-8b", {"sequence_length": 1024})
     job = {"sequence_length": 1024, "global_batch_size": 8}

@@ -24,6 +24,7 @@ FIRST, LAST = 5e-4, 2.5e-3
 order, and the steps of AdamW carry the difference on."""
 
 
+@pytest.mark.slow
 def test_the_scale_moves_as_gradscalers() -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer, scaler = torch.optim.SGD([weight], lr=0.0), torch.amp.GradScaler("cpu")

@@ -128,6 +128,7 @@ def made(optimizer: dict[str, Any]) -> Parallel:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [{}, {"name": "muon"}], ids=["adamw", "muon"])
 def test_steps_after_a_bad_one_go_on_unless_the_loop_halts(alone: None, optimizer: dict[str, Any]) -> None:
     going, halting = (poisoned(1)(made(optimizer)) for _ in range(2))

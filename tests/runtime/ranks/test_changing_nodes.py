@@ -174,6 +174,7 @@ def test_a_store_that_is_gone_is_told_apart_from_a_job_that_has_ended(monkeypatc
         other.num_nodes_waiting()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "words"), [(2, ""), (0, "the run is done")])
 def test_a_store_that_goes_after_the_job_has_ended_is_not_looked_for(
     monkeypatch: pytest.MonkeyPatch, code: int, words: str

@@ -319,6 +319,7 @@ def test_damaged_checkpoint_is_passed_over(folder: RunFolder, damage: str) -> No
     assert list(folder.incomplete()) == ["step-20"]
 
 
+@pytest.mark.slow
 def test_a_bit_flipped_in_what_describes_a_checkpoint_changes_nothing_or_passes_it_over(folder: RunFolder) -> None:
     """With "steps" 18 instead of 10, and the like, the start was told of another job, and to give the old values; or the bit went unseen."""
     write_checkpoint(folder, 10)

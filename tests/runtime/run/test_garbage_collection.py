@@ -24,6 +24,7 @@ def collector_is_on() -> Iterator[None]:
     gc.disable()
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_after_the_first_step_and_every_fiftieth() -> None:
     collected = []
     with GarbageCollection() as collection:
@@ -45,6 +46,7 @@ def test_nothing_is_collected_in_between_however_many_objects_there_are() -> Non
     assert all(one() is None for one in left)
 
 
+@pytest.mark.slow
 def test_the_collector_is_as_before_afterwards() -> None:
     with GarbageCollection() as collection:
         collection.after(1)

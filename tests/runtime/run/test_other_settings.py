@@ -57,6 +57,7 @@ def by_hand() -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_steps_to_come_are_those_of_torch_with_the_new_settings(alone: None, tmp_path: Path) -> None:
     before = made()
     found = steps(before, range(HALF))

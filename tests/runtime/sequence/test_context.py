@@ -319,6 +319,7 @@ def test_what_cannot_be_shared_is_refused(
     assert all(word in message for word in words), message
 
 
+@pytest.mark.slow
 def test_a_forecast_refuses_attention_after_the_blocks() -> None:
     layout = Parallelism(context_parallel_degree=2)
     told = [
