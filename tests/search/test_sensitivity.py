@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext
 
 import pytest
@@ -23,7 +24,7 @@ from ahp.plan import EngineChoice, Parallelism, Plan
 from ahp.search.by_speed import ranking_by_speed
 from ahp.search.method import Method
 from ahp.search.problem import problem
-from ahp.search.sensitivity import sensitivity
+from ahp.search.sensitivity import Move, sensitivity
 from ahp.search.ties import TIED
 from tests.search.small import small
 
@@ -107,7 +108,14 @@ def test_the_best_there_is_searched_and_told() -> None:
     best = moves[0].layout
     stays = sensitivity(asked, best)
     assert all(move.stays for move in stays if move.gain < 0.005)
-    assert {move.words().split(": ")[1] for move in stays if move.stays and move.gain < 0.005} == {"changes nothing"}
+    said = {move.words().split(": ")[1] for move in stays if move.stays and move.gain < 0.0005}
+    assert said == {"changes nothing"}
+
+
+def test_a_gain_below_a_tie_is_said_where_the_layout_stays() -> None:
+    move = Move("10 % more network", Parallelism(), step_time_s=0.997, gain=0.003, stays=True)
+    assert move.words() == "10 % more network: 997 ms a step, 0.3 % less; the layout stays"
+    assert dataclasses.replace(move, gain=0.0004).words() == "10 % more network: changes nothing"
 
 
 def test_more_memory_lets_fewer_layers_be_recomputed() -> None:

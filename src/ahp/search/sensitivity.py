@@ -14,7 +14,7 @@ from ahp.search.lighten import lighten
 from ahp.search.pairs import Improved, Pair
 from ahp.search.problem import Problem
 from ahp.search.reasons import TIE
-from ahp.words import percent, seconds
+from ahp.words import WORTH_TELLING, percent, seconds
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Move:
 
     def words(self) -> str:
         """One line for people."""
-        if self.stays and abs(self.gain) < TIE:
+        if self.stays and abs(self.gain) < WORTH_TELLING:
             return f"{self.change}: changes nothing"
         then = "the layout stays" if self.stays else f"the best is then {self.layout.short()}"
         return f"{self.change}: {seconds(self.step_time_s)} a step, {percent(self.gain)} less; {then}"
