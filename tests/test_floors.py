@@ -140,3 +140,23 @@ def test_no_circle_of_imports(room: str) -> None:
     }
     graph = {name: imported_modules(path.read_text(), set(files)) - {name} for name, path in files.items()}
     assert len(list(TopologicalSorter(graph).static_order())) == len(files)  # raises CycleError with the circle
+
+
+MOST_ARGUMENTS, MOST_METHODS = 9, 39
+
+
+@pytest.mark.slow
+def test_functions_take_few_arguments_and_classes_have_few_methods() -> None:
+    """Of all that plans; a run's settings are ``Trainer``'s arguments."""
+    found = []
+    for path in (path for path in FILES if room_of(path) != "runtime"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                if len(names) - (names[:1] in (["self"], ["cls"])) > MOST_ARGUMENTS:
+                    found.append(f"{path}: {node.name} takes {len(names)} arguments")
+            elif isinstance(node, ast.ClassDef):
+                methods = sum(isinstance(one, ast.FunctionDef) for one in node.body)
+                if methods > MOST_METHODS:
+                    found.append(f"{path}: {node.name} has {methods} methods")
+    assert found == []

@@ -15,10 +15,11 @@ from ahp.cluster.model import (
     ProductPhase,
 )
 from ahp.engines.traits import KernelTraits
-from ahp.forecast.compute import BACKWARD_LAUNCHES, Launched, is_causal, operator_s, reads_mask
+from ahp.forecast.compute import BACKWARD_LAUNCHES, Launched, is_causal
 from ahp.forecast.division import Division, product_phase
 from ahp.forecast.efficiency import CPU_ATTENTION, Rates
 from ahp.forecast.kernels import Kernels, kernels
+from ahp.forecast.operator_times import Computing, operator_s, reads_mask
 from ahp.forecast.segment import recomputed
 from ahp.forecast.split import TensorSplit, split
 from ahp.graph.kept import analyze
@@ -78,7 +79,7 @@ def test_each_product_of_a_block_has_its_phase():
 
 def whole(segment, degree=1):
     """What ``operator_s`` needs beside the operator: the kernels as traced, and the division of one rank."""
-    return kernels(segment, KernelTraits("traced")), Division(split(segment, "block"), degree)
+    return Computing(kernels(segment, KernelTraits("traced"))), Division(split(segment, "block"), degree)
 
 
 def test_operators_take_the_longer_of_both(mlp_block):
@@ -108,7 +109,7 @@ def test_causal_attention_does_half():
     attention = op(0, "aten._flash_attention_forward", [spec(1, 8, 512, 64)] * 3, [spec(1, 8, 512, 64)], flops=10**12)
     run = Kernels({0: 1.0}, frozenset({0}), {}, 0.0)
     division = Division(NOTHING_SPLIT)
-    causal, whole_square = (operator_s(attention, run, division, rates, causal=c) for c in (True, False))
+    causal, whole_square = (operator_s(attention, Computing(run, c), division, rates) for c in (True, False))
     assert whole_square / 2 <= causal < whole_square
 
 
@@ -168,9 +169,8 @@ def test_element_wise_follows_size_dtype_and_exponentials():
 
 def times(segment, fusion="eager", rates=None, **axes):
     division = Division(split(segment, "block"), **axes)
-    return Launched(segment, kernels(segment, KernelTraits(fusion)), causal=True).times(
-        division, rates or Rates(DEVICE, None, 8)
-    )
+    how = Computing(kernels(segment, KernelTraits(fusion)), causal=True)
+    return Launched(segment, how).times(division, rates or Rates(DEVICE, None, 8))
 
 
 @pytest.mark.slow
@@ -240,9 +240,8 @@ def test_a_kernel_that_reads_a_mask_computes_all_scores():
         block = graph.blocks[0]
         attention = next(one for one in block.operators if "attention" in one.name and one.phase == phase)
         assert reads_mask(attention) == (graph is windows)
-        return operator_s(
-            attention, kernels(block, KernelTraits("modules")), Division(split(block, "block")), rates, causal=True
-        )
+        how = Computing(kernels(block, KernelTraits("modules")), causal=True)
+        return operator_s(attention, how, Division(split(block, "block")), rates)
 
     for phase in ("forward", "backward"):
         alike: dict[str, Any] = {"sequence": 128, "head_dim": 64, "precision": "bf16", "backward": phase == "backward"}

@@ -12,6 +12,7 @@ from ahp.forecast.division import GROUPED, Division, is_weight_gradient
 from ahp.forecast.efficiency import Rates
 from ahp.forecast.expert_operators import ExpertOperators
 from ahp.forecast.kernels import kernels
+from ahp.forecast.operator_times import Computing
 from ahp.forecast.split import split
 from ahp.graph.kept import analyze
 from ahp.job import Job
@@ -28,14 +29,8 @@ def block():
 
 def times(block, *, fused_permutation=False, **recipe):
     fp8 = replace(NVIDIAS_FP8, **recipe)
-    run = Launched(
-        block,
-        kernels(block, KernelTraits("fused")),
-        causal=True,
-        fp8=fp8,
-        accumulates=True,
-        fused_permutation=fused_permutation,
-    )
+    how = Computing(kernels(block, KernelTraits("fused")), causal=True, fp8=fp8, accumulates=True)
+    run = Launched(block, how, fused_permutation=fused_permutation)
     return run.times(Division(split(block, "block"), expert=8), RATES)
 
 

@@ -9,10 +9,10 @@ from ahp.engines.fp8 import EAGER_TORCHAO_FP8, FUSED_TORCHAO_FP8
 from ahp.engines.registry import get
 from ahp.forecast.axes import ALONE, axes_of
 from ahp.forecast.communication import Network
-from ahp.forecast.compute import inputs_cast_before
 from ahp.forecast.data_parallel import CommUnit, DataParallel
 from ahp.forecast.division import is_weight_gradient
 from ahp.forecast.group import Group
+from ahp.forecast.operator_times import inputs_cast_before
 from ahp.forecast.split import is_weight_product
 from ahp.forecast.units import UnitPricer
 from ahp.graph.kept import analyze

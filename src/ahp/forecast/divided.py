@@ -24,6 +24,7 @@ from ahp.forecast.gpu import GroupedKernel
 from ahp.forecast.graphed import graphed
 from ahp.forecast.kernel_options import KernelOptions
 from ahp.forecast.kernels import Kernels, kernels
+from ahp.forecast.operator_times import Computing
 from ahp.forecast.selective import last_read
 from ahp.forecast.split import KeysWay, Role, TensorSplit, is_weight_product, split, way_of_keys
 from ahp.graph.identity import Same
@@ -48,10 +49,12 @@ class _Run:
     def launched(self) -> Launched:
         how = self.how
         return Launched(
-            self.segment, self.kernels, causal=self.causal, fp8=self.fp8, kernel=how.attention, accumulates=how.accumulates,
-            attention_again=how.attention_again, fused_permutation=how.experts.fused_permutation,
+            self.segment,
+            Computing(self.kernels, self.causal, self.fp8, how.attention, how.accumulates),
+            attention_again=how.attention_again,
+            fused_permutation=how.experts.fused_permutation,
             graphed=graphed(self.segment, how.graphed),
-        )  # fmt: skip
+        )
 
     @cached_property
     def held(self) -> ActivationLiveness:

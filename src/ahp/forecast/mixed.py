@@ -127,10 +127,8 @@ class MixedPricer(LayoutPricer):
         self,
         parallelism: Parallelism,
         group: str,
-        layers: range,
+        stage: tuple[int, int, bool, bool],
         *,
-        first: bool,
-        last: bool,
         micro_batches: int,
         replicate: Group = ALONE,
         experts: Group = ALONE,
@@ -139,19 +137,20 @@ class MixedPricer(LayoutPricer):
     ) -> StageCost:
         """The cost of one stage on a group's devices; the ``OF_CELLS`` fields of ``parallelism`` do not matter.
 
-        ``recomputed_layers``: None = all, if any are. ``micro_batches``: of the stage's replica.
+        ``stage``: as for ``StageTable.of``. ``recomputed_layers``: None = all, if any are. ``micro_batches``: of the stage's replica.
         ``replicate``, ``experts``: the ranks that sum its gradients, and its experts' (``network.replicas``); ``ALONE`` takes no time.
         """
         degrees = parallelism.model_copy(update=dict.fromkeys(OF_CELLS))
-        kinds = tuple(self.graph.layers[i] for i in layers)
-        key = (degrees, group, kinds, first, last, micro_batches, replicate, experts, recomputed_layers, passes_behind)
+        start, end, *ends = stage
+        kinds = tuple(self.graph.layers[start:end])
+        key = (degrees, group, kinds, *ends, micro_batches, replicate, experts, recomputed_layers, passes_behind)
         if key not in self._stage_costs:
             own, traits = self.groups[group], self.traits(parallelism)
             units, data = own.units(parallelism), own.data_parallel(parallelism, traits)
             data = replace(data, replicate=replicate, experts=(data.experts[0], experts), micro_batches=micro_batches)
             recompute = recompute_of(parallelism.activation_checkpoint, traits, units)
             some = None if recomputed_layers is None else [recomputed_layers]
-            table = own.table([(layers.start, layers.stop, first, last)], some)
+            table = own.table([stage], some)
             network = self.network.times(own.network)
             costs = own.stage_costs(units, table, data, recompute, network, passes_behind)
             [self._stage_costs[key]] = costs.rows(table)
@@ -186,8 +185,9 @@ class MixedPricer(LayoutPricer):
         def cost(stage: int, group: str, micro_batches: int, recomputed_layers: int | None) -> StageCost:
             rank = stage_rank[stage]
             replicate, of_experts = sums[rank]
+            layers, last = ranges[stage], len(ranges) - 1
             return self.stage_cost(
-                own[rank], group, ranges[stage], first=stage == 0, last=stage == len(ranges) - 1,
+                own[rank], group, (layers.start, layers.stop, stage == 0, stage == last),
                 micro_batches=micro_batches, replicate=replicate, experts=of_experts, recomputed_layers=recomputed_layers,
                 passes_behind=passes_behind(parallelism, stage) if traits[rank].reduce.overlap else 0,
             )  # fmt: skip

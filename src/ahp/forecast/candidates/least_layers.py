@@ -17,12 +17,13 @@ import numpy as np
 from ahp.arrays import Floats, Ints, unique_rows
 from ahp.cached_method import cached_method
 from ahp.engines.traits import ContextTraits, ContextWay, KernelTraits, Traits
-from ahp.forecast.compute import is_causal, reads_mask
+from ahp.forecast.compute import is_causal
 from ahp.forecast.context import gathers_in_backward
 from ahp.forecast.dispatch import Routed, pass_waits_s
 from ahp.forecast.division import GROUPED, expert_parameters, is_weight_gradient
 from ahp.forecast.group import CollectiveKind, Group, on_nodes
 from ahp.forecast.kernels import kernels
+from ahp.forecast.operator_times import reads_mask
 from ahp.forecast.overlap import shown_s
 from ahp.forecast.pricer import Pricer
 from ahp.forecast.split import KeysWay, TensorSplit, split, way_of_keys

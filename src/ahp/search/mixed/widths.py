@@ -222,7 +222,7 @@ class _Finder:
             zero_stage=1 if shard * common.context > 1 else 0,
         )
         layers = self.graph.num_layers
-        cost = self.prices.stage_cost(own, group, range(layers), first=False, last=False, micro_batches=1)
+        cost = self.prices.stage_cost(own, group, (0, layers, False, False), micro_batches=1)
         return sum(cost.seconds[:2]) / layers
 
     def layout(self, promise: Promise) -> Parallelism:
