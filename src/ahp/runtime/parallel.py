@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ahp.errors import BadInput, bad_input
+from ahp.errors import BadInput
 from ahp.graph.document_mask import documents_apart
 from ahp.graph.host_numbers import Generators
 from ahp.graph.lora import base_alone, with_adapters
@@ -129,7 +129,7 @@ class Parallel:
         self.plan, self.mesh, self.hosts = plan, mesh, hosts
         p = self.layout = plan.parallelism.of_rank(mesh.rank("pp"))
         """The plan's parallelism as this rank sees it: with the width of its own stages."""
-        self.rows_of_ranks = RowsOfRanks(p, mesh.rank("dp_replicate"))
+        self.rows_of_ranks = RowsOfRanks(p, mesh.rank("dp_replicate"), mesh.rank("dp_shard"))
         own = plan.model_copy(update={"parallelism": self.layout})
         refuse_parameters(module)
         hold_in(module, torch.float32)  # also for states in bf16: the model is traced and cut in fp32 under every plan
@@ -312,18 +312,7 @@ class Parallel:
     def rows(self, num_rows: int) -> range:
         """This rank's rows of a global batch of ``num_rows``, for a reader that reads no others. Each replica has consecutive rows,
         in proportion to its micro-batches, and each of its shards an equal run of them."""
-        p, replica, shard = self.layout, self.mesh.rank("dp_replicate"), self.mesh.rank("dp_shard")
-        counts = p.micro_batches_per_replica or (1,) * p.data_parallel_replicate_degree
-        share = sum(counts) * p.data_parallel_shard_degree
-        if num_rows % (share * p.micro_batch_size):
-            named = f"data_parallel degree {share}"
-            if p.micro_batches_per_replica is not None:
-                named = f"micro_batches_per_replica {list(counts)} x data_parallel_shard_degree {p.data_parallel_shard_degree}"
-            rule = f"its rows must be a multiple of {named} x micro_batch_size {p.micro_batch_size}"
-            raise bad_input("global_batch", num_rows, rule)
-        each = num_rows // share
-        start = (sum(counts[:replica]) * p.data_parallel_shard_degree + counts[replica] * shard) * each
-        return range(start, start + counts[replica] * each)
+        return self.rows_of_ranks.of(num_rows)
 
     def step(self, part: dict[str, torch.Tensor]) -> StepResult:
         """Forward, backward, clip, update. Collective. If loss or gradient norm is not finite, or no token is scored, no weight or buffer changes.
@@ -344,7 +333,8 @@ class Parallel:
             )
         inputs, labels = self._checked(part)
         state, scale, job = self.state, self.state.loss_scale.factor, self.plan.job
-        self.runner.prepare(num_micro_batches := len(labels) // self.layout.micro_batch_size)
+        num_micro_batches = len(labels) // self.layout.micro_batch_size
+        self.runner.prepare(num_micro_batches)
         scored = count_scored(labels, causal=self.loss.causal)
         self.loss.scale = scale
         self.loss.num_micro_batches = self.rows_of_ranks.micro_batches(len(labels))

@@ -60,13 +60,28 @@ def check_part(part: dict[str, Any], job: Job, micro_batch_size: int) -> None:
 
 
 class RowsOfRanks:
-    """Refuses parts of which some ranks have more micro-batches than others: they would wait for each other in the collectives of a layout
-    that has some in each micro-batch."""
+    """Which rows of a global batch this rank has. Refuses parts of which some ranks have more micro-batches than others: they would wait for
+    each other in the collectives of a layout that has some in each micro-batch."""
 
-    def __init__(self, layout: Parallelism, replica: int) -> None:
-        self.layout, self.replica = layout, replica
+    def __init__(self, layout: Parallelism, replica: int, shard: int) -> None:
+        self.layout, self.replica, self.shard = layout, replica, shard
         self.counts = layout.micro_batches_per_replica or (1,) * layout.data_parallel_replicate_degree
         self.checked: int | None = None
+
+    def of(self, num_rows: int) -> range:
+        """This rank's rows of a global batch of ``num_rows``. Raises BadInput if the ranks cannot share them."""
+        p, replica = self.layout, self.replica
+        shards = p.data_parallel_shard_degree
+        share = sum(self.counts) * shards
+        if num_rows % (share * p.micro_batch_size):
+            named = f"data_parallel degree {share}"
+            if p.micro_batches_per_replica is not None:
+                named = f"micro_batches_per_replica {list(self.counts)} x data_parallel_shard_degree {shards}"
+            rule = f"its rows must be a multiple of {named} x micro_batch_size {p.micro_batch_size}"
+            raise bad_input("global_batch", num_rows, rule)
+        each = num_rows // share
+        start = (sum(self.counts[:replica]) * shards + self.counts[replica] * self.shard) * each
+        return range(start, start + self.counts[replica] * each)
 
     def share(self, rows: int) -> int:
         """A number that is the same for the rows of every replica and shard."""
