@@ -10,6 +10,7 @@ import gc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import mode
 from typing import Any, Literal
 from unittest import mock
 
@@ -156,6 +157,10 @@ def test_recompute_sends_again_what_it_needs(
 @pytest.mark.slow
 def test_selective_recompute_keeps_what_arrived_and_one_sum_for_each_token() -> None:
     def kept() -> int:
+        # gloo's thread lets go of what it sent a moment later, now and then after the profile or in the next one.
+        return mode(kept_once() for _ in range(7))
+
+    def kept_once() -> int:
         model, x = divided(group, "selective"), torch.randn(TOKENS, WIDTH)
         gc.collect()  # what earlier models left, so that it is not freed in between
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
@@ -164,7 +169,7 @@ def test_selective_recompute_keeps_what_arrived_and_one_sum_for_each_token() -> 
         return sum(event.self_cpu_memory_usage for event in run.key_averages())
 
     with group_of_one() as group:
-        kept()  # the first run of a process allocates what stays
+        kept_once()  # the first run of a process allocates what stays
         with mock.patch.object(dispatch, "saved_once", computed):
             sends_again = kept()
         rows = 2 * TOKENS * (WIDTH + 1) + TOKENS * WIDTH  # two copies of each token, with their weights
