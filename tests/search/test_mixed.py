@@ -526,6 +526,19 @@ def test_a_layout_on_one_group_is_told_once() -> None:
     assert ranking.best.parallelism.stages is None, "of the group alone"
 
 
+@pytest.mark.slow
+def test_zero_stages_that_cost_the_same_are_one_row() -> None:
+    """As on clusters of one kind."""
+    ranking = ranking_of(mixed(cluster_of((H100, 1, 4), (A100, 1, 4)), batch=8))
+    found: dict[object, list[int]] = {}
+    for plan in (*ranking, *ranking.more):
+        without = plan.parallelism.model_copy(update={"zero_stage": 0})
+        cost = plan.priced.step_time_s, plan.priced.needed_bytes
+        found.setdefault((without, cost), []).append(plan.parallelism.zero_stage)
+    assert all(len(stages) == 1 for stages in found.values())
+    assert any(stages > [1] for stages in found.values())
+
+
 @pytest.mark.parametrize(("group", "spread"), [("a", False), (("a", "a"), False), (("a", "b"), True)])
 def test_all_stages_on_one_group_are_none_over_several(group: str | tuple[str, ...], spread: bool) -> None:
     """With them the best of one group was said to be as fast as itself."""

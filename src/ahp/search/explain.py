@@ -36,11 +36,13 @@ def plan(used: Problem, pair: Pair, why: tuple[str, ...], rejected: tuple[Reject
 
 
 def different(pairs: Iterable[Pair]) -> list[Pair]:
-    """Layouts without those that differ from an earlier one only in the ZeRO stage and cost the same."""
+    """Of layouts that differ only in the ZeRO stage and cost the same the one with the lowest stage, in the place of the first."""
     found: dict[tuple[Parallelism, float, int], Pair] = {}
     for layout, forecast in pairs:
         stageless = layout.model_copy(update={"zero_stage": 0})
-        found.setdefault((stageless, forecast.step_time_s, forecast.needed_bytes), (layout, forecast))
+        key = stageless, forecast.step_time_s, forecast.needed_bytes
+        if key not in found or layout.zero_stage < found[key][0].zero_stage:
+            found[key] = layout, forecast
     return list(found.values())
 
 

@@ -135,7 +135,7 @@ def mixed_ranking(
         each = (f"{one.name} alone: {one.refusal.splitlines()[0]}" for one in alone)
         raise type(refusal)("\n  ".join([str(refusal), *each]))
     today = today_of(asked, current)
-    alike = with_candidate([] if over is None else over.fitting, today, asked)
+    alike = with_candidate([] if over is None else explain.different(over.fitting), today, asked)
     times = [best_s, *(forecast.step_time_s for _, forecast in alike[:1])]
     unlike = unlike_widths(asked, alike, min(times))
     ranked = by_time([*alike, *unlike.fitting])
