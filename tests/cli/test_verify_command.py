@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,23 @@ def test_a_difference_is_told(
     assert "NOT EQUAL" in out
     assert "more than allowed from step 2 on" in out
     assert max(map(len, out.partition("Next: ")[0].splitlines())) <= 100
+
+
+def test_json_has_the_next_command_and_no_word_that_is_no_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm of a step that overflows fp16 is infinite."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    plan(tensor_parallel_degree=2).save(path := tmp_path / "plan.yaml")
+    overflowed, equal = Comparison(1, 4.0, 4.0, math.inf, math.inf, 1e-5), Comparison(2, 4.0, 4.0, 2.0, 2.0, 1e-4)
+    monkeypatch.setattr("ahp.runtime.check.verify.verify", lambda *args, **kwargs: [overflowed, equal])
+    assert command.run([str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found["next"] == [f"ahp train {path}"]
+    assert [step["grad_norm"] for step in found["steps"]] == [None, 2.0]
 
 
 def test_refuses_what_this_machine_cannot_hold() -> None:

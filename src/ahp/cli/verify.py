@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from dataclasses import asdict, dataclass
@@ -45,12 +46,19 @@ def run(argv: list[str]) -> int:
     plan = Plan.load(file)
     rows = verify(plan, steps=arguments.steps, say=lambda text: print(text, file=sys.stderr))
     equal = all(row.equal for row in rows)
+    following = [_following(arguments.plan, equal)]
     if arguments.json:
-        print(json.dumps({"equal": equal, "steps": [{**asdict(row), "difference": row.difference} for row in rows]}))
+        print(json.dumps({"equal": equal, "steps": [_plain(row) for row in rows], "next": following}))
     else:
         _print(rows, plan, equal)
-        show_next(console(), [_following(arguments.plan, equal)])
+        show_next(console(), following)
     return 0 if equal else 1
+
+
+def _plain(row: Comparison) -> dict[str, float | None]:
+    """A step as data; None for what is no number: JSON has no word for a norm that overflowed fp16."""
+    figures = {**asdict(row), "difference": row.difference}
+    return {key: value if math.isfinite(value) else None for key, value in figures.items()}
 
 
 def _following(plan: Path, equal: bool) -> str:
