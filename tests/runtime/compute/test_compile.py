@@ -256,9 +256,9 @@ def test_blocks_that_train_other_weights_and_sequences_of_other_lengths_have_gra
     for number, block in enumerate(blocks):
         for place, layer in enumerate(block):
             layer.requires_grad_(bool(number + 1 >> place & 1))
-        compile_block(block, compiler)
     with no_kernels() as counted:
         for block in blocks:
+            compile_block(block, compiler)
             block(torch.ones(2, 4)).sum().backward()
         for length in range(3, 8):
             blocks[0](torch.ones(length, 4)).sum().backward()
@@ -276,9 +276,9 @@ def test_a_compiled_block_that_trains_nothing_runs_as_it_is(compiler: Any) -> No
     expected = logits_of(call_model(model, ids))
     for part in (model.model.embed_tokens, model.model.layers[0]):
         part.requires_grad_(False)
-    for block in find_blocks(model).blocks:
-        compile_block(block, compiler)
     with no_kernels() as counted:
+        for block in find_blocks(model).blocks:
+            compile_block(block, compiler)
         logits = logits_of(call_model(model, ids))
         logits.sum().backward()
         assert counted["unique_graphs"] == 3  # trained or not, behind something trained or not
@@ -290,10 +290,10 @@ def test_a_compiled_block_that_trains_nothing_runs_as_it_is(compiler: Any) -> No
 def test_blocks_of_several_graphs_are_run_again_from_outside(kind: type[nn.Module]) -> None:
     """Two alike: what the first one tells holds for both, and neither keeps more than what enters it."""
     keeping, blocks = compiled.FullRecomputeCompiler(), [kind(), kind()]
-    for block in blocks:
-        compile_block(block, keeping)
-        keeping.recompute_outside(block)
     with no_kernels():
+        for block in blocks:
+            compile_block(block, keeping)
+            keeping.recompute_outside(block)
         x = torch.tensor([2.0], requires_grad=True)
         kept: list[torch.Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
