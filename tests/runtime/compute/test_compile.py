@@ -59,6 +59,7 @@ def train(
     }
 
 
+@pytest.mark.wide  # tests/runtime/test_products.py has kernels that equal one process under another layout
 @pytest.mark.skipif(not any(map(shutil.which, CPU_COMPILERS)), reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_blocks_equal_one_process(pool: Pool, plain_run: Callable[..., dict[str, Any]]) -> None:
     """Under one layout: compiling takes half a minute, and a pipeline's stage or a recomputed block is the same graph."""
