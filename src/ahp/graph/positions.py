@@ -11,6 +11,7 @@ from torch import nn
 
 from ahp.errors import BadInput
 from ahp.graph.models import build_model, is_transformers, load_config
+from ahp.graph.own_modes import own_modes
 
 ROTARY = ("rope", "rotary")
 """Values of ``position_embedding_type`` for rotary positions, in configs with that key: some models of such a family are not rotary."""
@@ -44,6 +45,7 @@ def positions_of(module: nn.Module) -> Positions | None:
     return None if rotary is None else Positions(rotary, key, is_table=False)
 
 
+@own_modes()
 def context_of(model: Any) -> int | None:
     """Tokens of the longest sequence that a model is made for; None if its config does not say so."""
     found = positions_of(build_model(model, device="meta", attention="eager"))

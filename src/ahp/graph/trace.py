@@ -37,6 +37,7 @@ from ahp.graph.models import (
 )
 from ahp.graph.operators import ModelGraph, Operator, Parameter, Segment
 from ahp.graph.outline import why_uncuttable
+from ahp.graph.own_modes import own_modes
 from ahp.graph.positions import warn_of_longer
 from ahp.graph.record import Recorded
 from ahp.graph.sequences import warn_of_mixed
@@ -62,6 +63,7 @@ FACTS = {
 """transformers' config keys -> the graph's."""
 
 
+@own_modes()
 def analyze(
     model: Any, job: Job | dict[str, Any] | None = None, *, micro_batch_size: int = 1, attention: str = "flash"
 ) -> ModelGraph:

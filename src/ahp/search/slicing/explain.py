@@ -35,19 +35,21 @@ def plan_slicing(plan: Plan) -> ModelSlicing:
     from ahp.graph.lora import with_adapters
     from ahp.graph.models import build_model
     from ahp.graph.outline import outline
+    from ahp.graph.own_modes import own_modes
     from ahp.search.slicing.model import slice_outline
 
     p, job = plan.parallelism, plan.job
     dtype = torch.float32 if job.precision == "fp32" else torch.bfloat16  # values sent between ranks have 4 bytes or 2
-    module = with_adapters(build_model(plan.model), job.lora)
-    found = outline(
-        module,
-        batch_size=p.micro_batch_size,
-        sequence_length=job.sequence_length,
-        dtype=dtype,
-        documents=documents_apart(module, job.sequence_length) if job.document_mask else None,
-    )
-    return slice_outline(found, p.tensor_parallel_degree, enable_sequence_parallel=p.enable_sequence_parallel)
+    with own_modes():
+        module = with_adapters(build_model(plan.model), job.lora)
+        found = outline(
+            module,
+            batch_size=p.micro_batch_size,
+            sequence_length=job.sequence_length,
+            dtype=dtype,
+            documents=documents_apart(module, job.sequence_length) if job.document_mask else None,
+        )
+        return slice_outline(found, p.tensor_parallel_degree, enable_sequence_parallel=p.enable_sequence_parallel)
 
 
 def lines(sliced: ModelSlicing) -> list[str]:

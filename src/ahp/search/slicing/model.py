@@ -13,6 +13,7 @@ from ahp.errors import BadInput, bad_input
 from ahp.graph.capture import Capture
 from ahp.graph.operators import ModelGraph
 from ahp.graph.outline import Outline, outline
+from ahp.graph.own_modes import own_modes
 from ahp.job import Lora
 from ahp.search.slicing.placement import Split, shape_of
 from ahp.search.slicing.solve import SPARING, Slicing, solve
@@ -45,6 +46,7 @@ class ModelSlicing:
         return words
 
 
+@own_modes()
 def slice_model(model: Any, degree: int, *, enable_sequence_parallel: bool = False) -> ModelSlicing:
     """Solve every kind of block of a model. Raises BadInput when a block cannot be traced or nothing can be split."""
     if degree < 2:
