@@ -15,6 +15,7 @@ from ahp.cli.main import main
 from ahp.cluster.model import Cluster
 from ahp.errors import BadInput
 from ahp.plan import Parallelism, Plan
+from ahp.words import seconds
 from tests.graph.small import MINIMAX
 
 SHORT = ["--job.sequence-length", "256", "--job.global-batch-size", "16"]
@@ -285,6 +286,25 @@ def test_explain_json(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert sum(more.values()) == pytest.approx(told["why_not"]["forecast"]["step_time_s"] - step_s)
     assert told["why_not"]["parallelism"]["tensor_parallel_degree"] == 4
     assert told["why_not"]["forecast"]["step_time_s"] >= step_s
+
+
+@pytest.mark.slow
+def test_an_edited_plan_is_explained_and_drawn_as_it_is_now(
+    plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not as it was when its forecast was written into the file."""
+    edited = plan_file.read_text().replace("activation_checkpoint: none", "activation_checkpoint: full", 1)
+    plan_file.write_text(edited)
+    capsys.readouterr()
+    assert main(["simulate", str(plan_file), "--json"]) == 0
+    today = json.loads(capsys.readouterr().out)["forecast"]
+    assert main(["explain", str(plan_file), "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["forecast"] == today
+    assert "the file's own forecast, " in said.err
+    assert main(["report", str(plan_file)]) == 0
+    page = plan_file.with_suffix(".html").read_text()
+    assert f"step time, predicted</b><strong>{seconds(today['step_time_s'])}</strong>" in page
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ full names are understood too, and a layout as the tables print it: "dp2x4 zero3
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
@@ -65,7 +66,8 @@ def run(argv: list[str]) -> int:
     plan = Plan.load(arguments.plan)
     alternatives = None if arguments.why_not is None else constraints_of(arguments.why_not)
     subject = _subject(plan)
-    forecast = plan.forecast or subject.price(plan.parallelism)
+    forecast = subject.price(plan.parallelism)
+    _tell_of_older(plan.forecast, forecast)
     plan = plan.model_copy(update={"forecast": forecast, "cluster": subject.cluster.plain()})
     with waiting("searching for the other layout"):
         other = None if alternatives is None else why_not(subject, plan, alternatives)
@@ -84,6 +86,15 @@ def run(argv: list[str]) -> int:
     else:
         _show(plan, arguments.plan, binds, moves, other, schedules, documents, sliced)
     return 0
+
+
+def _tell_of_older(kept: Forecast | None, today: Forecast) -> None:
+    """Say on stderr that a plan's own forecast is not that of its keys: they were edited, or AHP forecasts otherwise since."""
+    if kept is None or math.isclose(kept.step_time_s, today.step_time_s, rel_tol=1e-6):
+        return
+    then, now = seconds(kept.step_time_s), seconds(today.step_time_s)
+    older = f"the file's own forecast, {then}, is not that of its keys, {now}: they were changed, or AHP was"
+    print(f"{older}; its reasons are of then", file=sys.stderr)
 
 
 def _subject(plan: Plan) -> Problem:

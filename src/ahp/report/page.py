@@ -14,7 +14,7 @@ from ahp.errors import BadInput
 from ahp.plan import Plan
 from ahp.report import compared, curves, plan_sections, run_sections
 from ahp.report.html_parts import cards, in_pairs, note, section
-from ahp.report.plan_facts import facts_of
+from ahp.report.plan_facts import Facts, facts_of
 from ahp.report.run_sections import RunFiles
 from ahp.run_files import Status
 from ahp.whole_files import save
@@ -64,21 +64,22 @@ def _of_run(run: RunFiles) -> list[str]:
         *run_sections.history(run.starts),
         *run_sections.noticed(run.folder / "status.json"),
         *([section("A sample of its text", f"<pre>{escape(sample)}</pre>")] if sample else []),
-        *_plan_parts(plan, _json(run.folder / "trace.json")),
+        *_plan_parts(plan, facts_of(plan), _json(run.folder / "trace.json")),
     ]
 
 
 def _of_plan(file: Path) -> list[str]:
-    plan = Plan.load(file)
+    given = Plan.load(file)
+    facts = facts_of(given.model_copy(update={"forecast": None}))
+    plan = given if facts.forecast is None else given.model_copy(update={"forecast": facts.forecast})
     return [
         header(f"Plan {file.name}", plan, None, 0),
         cards(plan_sections.figures(plan)),
-        *_plan_parts(plan, None),
+        *_plan_parts(plan, facts, None),
     ]
 
 
-def _plan_parts(plan: Plan, trace: Any) -> list[str]:
-    facts = facts_of(plan)
+def _plan_parts(plan: Plan, facts: Facts, trace: Any) -> list[str]:
     missing = f"Timeline, memory of every rank and what binds are not shown: {facts.missing}."
     return [
         *([note(missing)] if facts.missing else []),

@@ -8,7 +8,7 @@ from typing import Any
 
 from ahp.errors import AhpError
 from ahp.forecast.memory import PlaceMemory
-from ahp.plan import Plan
+from ahp.plan import Forecast, Plan
 from ahp.report.binding import Binding
 from ahp.report.schedules import ComparedSchedules
 from ahp.report.upgrades import Upgrade
@@ -27,6 +27,8 @@ class Facts:
     upgrades: Sequence[Upgrade] = ()
     """What 10 % more of each resource would bring, the most useful first."""
     schedules: ComparedSchedules | None = None
+    forecast: Forecast | None = None
+    """Today's forecast of the plan's keys; the file's own can be of other keys, or from another version of AHP."""
 
 
 def facts_of(plan: Plan) -> Facts:
@@ -58,6 +60,7 @@ def facts_of(plan: Plan) -> Facts:
             binding=binding_of(graph, cluster, known),
             upgrades=upgrades_of(graph, cluster, known),
             schedules=compared_with_pattern(prices, priced.parallelism),
+            forecast=priced.forecast,
         )
     except AhpError as refusal:
         return Facts(str(refusal))
