@@ -32,6 +32,7 @@ from ahp.search.mixed.by_replicas import AT_LIMIT
 from ahp.search.mixed.find import Budget, Finder, MixedOutcome
 from ahp.search.mixed.lowest import lowest_floor_s
 from ahp.search.mixed.matrices import families, matrices
+from ahp.search.mixed.misfit import that_fits
 from ahp.search.mixed.over_groups import BRIEFLY
 from ahp.search.mixed.queue import Queue
 from ahp.search.mixed.shapes import Shapes
@@ -612,6 +613,15 @@ def test_where_nothing_fits_every_group_says_why() -> None:
     assert "b alone:" in words
     assert "over several groups" in words
     assert "does not fit either" in words or "would fit" in words
+
+
+def test_what_would_fit_is_looked_for_without_a_bound_of_what_is_left() -> None:
+    """Nobody reads it, and it takes minutes where pipelines are many."""
+    fixed = {"pipeline_parallel_degree": 2, "micro_batch_size": 1}
+    asked = mixed(cluster_of((H100, 1, 2), (A100, 1, 2), gbps=100, memory={"b": 10**8}), batch=8, constraints=fixed)
+    with mock.patch("ahp.search.mixed.find.lowest_floor_s", return_value=0.0) as bound:
+        that_fits(asked, asked)
+    bound.assert_not_called()
 
 
 def test_annealing_is_refused() -> None:

@@ -46,6 +46,8 @@ class Budget:
     """Whether to look at all placements of a shape where they are few; else the best of its families stand for them."""
     several: int = 4
     """How many of the fastest shapes with one stage per rank are tried again with several stages per rank."""
+    bound: bool = True
+    """Whether to find a lower bound of what was not priced (``MixedOutcome.floor_s``)."""
 
 
 SLACK = 1.15
@@ -149,7 +151,7 @@ class Finder:
             self._look_nearby(shape_of(layout) for layout, _ in self._fastest(keep))
         for kind in sorted(left, key=left.__getitem__):
             limit_s = min(self.outcome.floor_s, self.best_s)
-            if left[kind] < limit_s:
+            if self.budget.bound and left[kind] < limit_s:
                 lowest_s = lowest_floor_s(self.floors, kind, self.best_s, limit_s, self._may_win)
                 self.outcome.floor_s = min(self.outcome.floor_s, lowest_s)
         self._price_waiting(keep)

@@ -14,7 +14,7 @@ from ahp.search.mixed.widths import given_widths
 from ahp.search.pairs import Pair
 from ahp.search.problem import Problem
 
-FEW = Budget(shapes=10, forecasts=200, near=0, every=False)
+FEW = Budget(shapes=10, forecasts=200, near=0, every=False, bound=False)
 """A small search that finds whether something fits."""
 
 MORE_NODES = (2, 4, 8, 16)
