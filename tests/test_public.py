@@ -84,6 +84,27 @@ def test_an_argument_of_another_kind_is_named() -> None:
         ahp.Trainer({"job": job})  # pyright: ignore
 
 
+def test_an_argument_that_breaks_a_rule_is_named() -> None:
+    job = ahp.Job(sequence_length=64)
+    one: Any = np.int64(1)
+    graph = ahp.analyze("tiny", job, micro_batch_size=one)
+    there: Any = (graph, "1xH100", job)
+    for wrong, told in (
+        (lambda: ahp.search(*there, keep=0), "keep = 0: must be a whole number, at least 1"),
+        (lambda: ahp.search(*there, keep=2.5), "keep = 2.5: must be a whole number"),  # pyright: ignore
+        (lambda: ahp.search(*there, constraints=[]), "parallelism = []: must be a mapping"),  # pyright: ignore
+        (lambda: ahp.slicing("tiny", "2"), "tensor_parallel_degree = '2': must be a whole number, at least 2"),  # pyright: ignore
+        (lambda: ahp.slicing("tiny", 2, enable_sequence_parallel="no"), "enable_sequence_parallel = 'no'"),  # pyright: ignore
+        (lambda: ahp.analyze("tiny", job, attention=["flash"]), "attention = ['flash']: unknown kernel"),  # pyright: ignore
+        (lambda: ahp.analyze("tiny", 0), "job = 0: must be a mapping"),  # pyright: ignore
+        (lambda: ahp.Cluster.from_dict([]), "cluster = []: must be a mapping of keys"),  # pyright: ignore
+        (lambda: ahp.probe(workers=1.5), "workers = 1.5: must be a whole number"),  # pyright: ignore
+        (lambda: ahp.probe(num_nodes=0), "num_nodes = 0: must be a whole number"),
+    ):
+        with pytest.raises(ahp.errors.BadInput, match=re.escape(told)):
+            wrong()
+
+
 def test_whole_numbers_are_taken_as_yaml_and_other_libraries_write_them() -> None:
     job = ahp.Job(steps=1.0e3, seed=np.int64(3), optimizer={"learning_rate": "1e-3", "weight_decay": 0})  # pyright: ignore
     assert (job.steps, job.seed, job.optimizer.learning_rate, job.optimizer.weight_decay) == (1000, 3, 0.001, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -51,6 +52,14 @@ def bad_input(key: str, value: Any, rule: str, valid: Iterable[Any] | None = Non
         near = nearest(value, choices)
         text += f" ({'valid' if len(near) == len(choices) else 'nearest'}: {listed(near)})"
     return BadInput(text)
+
+
+def whole_number(key: str, value: Any, least: int, rule: str = "") -> int:
+    """A whole number that a function was given, numpy's too. Raises BadInput with ``rule`` for another value, or one below ``least``."""
+    number = None if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
+    if number is None or number < least:
+        raise bad_input(key, value, rule or f"must be a whole number, at least {least}")
+    return number
 
 
 def first_line(error: BaseException) -> str:

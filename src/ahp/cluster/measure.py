@@ -31,7 +31,7 @@ from ahp.cluster.model import (
 )
 from ahp.cluster.most_workers import refuse_workers
 from ahp.cluster.tasks import COLLECTIVES, Task, tasks
-from ahp.errors import AhpError, BadInput, bad_input
+from ahp.errors import AhpError, BadInput, bad_input, whole_number
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the share that is finished, 0 to 1."""
@@ -105,6 +105,8 @@ def probe(
         cluster = ahp.probe(quick=True)
         cluster.save("cluster.yaml")
     """
+    workers = None if workers is None else whole_number("workers", workers, 1)
+    num_nodes = None if num_nodes is None else whole_number("num_nodes", num_nodes, 1)
     say = progress or (lambda _what, _share: None)
     pace = QUICK if quick else FULL
     say("sensing", 0.0)

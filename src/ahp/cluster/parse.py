@@ -214,6 +214,10 @@ def from_dict(data: dict[str, Any], where: str = "cluster") -> Cluster:
 
     ``where`` names the source in errors. Raises BadInput for unknown keys, unknown devices and impossible figures.
     """
+    if not isinstance(data, Mapping):
+        raise bad_input(
+            where, data, "must be a mapping of keys, such as nodes, devices_per_node, device; or groups, links"
+        )
     groups = data.get("groups")
     if isinstance(groups, (list, tuple)) and any(isinstance(g, Mapping) and "intra_node" in g for g in groups):
         version = data.get("schema_version", CLUSTER_SCHEMA_VERSION)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ahp.errors import BadInput, bad_input
+from ahp.errors import BadInput, whole_number
 from ahp.graph.operators import ModelGraph, Operator, Segment, TensorSpec
 
 
@@ -25,8 +25,7 @@ def grows_alike(small: ModelGraph, large: ModelGraph) -> bool:
 
 def at(graph: ModelGraph, micro_batch_size: int) -> ModelGraph:
     """The graph for another micro-batch size. Raises BadInput for a size below 1, or a graph without a ``larger`` one."""
-    if not isinstance(micro_batch_size, int) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
-        raise bad_input("micro_batch_size", micro_batch_size, "a whole number of sequences, at least 1")
+    micro_batch_size = whole_number("micro_batch_size", micro_batch_size, 1, "a whole number of sequences, at least 1")
     if micro_batch_size == graph.micro_batch_size:
         return graph
     if graph.larger is None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ahp.cache import cache_folder
-from ahp.errors import bad_input
+from ahp.errors import bad_input, whole_number
 from ahp.graph.catalogue import CATALOGUE
 from ahp.graph.export import from_plain, to_plain
 from ahp.graph.lora import key_of
@@ -60,10 +60,9 @@ def analyze(
         >>> graph.num_layers, graph.num_parameters
         (32, 8030261248)
     """
-    contract = validated(Job, job or {}, "job")
-    if not isinstance(micro_batch_size, int) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
-        raise bad_input("micro_batch_size", micro_batch_size, "a whole number of sequences, at least 1")
-    if attention not in ATTENTION:
+    contract = validated(Job, {} if job is None else job, "job")
+    micro_batch_size = whole_number("micro_batch_size", micro_batch_size, 1, "a whole number of sequences, at least 1")
+    if not isinstance(attention, str) or attention not in ATTENTION:
         raise bad_input("attention", attention, "unknown kernel", ATTENTION)
 
     if str(model) in CATALOGUE and (Path(str(model)) / "config.json").is_file():

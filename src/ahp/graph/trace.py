@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ahp.errors import BadInput, bad_input
+from ahp.errors import BadInput, bad_input, whole_number
 from ahp.graph.blocks import NoBlocks, Stack, find_blocks
 from ahp.graph.call import Documents
 from ahp.graph.document_mask import documents_apart
@@ -73,10 +73,9 @@ def analyze(
     (one fused operator), ``math`` (scores are materialized), or ``engine`` (``ahp.graph.engine_attention``). Raises BadInput when the model cannot be built, or
     cannot run on tensors without data.
     """
-    contract = validated(Job, job or {}, "job")
-    if not isinstance(micro_batch_size, int) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
-        raise bad_input("micro_batch_size", micro_batch_size, "a whole number of sequences, at least 1")
-    if attention not in ATTENTION:
+    contract = validated(Job, {} if job is None else job, "job")
+    micro_batch_size = whole_number("micro_batch_size", micro_batch_size, 1, "a whole number of sequences, at least 1")
+    if not isinstance(attention, str) or attention not in ATTENTION:
         raise bad_input("attention", attention, "unknown kernel", ATTENTION)
     if attention == ENGINE:
         with known_to_transformers():

@@ -323,7 +323,7 @@ def problem(
     if isinstance(constraints, Parallelism):
         fixed = Constraints.exactly(constraints)
     else:
-        fixed = validated(Constraints, constraints or {}, "parallelism", Config)
+        fixed = validated(Constraints, {} if constraints is None else constraints, "parallelism", Config)
     if graph.sequence_length != contract.sequence_length:
         raise bad_input(
             "job.sequence_length",

@@ -10,7 +10,7 @@ from typing import Any
 from ahp.cluster.model import Cluster
 from ahp.config import Constraints
 from ahp.engines.registry import get
-from ahp.errors import bad_input
+from ahp.errors import bad_input, whole_number
 from ahp.forecast.open_switch import open_switch
 from ahp.graph.operators import ModelGraph
 from ahp.job import Job
@@ -77,7 +77,7 @@ def search(
         (8, True)
         >>> ranking.best.save("plan.yaml")
     """
-    keep = max(keep, 1)
+    keep = whole_number("keep", keep, 1)
     by = method if isinstance(method, Method) else Method(method)
     aim = objective_of(objective)
     asked = problem(graph, cluster, job, constraints, engine)

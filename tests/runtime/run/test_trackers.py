@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -127,6 +128,16 @@ def test_what_the_trainer_is_given_from_python_is_checked_as_the_config_is() -> 
         Trainer(Plan(), on_nan="ignore")  # type: ignore[arg-type]
     with pytest.raises(BadInput, match=r"run\.profile\.steps = \[10, 201\]: the job has 200 steps"):
         Trainer(Plan(), profile={"steps": [10, 201]})
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"keep": "3"}, "run.keep = '3': must be a whole number"),
+        ({"track": "wandb"}, "run.track = 'wandb': must be a list"),
+        ({"collective_timeout_s": float("nan")}, "run.collective_timeout_s = nan: must be a finite number"),
+        ({"folder": ""}, "run.folder = '': must name a folder"),
+        ({"extend": "maybe"}, "run.extend = 'maybe': must be true or false"),
+    )
+    for given, told in wrong:
+        with pytest.raises(BadInput, match=re.escape(told)):
+            Trainer(Plan(), **given)
 
 
 def test_what_is_not_installed_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from ahp import run_history
-from ahp.config import COLLECTIVE_TIMEOUT_S, Elastic, OnNan, Profile, Run, checkpoint_interval
+from ahp.config import COLLECTIVE_TIMEOUT_S, Config, Elastic, OnNan, Profile
 from ahp.errors import AhpError, HardwareMismatch, bad_input
 from ahp.plan import Plan, validated
 from ahp.run_files import Status, read_heartbeat
@@ -101,38 +101,42 @@ class Trainer:
             raise bad_input(
                 "plan", type(plan).__name__, "must be a Plan", ["ahp.Plan.load('plan.yaml')", "ahp.search(...).best"]
             )
-        checkpoint_interval(checkpoint_every)
-        if on_nan not in get_args(OnNan):
-            raise bad_input("run.on_nan", on_nan, "there is no such value", get_args(OnNan))
-        profiled = None if profile is None else validated(Profile, profile, "run.profile")
-        self.settings: dict[str, Any] = {
+        self.folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
+        given = {
+            "folder": str(self.folder.path if isinstance(folder, RunFolder) else folder),
             "checkpoint_every": checkpoint_every,
-            "on_nan": on_nan,
-            "profile_steps": None if profiled is None else profiled.steps,
-            "evaluation": evaluation,
-        }
-        if evaluation is not None:
-            find_evaluation(evaluation)
-        self.often = {
             "keep": keep,
+            "checkpoint_store": checkpoint_store,
             "validate_every": validate_every,
             "validation_batches": validation_batches,
+            "evaluation": evaluation,
             "evaluate_every": evaluate_every,
+            "collective_timeout_s": collective_timeout_s,
+            "track": track,
+            "extend": extend,
+            "on_nan": on_nan,
+            "profile": profile,
+            "elastic": {} if elastic is None else elastic,
         }
-        self.collective_timeout_s = collective_timeout_s
-        for name, value in {**self.often, "collective_timeout_s": collective_timeout_s}.items():
-            if value < 1:
-                raise bad_input(f"run.{name}", value, "must be at least 1")
-        settings = {**self.often, "evaluation": evaluation, "profile": profiled}
-        validated(Run, settings, "run").check(plan.job)
-        check(track)
+        run = validated(Config, {"job": plan.job, "run": given}, "Trainer").run
+        if run.evaluation is not None:
+            find_evaluation(run.evaluation)
+        check(run.track)
         self.plan = plan
-        self.folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
-        store = None if checkpoint_store is None else CheckpointStore.open(checkpoint_store)
-        self.stored = None if store is None else StoredCheckpoints(store, self.folder, keep)
-        self.track = tuple(track)
-        self.extend, self.texts, self.replan = extend, texts, replan
-        self.elastic = validated(Elastic, elastic or {}, "run.elastic")
+        self.settings: dict[str, Any] = {
+            "checkpoint_every": run.checkpoint_every,
+            "on_nan": run.on_nan,
+            "profile_steps": None if run.profile is None else run.profile.steps,
+            "evaluation": run.evaluation,
+        }
+        often = "keep", "validate_every", "validation_batches", "evaluate_every"
+        self.often: dict[str, int] = {name: getattr(run, name) for name in often}
+        self.collective_timeout_s = run.collective_timeout_s
+        store = None if run.checkpoint_store is None else CheckpointStore.open(run.checkpoint_store)
+        self.stored = None if store is None else StoredCheckpoints(store, self.folder, run.keep)
+        self.track = run.track
+        self.extend, self.texts, self.replan = run.extend, texts, replan
+        self.elastic = run.elastic
         self.elastic.refuse(plan.parallelism.world_size, "the plan's degrees")
 
     def run(self) -> Outcome:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ahp.errors import BadInput, bad_input
+from ahp.errors import BadInput, bad_input, whole_number
 from ahp.graph.capture import Capture
 from ahp.graph.operators import ModelGraph
 from ahp.graph.outline import Outline, outline
@@ -49,8 +49,6 @@ class ModelSlicing:
 @own_modes()
 def slice_model(model: Any, degree: int, *, enable_sequence_parallel: bool = False) -> ModelSlicing:
     """Solve every kind of block of a model. Raises BadInput when a block cannot be traced or nothing can be split."""
-    if degree < 2:
-        raise bad_input("tensor_parallel_degree", degree, "slicing needs at least 2 ranks")
     module = _module_of(model)
     sequence = math.lcm(16, degree)
     found = outline(module, batch_size=2, sequence_length=sequence)
@@ -145,4 +143,7 @@ def slicing(model: Any, tensor_parallel_degree: int, *, enable_sequence_parallel
         >>> split["model.layers.*.mlp.up_proj"], split["model.layers.*.mlp.down_proj"]
         ('column', 'row')
     """
-    return slice_model(model, tensor_parallel_degree, enable_sequence_parallel=enable_sequence_parallel).by_module()
+    if not isinstance(enable_sequence_parallel, bool):
+        raise bad_input("enable_sequence_parallel", enable_sequence_parallel, "must be true or false", [True, False])
+    degree = whole_number("tensor_parallel_degree", tensor_parallel_degree, 2)
+    return slice_model(model, degree, enable_sequence_parallel=enable_sequence_parallel).by_module()
