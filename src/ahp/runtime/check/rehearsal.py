@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ahp.errors import AhpError
+from ahp.errors import AhpError, BadInput, HardwareMismatch, NotExpressible
 from ahp.graph.models import build_model
 from ahp.plan import Plan
 from ahp.runtime.ranks import launch
@@ -52,7 +52,7 @@ def on_workers(module: str, plan: Plan, device: DeviceType, *arguments: str) -> 
             left = sorted(folder.glob("error-*.txt"), key=lambda file: file.stat().st_mtime_ns)
             errors = [file for file in left if file.stat().st_size]
             last = f"workers ended with {ended.exit_codes}: {launch.last_words(folder / 'log')}"
-            raise AhpError(errors[0].read_text() if errors else last) from None
+            raise _as_left(errors[0].read_text()) if errors else AhpError(last) from None
         if stopped:
             raise Stopped(stopped)
         return (folder / "answer").read_text()
@@ -72,8 +72,17 @@ def as_rank(argv: list[str]) -> Iterator[tuple[Plan, Ranks, Callable[[str], None
         with joined("cuda" if device == "cuda" else "cpu", plan) as ranks:
             yield plan, ranks, answer
     except Exception as error:
-        (folder / f"error-{os.environ['RANK']}.txt").write_text(str(error) or type(error).__name__)
+        code = error.exit_code if isinstance(error, AhpError) else AhpError.exit_code
+        said = f"{code}\n{str(error) or type(error).__name__}"
+        (folder / f"error-{os.environ['RANK']}.txt").write_text(said)
         raise
+
+
+def _as_left(said: str) -> AhpError:
+    """The error that a worker left; a refusal of the plan with its exit code."""
+    code, _, message = said.partition("\n")
+    refusals = {str(one.exit_code): one for one in (BadInput, HardwareMismatch, NotExpressible)}
+    return refusals.get(code, AhpError)(message)
 
 
 def parallel_model(plan: Plan, device: torch.device, *, on_any_device: bool = False) -> tuple[Parallel, int]:
