@@ -25,7 +25,7 @@ FLOORS: list[set[str]] = [
         "shipped",
         "words",
     },
-    {"cache", "violations", "whole_files", "yaml_text"},
+    {"cache", "read_only", "violations", "whole_files", "yaml_text"},
     {"job"},
     {"stage_place", "step_forecast"},
     {"plan"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ahp.job import Record
+from ahp.read_only import ReadOnlyDict
 
 
 class Forecast(Record):
@@ -21,9 +22,9 @@ class Forecast(Record):
     memory_reserved_bytes: int
     fit_probability: float
     fits: bool
-    step: dict[str, float]
+    step: ReadOnlyDict[float]
     """Where the time of the slowest rank goes, seconds by part."""
-    memory: dict[str, int]
+    memory: ReadOnlyDict[int]
     """Where the bytes of the fullest rank go, by part."""
     fullest_rank: int = 0
 

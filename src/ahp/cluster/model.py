@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from ahp.cluster.meshes import refuse_wrong_switch
 from ahp.job import BYTES_PER_ELEMENT, Record
+from ahp.read_only import ReadOnlyDict
 
 CLUSTER_SCHEMA_VERSION = 1
 
@@ -25,7 +26,7 @@ class Device(Record):
     name: str
     memory_bytes: int = Field(gt=0)
     memory_bandwidth_bytes_per_s: Rate
-    peak_flops_per_s: dict[str, float] = Field(min_length=1)
+    peak_flops_per_s: ReadOnlyDict[float] = Field(min_length=1)
     """Dense peak by precision (fp32, bf16, fp16, fp8); a precision that is absent is not supported."""
     num_sms: Count | None = None
     power_limit_w: float | None = Field(default=None, gt=0)
