@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from functools import cache
 from typing import Any
@@ -134,6 +135,14 @@ def test_the_ranking_is_of_numbers_of_devices() -> None:
         assert Cluster.resolve(plan.cluster or {}).num_devices == worth.devices
         paid = 2.0 * worth.devices / 3600 * plan.forecast.step_time_s  # type: ignore[union-attr]
         assert worth.figures["cost_per_token"] == pytest.approx(paid / (BATCH * SEQUENCE))
+
+
+def test_a_ranking_by_an_objective_goes_to_another_process() -> None:
+    ranking = search(graph("llama"), NODES, JOB, constraints=FIXED, objective=AIMS[0])
+    found = pickle.loads(pickle.dumps(ranking))
+    assert ranking.choice is not None
+    assert (found.plans, found.worth, str(found)) == (ranking.plans, ranking.worth, str(ranking))
+    assert found.choice.words() == ranking.choice.words()
 
 
 def test_a_bound_ends_what_cannot_be_among_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,10 @@ class Problem:
     is_group_alone: bool = False
     """Whether the cluster is one group of a mixed cluster: a layout may leave some of its devices over even if degrees are fixed, as it
     leaves the other groups over."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what it has computed, which a copy and another process compute again."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
     def capacity_bytes(self) -> int:
