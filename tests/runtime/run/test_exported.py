@@ -47,6 +47,40 @@ def stopped_run(path: Path, optimizer: str) -> tuple[RunFolder, Plan, dict[str, 
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("when", ["checked", "read"])
+def test_a_checkpoint_that_the_run_removes_while_it_is_read_gives_way_to_the_newer_one(
+    tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ahp generate beside the run said that the folder was no checkpoint, or that its newest one was damaged."""
+    run, plan, _ = stopped_run(tmp_path / "run", "adamw")
+    older = run.checkpoints()[-1]
+
+    def go_on() -> None:
+        if older.path.exists():
+            meta = {key: older.meta()[key] for key in ("crc32", "job", "model", "tokenizer_crc32")}
+            aside = run.open_checkpoint(2)
+            for name in meta["crc32"]:
+                shutil.copyfile(older.path / name, aside / name)
+            run.commit_checkpoint(2, meta, keep=1)
+
+    load = checkpoint.dcp.load
+
+    def checked(file: Path) -> int:
+        go_on()
+        return crc32(file)
+
+    def read(*arguments: Any, **more: Any) -> None:
+        go_on()
+        load(*arguments, **more)
+
+    if when == "checked":
+        monkeypatch.setattr("ahp.runtime.run.folder.crc32", checked)
+    else:
+        monkeypatch.setattr(checkpoint.dcp, "load", read)
+    assert exported.newest(run, plan) == run.weights_folder
+    assert run.exported_step() == 2
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_stopped_run_gives_its_weights_without_optimizer_states(
     tmp_path: Path, optimizer: str, monkeypatch: pytest.MonkeyPatch

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 from ahp.cluster.sense import memory_available_bytes
-from ahp.errors import BadInput
+from ahp.errors import AhpError, BadInput
 from ahp.plan import Parallelism, Plan
 from ahp.runtime.data.tokenizer import copy_for_transformers, opened, save_for_transformers, tokenizer_of
 from ahp.runtime.files import crc32
@@ -50,9 +51,19 @@ def publish(
 def newest(run: RunFolder, plan: Plan) -> Path:
     """The folder with the newest checkpoint's weights; converts them now if the run has not (it was stopped).
 
-    Exported weights that are damaged are put away and converted again. Raises BadInput if there is no checkpoint for that, or the newest is
-    damaged.
+    Exported weights that are damaged are put away and converted again. A run that goes on removes older checkpoints: if the newest is removed
+    while it is read here, there is a newer one, which is read instead. Raises BadInput if there is no checkpoint for that, or the newest is damaged.
     """
+    while True:
+        newest_now = [checkpoint.path for checkpoint in run.checkpoints()[-1:]]
+        try:
+            return _newest(run, plan)
+        except (AhpError, OSError, CheckpointException):  # whatever the missing files lead to
+            if all(path.exists() for path in newest_now):
+                raise
+
+
+def _newest(run: RunFolder, plan: Plan) -> Path:
     checkpoints = run.checkpoints()
     written = run.exported_step()
     newest_saved = checkpoints[-1].step if checkpoints else 0
