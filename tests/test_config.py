@@ -245,6 +245,15 @@ def test_overrides_reach_every_depth(tmp_path: Path) -> None:
     assert config.cluster == "8x8xH100-SXM-80GB"
 
 
+@pytest.mark.parametrize("option", [["-o", "p.yaml"], ["-op.yaml"], ["-h"], ["--json"]])
+def test_an_option_is_not_the_value_of_the_key_before_it(option: list[str]) -> None:
+    """--engine.compile -o p.yaml took -o as its value."""
+    assert split_overrides(["--engine.compile", *option]) == ({"engine.compile": True}, option)
+    given, rest = split_overrides(["--job.seed", "-1", "--engine.version=-o", "--job.data", "-", *option])
+    assert given == {"job.seed": -1, "engine.version": "-o", "job.data": "-"}
+    assert rest == option
+
+
 def test_an_override_does_not_change_the_defaults() -> None:
     load_config(None, {"job.steps": 3})
     assert load_config().job.steps == Job().steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ CONFIG_ROOTS = ("model", "init_from", "cluster", "job", "parallelism", "engine",
 TEXT = ("engine.version",)
 """Keys whose value is taken as it is typed: 26.10 is a release, not a number."""
 
+OPTION = re.compile("--|-[A-Za-z]")
+"""How a word begins that is an option and no value: ``-o``, unlike the number -1."""
+
 UNSET = ("null", "true")
 """Values that are exceptions: null, and true, which a key without a value stands for."""
 
@@ -27,8 +31,8 @@ def split_overrides(argv: Sequence[str], roots: Sequence[str] = CONFIG_ROOTS) ->
     """Separate overrides from a command's own arguments.
 
     An override is ``--root.key value``, ``--root.key=value``, or ``--root`` with a value where ``root`` itself is a
-    key. Hyphens and underscores are the same, values are read as YAML, a key without a value is true, the last of
-    two equal keys wins. What follows ``--`` is left alone.
+    key. Hyphens and underscores are the same, values are read as YAML, a key without a value is true (an
+    option follows, or nothing), the last of two equal keys wins. What follows ``--`` is left alone.
 
     Args:
         argv: the words after the command.
@@ -57,7 +61,7 @@ def split_overrides(argv: Sequence[str], roots: Sequence[str] = CONFIG_ROOTS) ->
             meant = f" (did you mean: {', '.join(map(_option, near))}?)" if near else ""
             raise BadInput(f"--{name}: unknown key; it must begin with one of {', '.join(roots)}{meant}")
         if not has_value:
-            value = words.pop(0) if words and not words[0].startswith("--") else "true"
+            value = words.pop(0) if words and not OPTION.match(words[0]) else "true"
         overrides[key] = value if key in TEXT and value not in UNSET else _value(word, value)
     return overrides, rest
 
