@@ -47,6 +47,13 @@ def test_a_whole_config_holds_a_job_too(tmp_path: Path, capsys: pytest.CaptureFi
     file.write_text("model: tiny\njobs: {steps: 7}\n")
     with pytest.raises(BadInput, match=r"config.yaml: jobs: unknown key \(did you mean: job"):
         given_job({"job": str(file)})
+    with_defaults = "run: {folder: a}\nparallelism: {tensor_parallel_degree: 2}\n"  # refused as "run: unknown key"
+    file.write_text(with_defaults)
+    assert given_job({"job": str(file)}) == {}
+    assert capsys.readouterr().err == f"note: only job is read from {file}, not parallelism\n"
+    file.write_text(f"model: tiny\n{with_defaults}")
+    assert given_job({"job": str(file)}) == {}
+    assert capsys.readouterr().err == f"note: only job is read from {file}, not model, parallelism\n"
 
 
 def test_what_is_no_job_is_refused(tmp_path: Path) -> None:

@@ -39,16 +39,17 @@ def given_job(overrides: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(file, str):
             raise bad_input("--job", file, "must be a file that holds a job, or use --job.KEY VALUE")
         data = read_yaml(file)
+        is_whole = not Config.model_fields.keys().isdisjoint(data)
         if isinstance(data.get("job"), dict):
             job = dict(data["job"])
-            # what is not a key of a config or a plan is reported, too
-            named = [key for key in data if (data[key] if key in NOT_READ else key not in Plan.model_fields)]
-            if others := [key for key in named if key not in ("job", "run")]:
-                print(f"note: only job is read from {file}, not {', '.join(others)}", file=sys.stderr)
-        elif "model" in data or "cluster" in data:  # a config: its job has the defaults, wrong keys are refused
+        elif is_whole:  # a config: its job has the defaults, wrong keys are refused
             job = validated(Config, data, file).job.model_dump(exclude_unset=True)
         else:
             job = data
+        # what is not a key of a config or a plan is reported, too
+        named = [key for key in data if (data[key] if key in NOT_READ else key not in Plan.model_fields)]
+        if is_whole and (others := [key for key in named if key not in ("job", "run")]):
+            print(f"note: only job is read from {file}, not {', '.join(others)}", file=sys.stderr)
     for key in [key for key in overrides if key.startswith("job.")]:
         whole = {"job": job}
         set_dotted(whole, key, overrides.pop(key))
