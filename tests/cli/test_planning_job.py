@@ -118,6 +118,11 @@ def test_the_precision_is_the_fastest_that_trains_well(
     assert ("--job.precision bf16 plans without these devices" in why) == bf16_alone
 
 
+def test_a_key_of_another_engine_does_not_change_the_precision() -> None:
+    """ahp train said "ahp does not support bf16, and ahp has fp16 under ahp" before it refused the key."""
+    assert precision_for(H100, EngineChoice(enable_async_tensor_parallel=True)) == ("bf16", "")
+
+
 def test_cores_beside_gpus_without_bf16_compute_in_fp32() -> None:
     both = mixed("T4-16GB", "cpu")
     there = both.with_groups([both.groups[0], cores(bf16=4e11).groups[0].model_copy(update={"name": "cpu"})])

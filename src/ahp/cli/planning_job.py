@@ -97,9 +97,13 @@ def precision_for(cluster: Cluster, engine: EngineChoice) -> tuple[Precision, st
     """
     devices = [group.device for group in cluster.groups]
 
+    def refusal(precision: Precision) -> str | None:
+        return get(engine.name).refuses(Job(precision=precision), Parallelism(), engine)
+
     def runs(precision: Precision) -> bool:
         can = all(precision in device.peak_flops_per_s for device in devices)
-        return can and not get(engine.name).refuses(Job(precision=precision), Parallelism(), engine)
+        # What is refused in fp32 too, such as a key of another engine, is not about the precision, and is told where layouts are searched.
+        return can and refusal(precision) in (None, refusal("fp32"))
 
     without = [device for device in devices if not _fast_in_bf16(device)]
     if runs("bf16") and not without:
