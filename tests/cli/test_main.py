@@ -192,6 +192,14 @@ def test_a_disk_that_takes_nothing_is_told_in_one_line(
     assert capsys.readouterr().err == f"error: runs/demo/report.html.tmp: {os.strerror(number)}\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that takes nothing")
+def test_a_stdout_that_takes_nothing_is_told_in_one_line_beside_json_too() -> None:
+    with Path("/dev/full").open("w") as full:
+        words = [sys.executable, "-m", "ahp", "models", "--json"]
+        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, f"error: a file: {os.strerror(errno.ENOSPC)}\n")
+
+
 def test_interrupt(command) -> None:
     command(raising(KeyboardInterrupt()))
     assert main(["plan"]) == 130
@@ -241,6 +249,27 @@ def test_a_folder_that_is_gone_is_told(
     (tmp_path / "gone").rmdir()
     assert main(["models"]) == 2
     assert "the folder in which the command was started is gone" in capsys.readouterr().err
+
+
+def test_what_a_users_module_prints_is_not_on_stdout_beside_the_data(
+    users_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noisy = "import torch\nprint('imported')\ndef make():\n    print('made')\n    return torch.nn.Linear(2, 2)\n"
+    (users_folder / "noisy_model.py").write_text(noisy)
+    assert main(["analyze", "noisy_model:make", "--json"]) == 2  # no language model
+    told = capsys.readouterr()
+    assert json.loads(told.out)["error"]["exit_code"] == 2
+    assert told.err.startswith("imported\nmade\n")
+
+
+def test_what_others_print_beside_json_goes_to_stderr() -> None:
+    """Also what a process prints that is started there, such as a worker of ahp train."""
+    work = "print('first'); os.system('echo second'); print_alone('[1]'); print('third'); sys.stdout.flush()"
+    code = "import os, sys\nfrom ahp.cli.json_alone import json_alone, print_alone\n"
+    code += f"with json_alone():\n    {work}\nprint('last')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[1]\nlast\n"
+    assert sorted(ended.stderr.split()) == ["first", "second", "third"]
 
 
 def test_wrong_options_are_data_too_where_data_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,8 +342,9 @@ def test_a_word_that_a_command_does_not_take_is_named(
     [
         "from ahp.cli import main as frame; frame._help = lambda: 'line\\n' * 100_000; sys.exit(frame.main([]))",
         "from ahp.cli import main as frame, models; from ahp.report.tables import console; models.run = lambda words: [console().print('line') for _ in range(100_000)] and 0; sys.exit(frame.main(['models']))",
+        "from ahp.cli import json_alone, main as frame, models; models.run = lambda words: json_alone.print_alone('line\\n' * 100_000); sys.exit(frame.main(['models', '--json']))",
     ],
-    ids=["print", "rich"],
+    ids=["print", "rich", "json"],
 )
 def test_a_reader_that_leaves_is_no_error(code: str) -> None:
     with subprocess.Popen(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from ahp.cli.following import show_next
+from ahp.cli.json_alone import print_alone
 from ahp.cli.options import options_of
 from ahp.cli.planning_job import LONGEST_DEFAULT_SEQUENCE
 from ahp.errors import BadInput
@@ -68,7 +69,7 @@ def run(argv: list[str]) -> int:
     graph = analyze(arguments.model, job, micro_batch_size=arguments.micro_batch_size, attention=arguments.attention)
     print(f"analyzed in {time.perf_counter() - started:.1f} s", file=sys.stderr)
     if arguments.json:
-        print(to_json(graph))
+        print_alone(to_json(graph))
     elif arguments.dot:
         print(to_dot(graph), end="")
     else:

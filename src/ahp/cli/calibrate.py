@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from ahp.cli.json_alone import print_alone
 from ahp.cli.options import options_of
 from ahp.cli.writable import require_writable
 from ahp.errors import BadInput, bad_input
@@ -76,7 +77,7 @@ def run(argv: list[str]) -> int:
             ],
             "calibration": ratios or _calibration(cluster), "wrote": str(arguments.output), "next": [following],
         }  # fmt: skip
-        print(json.dumps(result))
+        print_alone(json.dumps(result))
     else:
         print("\n".join(_lines(cluster, found, ratios)))
         print(f"\nWrote {arguments.output}\nNext: {following}")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from ahp.cli.following import show_next
+from ahp.cli.json_alone import print_alone
 from ahp.cli.options import options_of
 from ahp.cli.overrides import split_overrides
 from ahp.errors import AhpError, BadInput, NotExpressible, NothingFits
@@ -124,7 +125,7 @@ def run(argv: list[str]) -> int:
         found = replace(found, cluster=_short(plan.parallelism.world_size))
     following = _following(found, arguments.cluster or found.cluster)
     if arguments.json:
-        print(json.dumps({**_plain(found), "next": following}))
+        print_alone(json.dumps({**_plain(found), "next": following}))
     else:
         _show(found, following)
     return 0

@@ -18,6 +18,7 @@ import tyro
 
 from ahp.cli.explain import more_by_part
 from ahp.cli.following import show_next
+from ahp.cli.json_alone import print_alone
 from ahp.cli.options import options_of
 from ahp.cli.simulate import price
 from ahp.errors import BadInput, bad_input
@@ -104,7 +105,7 @@ def run(argv: list[str]) -> int:
             "settings": {key: list(values) for key, values in differ},
             "next": following,
         }
-        print(json.dumps(result))
+        print_alone(json.dumps(result))
     else:
         _show(first, second, lines, [(key, *values) for key, values in differ], following)
     return 0

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from ahp.cli.following import can_follow, show_next
+from ahp.cli.json_alone import print_alone
 from ahp.cli.layout_words import constraints_of
 from ahp.cli.options import options_of
 from ahp.cli.waiting import waiting
@@ -82,7 +83,7 @@ def run(argv: list[str]) -> int:
     if arguments.json:
         answer = _as_json(plan, arguments.plan, binds, moves, other) | {"stands_on": stands_on(subject.cluster)}
         plain = None if schedules is None else schedules.plain()
-        print(json.dumps({**answer, "slicing": sliced, "documents": documents, "schedules": plain}))
+        print_alone(json.dumps({**answer, "slicing": sliced, "documents": documents, "schedules": plain}))
     else:
         _show(plan, arguments.plan, binds, moves, other, schedules, documents, sliced)
     return 0

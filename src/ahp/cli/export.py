@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from ahp.cli.following import next_words
+from ahp.cli.json_alone import print_alone
 from ahp.cli.options import in_columns, options_of
 from ahp.cli.writable import require_writable
 from ahp.errors import bad_input
@@ -72,7 +73,7 @@ def run(argv: list[str]) -> int:
     if arguments.out == "-":
         following = [command.replace("{file}", "FILE") for command in exported.next]
         if arguments.json:
-            print(
+            print_alone(
                 json.dumps(
                     {"target": target.name, "text": exported.text, "not_in_file": exported.notices, "next": following}
                 )
@@ -98,7 +99,7 @@ def run(argv: list[str]) -> int:
     save(path, exported.text)
     following = [command.replace("{file}", shlex.quote(str(path))) for command in exported.next]
     if arguments.json:
-        print(
+        print_alone(
             json.dumps({"target": target.name, "wrote": str(path), "not_in_file": exported.notices, "next": following})
         )
     else:

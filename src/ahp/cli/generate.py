@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from ahp.cli.following import next_words
+from ahp.cli.json_alone import print_alone
 from ahp.cli.options import options_of
 from ahp.errors import bad_input
 from ahp.optional import Flag
@@ -42,7 +43,7 @@ def run(argv: list[str]) -> int:
     text = generate(arguments.run, arguments.prompt, sampling)
     after = f"ahp report {shlex.quote(arguments.run)}"
     if arguments.json:
-        print(json.dumps({"run": arguments.run, "prompt": arguments.prompt, "text": text, "next": [after]}))
+        print_alone(json.dumps({"run": arguments.run, "prompt": arguments.prompt, "text": text, "next": [after]}))
         return 0
     print(text)
     prompt = ["--prompt", arguments.prompt] if arguments.prompt else []

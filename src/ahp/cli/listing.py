@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ahp.cli.following import show_next
+from ahp.cli.json_alone import print_alone
 
 Row = dict[str, Any]
 
@@ -14,7 +15,7 @@ Row = dict[str, Any]
 def show_catalogue(rows: Sequence[Row], cells: Sequence[Row], beside: str, following: str, *, as_json: bool) -> None:
     """``rows`` are the data; ``cells`` are the same for people, all with the same keys, the name first."""
     if as_json:
-        print(json.dumps(rows))
+        print_alone(json.dumps(rows))
         return
     from rich.table import Table
 

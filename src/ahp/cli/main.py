@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import NoReturn
 
+from ahp.cli.json_alone import json_alone
 from ahp.errors import AhpError, BadInput, bad_input
 from ahp.runtime.run.stop_signal import Stopped, stops_at_once
 from ahp.runtime.stoppable import is_left
@@ -86,8 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"stopped by {stop}", file=sys.stderr)
         return stop.exit_code
     except BrokenPipeError:
-        # The reader is gone (ahp plan ... | head); without this the interpreter complains again while it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()  # the reader is gone (ahp plan ... | head)
         return BROKEN_PIPE
     except Exception as error:
         if trace:
@@ -144,7 +144,8 @@ def _dispatch(words: list[str]) -> int:
         known = ("--help", "--version", "--traceback") if words[0].startswith("-") else COMMANDS
         raise bad_input("command", words[0], "no such command; ahp --help lists them", known)
     _find_users_modules()
-    with _short_warnings():
+    data_alone = "--json" in words and not {"-h", "--help"} & {*words}
+    with _short_warnings(), json_alone() if data_alone else nullcontext():
         return import_module(f"ahp.cli.{words[0]}").run(words[1:])
 
 
@@ -213,13 +214,16 @@ def _help() -> str:
 def _fail(message: str, kind: str, code: int, *, as_json: bool) -> int:
     print(f"error: {message}", file=sys.stderr)
     if as_json:
-        _print_error(kind, message, code)
+        try:
+            print(json.dumps({"error": {"kind": kind, "message": message, "exit_code": code}}), flush=True)
+        except OSError:  # stdout takes nothing, which may be the error
+            _drop_stdout()
     return code
 
 
-def _print_error(kind: str, message: str, code: int) -> None:
-    """An error as data, for ``--json``."""
-    print(json.dumps({"error": {"kind": kind, "message": message, "exit_code": code}}))
+def _drop_stdout() -> None:
+    """Let what is still to be printed go nowhere: else the interpreter complains again while it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _place(error: BaseException) -> str:

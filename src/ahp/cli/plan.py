@@ -28,6 +28,7 @@ import tyro
 from rich.console import Console, Group
 
 from ahp.cli.following import RUNS, after, default_data_words, refused_export, show_next
+from ahp.cli.json_alone import print_alone
 from ahp.cli.layout_words import layout_of
 from ahp.cli.options import options_of
 from ahp.cli.overrides import split_overrides
@@ -155,7 +156,7 @@ def run(argv: list[str]) -> int:
     found = replace(found, refused=None if refused in found.ranking.notes else refused)
     best.save(arguments.out)
     if arguments.json:
-        print(json.dumps(as_json(found, arguments.out)))
+        print_alone(json.dumps(as_json(found, arguments.out)))
     else:
         show(found, arguments.out, wide=arguments.wide)
     return 0

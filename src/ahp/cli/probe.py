@@ -10,6 +10,7 @@ from typing import Annotated
 
 import tyro
 
+from ahp.cli.json_alone import print_alone
 from ahp.cli.options import options_of
 from ahp.cli.probe_lines import lines
 from ahp.cli.waiting import progress_bar
@@ -67,7 +68,7 @@ def run(argv: list[str]) -> int:
         )
     cluster.save(arguments.output)
     if arguments.json:
-        print(json.dumps(cluster.plain()))
+        print_alone(json.dumps(cluster.plain()))
         return 0
     print("\n".join(lines(cluster)))
     print(f"\nWrote {arguments.output}")

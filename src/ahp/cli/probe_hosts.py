@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ahp.cli import nodes
+from ahp.cli.json_alone import print_alone
 from ahp.cli.probe_lines import machine
 from ahp.cli.waiting import progress_bar
 from ahp.cli.writable import require_writable
@@ -69,7 +70,7 @@ def run(find: Callable[[], Place | None], output: Path, *, quick: bool, workers:
     meeting.leave()
     if as_json:
         print("\n".join(found.warnings), file=sys.stderr)
-        print(json.dumps(found.cluster.plain()))
+        print_alone(json.dumps(found.cluster.plain()))
         return 0
     print("\n".join(lines(found)))
     print(f"\nWrote {output}")

@@ -16,6 +16,7 @@ from typing import Annotated
 import tyro
 
 from ahp.cli.following import RUNS, after, next_words
+from ahp.cli.json_alone import print_alone
 from ahp.cli.options import options_of
 from ahp.cli.writable import require_writable
 from ahp.errors import bad_input
@@ -61,7 +62,7 @@ def run(argv: list[str]) -> int:
     if arguments.json:
         ended = {"state": status.state, "step": status.step, "cause": status.cause} if status is not None else {}
         noticed = read_noticed(source / "status.json") if source.is_dir() else {}
-        print(json.dumps({"wrote": str(page), **ended, **noticed, "next": [following]}))
+        print_alone(json.dumps({"wrote": str(page), **ended, **noticed, "next": [following]}))
     else:
         text = "" if status is None else f"Run   {status.state}, step {status.step}{_why(status)}\n"
         text += "".join(f"{line}\n" for line in _noticed(source / "status.json"))
@@ -90,7 +91,7 @@ def _beside(sources: list[Path], arguments: Arguments) -> int:
     page = write_compared(sources, out)
     following = f"ahp report {shlex.quote(str(sources[0]))}"
     if arguments.json:
-        print(json.dumps({"wrote": str(page), "next": [following]}))
+        print_alone(json.dumps({"wrote": str(page), "next": [following]}))
     else:
         print(f"Wrote {page}\nNext: open it in a browser    {following}")
     return 0

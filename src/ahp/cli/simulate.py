@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from ahp.cli.following import can_follow, show_next
+from ahp.cli.json_alone import print_alone
 from ahp.cli.options import options_of
 from ahp.cli.overrides import split_overrides
 from ahp.cli.waiting import waiting
@@ -91,7 +92,7 @@ def run(argv: list[str]) -> int:
             "wrote": arguments.trace,
             "next": following,
         }
-        print(json.dumps(result))
+        print_alone(json.dumps(result))
     else:
         _show(plan, found, arguments.trace, following)
     return 0

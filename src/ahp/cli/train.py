@@ -24,6 +24,7 @@ import yaml
 from ahp.about import __version__
 from ahp.cli import nodes
 from ahp.cli.following import next_words
+from ahp.cli.json_alone import print_alone
 from ahp.cli.options import options_of
 from ahp.cli.overrides import CONFIG_ROOTS, split_overrides
 from ahp.cli.plan_job import with_job
@@ -299,7 +300,7 @@ def report(outcome: Outcome, arguments: Arguments, command: str, *, sample: bool
         result["next"] = [command]
     result["report"] = _write_page(folder.path)
     if arguments.json:
-        print(json.dumps(result))
+        print_alone(json.dumps(result))
     else:
         print("\n".join(words(result, already_done=outcome.already_done)))
     return outcome.exit_code

@@ -14,6 +14,7 @@ import tyro
 from rich.table import Table
 
 from ahp.cli.following import show_next
+from ahp.cli.json_alone import print_alone
 from ahp.cli.options import options_of
 from ahp.optional import Flag
 from ahp.plan import Plan
@@ -48,7 +49,7 @@ def run(argv: list[str]) -> int:
     equal = all(row.equal for row in rows)
     following = [_following(arguments.plan, equal)]
     if arguments.json:
-        print(json.dumps({"equal": equal, "steps": [_plain(row) for row in rows], "next": following}))
+        print_alone(json.dumps({"equal": equal, "steps": [_plain(row) for row in rows], "next": following}))
     else:
         _print(rows, plan, equal)
         show_next(console(), following)
