@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,26 @@ def test_a_factory() -> None:
 def test_a_factory_that_fails_is_named_with_what_it_raised() -> None:
     with pytest.raises(BadInput, match=r"model = 'tests.graph.small:broken': the factory raised KeyError: 'width'"):
         build_model("tests.graph.small:broken")
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("def make(:", r"importing users_model raised SyntaxError: invalid syntax \(users_model.py, line 1\)"),
+        ("1 / 0", "importing users_model raised ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", "importing users_model raised SystemExit: 3"),
+        ("def make(): exit(0)", "the factory raised SystemExit: 0"),
+    ],
+)
+def test_a_users_file_that_fails_or_ends_the_program_is_named(
+    code: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that ended the program ended the command too, without a word, and with the file's exit code."""
+    (tmp_path / "users_model.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "users_model", raising=False)
+    with pytest.raises(BadInput, match=f"model = 'users_model:make': {told}"):
+        build_model("users_model:make")
 
 
 def test_a_live_module_and_a_config_object() -> None:

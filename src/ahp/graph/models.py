@@ -351,6 +351,8 @@ def _from_factory(model: Any, dtype: torch.dtype, device: Any) -> nn.Module:
         raise BadInput(f"model = {model!r}: {rule}") from error
     except (ImportError, AttributeError) as error:
         raise BadInput(f"model = {model!r}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the user's own code raises
+        raise BadInput(f"model = {model!r}: importing {path} raised {type(error).__name__}: {error}") from error
     if not callable(factory):
         raise BadInput(
             f"model = {model!r}: not a function that makes an nn.Module, but of type {type(factory).__name__}"
@@ -358,7 +360,7 @@ def _from_factory(model: Any, dtype: torch.dtype, device: Any) -> nn.Module:
     try:
         with torch.device(device):
             module = factory()
-    except Exception as error:  # whatever the user's own code raises
+    except (Exception, SystemExit) as error:
         raise BadInput(f"model = {model!r}: the factory raised {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise BadInput(f"model = {model!r}: the factory returned {type(module).__name__}, not an nn.Module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,19 @@ def test_it_is_called_every_so_often_and_at_the_end(alone: Ranks, folder: RunFol
     assert found[0]["evaluation_share"] == 0.5
     assert found[0]["evaluation_worst"] is None
     assert all(record["evaluation_time_s"] >= 0 for record in found)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"), [("def look(:", "SyntaxError: invalid syntax"), ("raise SystemExit(3)", "SystemExit: 3")]
+)
+def test_a_file_that_cannot_be_imported_is_named(
+    code: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "users_look.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "users_look", raising=False)
+    with pytest.raises(BadInput, match=f"run.evaluation = 'users_look:look': importing users_look raised {told}"):
+        find("users_look:look")
 
 
 def test_it_waits_for_steps_that_are_ahead(alone: Ranks, folder: RunFolder, tmp_path: Path) -> None:  # noqa: F811

@@ -30,6 +30,8 @@ def find(name: str) -> Evaluation:
         raise BadInput(f"{KEY} = {name!r}: {error}; {where}") from error
     except ImportError as error:
         raise BadInput(f"{KEY} = {name!r}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the user's own code raises
+        raise BadInput(f"{KEY} = {name!r}: importing {path} raised {type(error).__name__}: {error}") from error
     if (found := getattr(module, function, None)) is None:
         its_own = [key for key, one in vars(module).items() if isfunction(one) and one.__module__ == module.__name__]
         raise bad_input(KEY, name, f"{path} has no such function", [f"{path}:{key}" for key in its_own])
