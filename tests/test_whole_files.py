@@ -91,3 +91,9 @@ def test_a_folder_that_cannot_be_written_has_one_answer_whoever_asks(tmp_path: P
     assert {one.rpartition("; ")[2] for one in told} == {"give another KEY"}
     full = unwritable("run.folder", path, OSError(errno.ENOSPC, "No space left on device"))
     assert str(full).endswith("(No space left on device); make room there, or give another run.folder")
+
+
+def test_a_name_that_is_not_utf8_is_written_as_the_system_has_it(tmp_path: Path) -> None:
+    """ahp report and ahp export slurm ended in an internal error for a plan with such a name."""
+    save(tmp_path / "page.html", os.fsdecode(b"caf\xe9.yaml, caf\xc3\xa9"))
+    assert (tmp_path / "page.html").read_bytes() == b"caf\xe9.yaml, caf\xc3\xa9"

@@ -39,8 +39,8 @@ def save(path: str | Path, content: str | bytes) -> None:
 
 def write_aside(path: Path, content: str | bytes) -> None:
     """Replace a file atomically: a reader, or a crash, sees the old text or the new one. Another process that writes the same file uses its own
-    temporary file."""
-    data = content.encode() if isinstance(content, str) else content
+    temporary file. A name of a file that is not UTF-8 is written as the system has it."""
+    data = content.encode(errors="surrogateescape") if isinstance(content, str) else content
     if path.exists() and not path.is_file():  # /dev/null or a pipe must not be replaced by a file
         path.write_bytes(data)
         return
