@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,20 @@ def test_a_stopped_run_gives_its_weights_without_optimizer_states(
     assert set(stored) == set(weights)
     for name, weight in weights.items():
         assert torch.equal(stored[name], weight.to(stored[name].dtype))
+
+
+def test_a_stopped_run_whose_folder_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as another user's. ahp generate said "runs/demo/hf.tmp-4ikwthqr: Read-only file system" with the exit code of AHP's own faults."""
+    run, plan, _ = stopped_run(tmp_path / "run", "adamw")
+
+    def refuses(**_: Any) -> str:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(exported.tempfile, "mkdtemp", refuses)
+    with pytest.raises(
+        BadInput, match=r"run = '.*run': it was stopped, .* cannot be written \(Read-only file system\)"
+    ):
+        exported.newest(run, plan)
 
 
 def flip_a_bit(file: Path) -> None:

@@ -134,7 +134,13 @@ def _convert(run: RunFolder, plan: Plan, checkpoint: Path, step: int) -> Path:
     job = plan.job.model_copy(update={"optimizer": plan.job.optimizer.model_copy(update={"name": "adamw"})})
     engine = plan.engine.model_copy(update={"offload_optimizer": False})
     alone = plan.model_copy(update={"parallelism": Parallelism(), "init_from": None, "job": job, "engine": engine})
-    aside = Path(tempfile.mkdtemp(prefix="hf.tmp-", dir=run.path))
+    try:
+        aside = Path(tempfile.mkdtemp(prefix="hf.tmp-", dir=run.path))
+    except OSError as error:
+        why = (
+            f"it was stopped, so its weights are still to be written there, and it cannot be written ({error.strerror})"
+        )
+        raise BadInput(f"run = {str(run.path)!r}: {why}; give a copy of the folder") from None
     try:
         with _world_of_one():
             module = build_model(plan.model, device="meta", attention=plan.engine.attention)
