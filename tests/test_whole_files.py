@@ -57,6 +57,22 @@ def test_a_file_in_a_folder_that_takes_none_is_refused_before_the_work() -> None
     require_writable("/dev/null")
 
 
+def test_a_name_that_the_next_command_cannot_be_given_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ahp plan -o - wrote a file of that name, while ahp export -o - prints."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        BadInput, match="--out = '-': stdout has the answer for people, or with --json the data; give a file"
+    ):
+        require_writable("-", "--out")
+    with pytest.raises(
+        BadInput, match=r"-o = '-x.yaml': the next command would take it for an option \(valid: ./-x.yaml\)"
+    ):
+        require_writable("-x.yaml")
+    require_writable("./-x.yaml")
+
+
 def test_a_link_stays_one(tmp_path: Path) -> None:
     file, link = tmp_path / "file", tmp_path / "link"
     link.symlink_to(file)
