@@ -350,6 +350,25 @@ def test_without_a_cluster_it_is_as_large_as_the_degrees_make_it(
         run([str(file)])
 
 
+@pytest.mark.parametrize(
+    ("enabled", "precision"), [("true", "bf16"), ('"true"', "bf16"), ("1", "bf16"), ('"false"', "fp32"), ("0", "fp32")]
+)
+def test_a_switch_of_deepspeeds_file_may_be_text(tmp_path: Path, enabled: str, precision: str) -> None:
+    """As DeepSpeed reads it. The text "false" was taken for true."""
+    file = tmp_path / "ds.json"
+    file.write_text(f'{{"train_micro_batch_size_per_gpu": 1, "bf16": {{"enabled": {enabled}}}}}')
+    found = read_foreign(str(file), None, None, 8).read
+    assert (found.fields["job.precision"], list(found.not_understood)) == (precision, [])
+
+
+@pytest.mark.parametrize("enabled", ['"8"', "null", "[1]", '"yes please"'])
+def test_a_switch_of_deepspeeds_file_that_is_none_is_listed(tmp_path: Path, enabled: str) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(f'{{"train_micro_batch_size_per_gpu": 1, "bf16": {{"enabled": {enabled}}}}}')
+    [told] = read_foreign(str(file), None, None, 8).read.not_understood
+    assert told.startswith("bf16.enabled = ")
+
+
 def test_states_in_host_memory_are_listed_with_what_that_means(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     offload = (

@@ -24,6 +24,7 @@ from ahp.export.table import (
     one_kind_of_replicas,
     refuse_what_has_no_key,
     same,
+    switch,
     whole,
 )
 from ahp.export.target import Shape
@@ -91,7 +92,7 @@ def _write_experts(s: Subject) -> Settings:
 
 
 def _read_experts(settings: Settings) -> Fields:
-    on = bool(settings.get(EXPERTS, False))
+    on = switch(settings.get(EXPERTS, False), EXPERTS)
     return {P + "expert_parallel_degree": whole(settings.get(EXPERT, 1), EXPERT) if on else 1}
 
 
@@ -100,9 +101,10 @@ def _write_precision(s: Subject) -> Settings:
 
 
 def _read_precision(settings: Settings) -> Fields:
-    on = [kind for kind in ("bf16", "fp16") if settings.get(f"{kind}.enabled", False)]
-    if any(settings.get(f"{kind}.enabled") == "auto" for kind in on):
+    given = {kind: settings.get(f"{kind}.enabled", False) for kind in ("bf16", "fp16")}
+    if "auto" in given.values():
         raise Unreadable("bf16.enabled, fp16.enabled = 'auto': the Trainer sets it; AHP assumes fp32")
+    on = [kind for kind, value in given.items() if switch(value, f"{kind}.enabled")]
     return {"job.precision": on[0] if on else "fp32"}
 
 

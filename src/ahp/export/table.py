@@ -252,6 +252,14 @@ def whole(value: Any, key: str, least: int = 1) -> int:
     return int(text)
 
 
+def switch(value: Any, key: str) -> bool:
+    """Whether a file switches something on, in which true can be text. Raises Unreadable for anything else."""
+    text = str(value).lower()
+    if text not in ("true", "false", "1", "0"):
+        raise Unreadable(f"{key} = {value!r}: must be true or false")
+    return text in ("true", "1")
+
+
 def cut_of(layers: list[int], ranks: int, ends: Ends, key: str) -> Fields:
     """Fields of a cut: virtual stages, and blocks of each stage unless it is the engine's own cut. Raises Unreadable if no plan can have it."""
     if len(layers) % ranks:
