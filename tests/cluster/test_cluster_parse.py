@@ -323,6 +323,23 @@ def test_plain_form_is_checked(tmp_path: Path) -> None:
         Cluster.from_dict(data)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("kernel_launch_s", 1e300, "must be at most 60"),
+        ("reserved_memory_bytes", 10**30, "must be at most 1000000000000000000"),
+        ("power_limit_w", 5e-324, "must be at least 1"),
+        ("rated_power_w", 0.5, "must be at least 1"),
+    ],
+)
+def test_a_figure_that_no_device_has_is_refused(key: str, value: float, rule: str) -> None:
+    """A forecast with it ended in an internal error."""
+    data = Cluster.parse("8xH100").plain()
+    data["groups"][0]["device"][key] = value
+    with pytest.raises(BadInput, match=rf"device.{key} = .*: {rule}"):
+        Cluster.from_dict(data)
+
+
 SAMPLES = {
     "matmul": {"m": 8, "n": 8, "k": 8, "dtype": "fp32", "workers": 1, "seconds": 1e-6},
     "memory": {"workers": 1, "bytes_per_s": 1e9},

@@ -17,6 +17,7 @@ CLUSTER_SCHEMA_VERSION = 1
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=1)]
+Watts = Annotated[float, Field(ge=1)]
 """A rate per second. Less than 1 is no real hardware, and the reciprocal of nearly 0 is no usable time."""
 
 
@@ -29,16 +30,16 @@ class Device(Record):
     peak_flops_per_s: ReadOnlyDict[float] = Field(min_length=1)
     """Dense peak by precision (fp32, bf16, fp16, fp8); a precision that is absent is not supported."""
     num_sms: Count | None = None
-    power_limit_w: float | None = Field(default=None, gt=0)
+    power_limit_w: Watts | None = None
     """Power limit of the device, as set on it or by the user."""
-    rated_power_w: float | None = Field(default=None, gt=0)
+    rated_power_w: Watts | None = None
     """Power that the part is built for; ``peak_flops_per_s`` and the bandwidth are those at this power."""
-    kernel_launch_s: float = Field(default=5.0e-6, ge=0)
+    kernel_launch_s: float = Field(default=5.0e-6, ge=0, le=60)
     """The least time of any operator. On a GPU the launch of a kernel; on a CPU the time that Python, dispatch and
     autograd take for one operator of a training step, which nothing hides there."""
     host_bandwidth_bytes_per_s: Rate | None = None
     """Between its memory and the host's, one way at a time, while all devices of the node copy; None = not known."""
-    reserved_memory_bytes: NotNegative = 0
+    reserved_memory_bytes: int = Field(default=0, ge=0, le=10**18)
     """Held by the driver and the context before the first tensor."""
     source: str = ""
 

@@ -21,7 +21,7 @@ from pydantic import Field
 from ahp.cluster import catalogue
 from ahp.cluster.domains import given_domain, usual_domain
 from ahp.cluster.meshes import refuse_wrong_switch
-from ahp.cluster.model import CLUSTER_SCHEMA_VERSION, Cluster, Device, GroupLink, Link, NodeGroup, Rate
+from ahp.cluster.model import CLUSTER_SCHEMA_VERSION, Cluster, Device, GroupLink, Link, NodeGroup, Rate, Watts
 from ahp.errors import BadInput, bad_input
 from ahp.job import Record
 from ahp.plan import validated
@@ -36,7 +36,6 @@ MOST_DIGITS = 9
 """The most digits of a count; Python refuses to read a number of more than 4,300."""
 WIDEST_PLAIN = 8
 """Devices given without a width are one node up to this number, whatever is usual: boards for eight of every card are sold [Empirical]."""
-Watts = Annotated[float, Field(gt=0)]
 Gbps = Annotated[float, Field(ge=1e-6)]
 """Gigabits per second, at least a thousand bits."""
 NetworkKind = Literal["infiniband", "efa", "slingshot", "ethernet"]
