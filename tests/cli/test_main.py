@@ -326,6 +326,7 @@ def test_a_closed_output_is_no_fault(closed: str, monkeypatch: pytest.MonkeyPatc
             "cluster = 'llama3-8b': this is a model; the order is: ahp plan MODEL CLUSTER",
         ),
         (["generate", __file__], "no run's folder: it is a file"),
+        (["train", "--top", "0"], "--top = 0: must be 1 or more"),
         (["train", "llama3-8b"], "config = 'llama3-8b': this is a model, not a file (valid: --model llama3-8b)"),
     ],
     ids=lambda one: " ".join(one[:2]) if isinstance(one, list) else "",

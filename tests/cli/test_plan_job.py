@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,12 @@ def test_a_value_that_is_none_is_refused() -> None:
 def test_training_on_the_text_of_a_trial_is_said() -> None:
     assert "200 steps on python-stdlib" in (default_data_words(Job()) or "")
     assert default_data_words(Job(data="a.txt")) is None
+
+
+def test_a_runs_folder_is_told_how_it_goes_on(tmp_path: Path) -> None:
+    """Other commands take it; ahp train said only that it is no file."""
+    Plan().save(tmp_path / "plan.yaml")
+    folder = re.escape(str(tmp_path))
+    told = rf"config = '{folder}': a run's folder; .*ahp train {folder}/plan.yaml --run.folder {folder}"
+    with pytest.raises(BadInput, match=told):
+        read_request(str(tmp_path), {})

@@ -113,6 +113,8 @@ def run(argv: list[str]) -> int:
     """``ahp train``. Returns the exit code; raises AhpError."""
     given, rest = split_overrides(argv)
     arguments = options_of(Arguments, rest, "ahp train", f"{__doc__}\n{config_help()}", CONFIG_ROOTS)
+    if arguments.top < 1:
+        raise bad_input("--top", arguments.top, "must be 1 or more")
     overrides = given if arguments.config is not None else DEMO | given
     place = slurm.task()
     several = nodes.asked(arguments.nodes, arguments.rendezvous, arguments.workers_per_node, place)
@@ -131,6 +133,14 @@ def read_request(path: str | None, overrides: dict[str, Any]) -> Request:
     """The config or the plan in a file. With a plan only ``--run.KEY`` can be given, and keys of the job that do not change the plan."""
     if path in CATALOGUE and not os.path.exists(path):
         raise bad_input("config", path, "this is a model, not a file", [f"--model {path}"])
+    if path is not None and (plan := Path(path, "plan.yaml")).is_file():
+        as_it_is = f"{shlex.quote(str(plan))} --run.folder {shlex.quote(path)}"
+        raise bad_input(
+            "config",
+            path,
+            "a run's folder; start the same command again, or its plan as it is",
+            [f"ahp train {as_it_is}"],
+        )
     data = read_yaml(path) if path is not None else {}
     if "schema_version" not in data:
         config = load_config(path, overrides)
