@@ -149,6 +149,8 @@ def test_numbers_as_people_write_them(text: str, value: Any) -> None:
             "job: {steps: 20}\nrun: {profile: {steps: [10, 21]}}",
             ["run.profile.steps = [10, 21]: the job has 20 steps (job.steps)"],
         ),
+        ("on: 2", ["config.yaml: True: a key must be a word, such as model, init_from, cluster"]),
+        ("job: {1: 2}", ["job.1: a key must be a word, such as data, data_field, packing"]),
         ("job: {seed: 1}\njob: {seed: 2}", ["the key 'job' is given twice"]),
         ("- 1", ["a mapping of keys was expected, not a list"]),
         ("job: [", ["not YAML"]),

@@ -52,6 +52,9 @@ def broken_rules(
         match item["type"]:
             case "extra_forbidden":
                 yield f"{key}: unknown key ({_meant(place.keys[-1], list(place.record.model_fields), kind, within or kind)})"
+            case "invalid_key":  # a number, or a word that YAML takes for another value, such as on or null
+                names = list(place.record.model_fields)
+                yield f"{'.'.join([*place.keys[:-1], shortened(item['input'])])}: a key must be a word, such as {', '.join(names[:3])}"
             case "missing":
                 yield f"{key}: missing, and it has no default"
             case "model_type" | "model_attributes_type":
