@@ -154,7 +154,10 @@ def test_what_says_nothing_is_refused(tmp_path: Path) -> None:
     short = run_folder(tmp_path / "short", plan, 1.0, steps=7)
     with pytest.raises(BadInput, match=r"7 steps were measured under its plan \(valid: 8 or more"):
         run([short, "-o", str(tmp_path / "c.yaml")])
+    (tmp_path / "empty").mkdir()
     with pytest.raises(BadInput, match="no step was measured there"):
+        run([str(tmp_path / "empty"), "-o", str(tmp_path / "c.yaml")])
+    with pytest.raises(BadInput, match=r"RUN = '.*none': no such folder \(valid: "):
         run([str(tmp_path / "none"), "-o", str(tmp_path / "c.yaml")])
     long = run_folder(tmp_path / "long", plan, 1.0)
     for times, told in ((150.0, "150"), (0.0, "0"), (0.001, "0.001")):

@@ -37,9 +37,8 @@ def measured(folder: RunFolder) -> MeasuredRun:
     """The steps since the plan was last changed, without the first ``WARM_UP_STEPS``. Raises BadInput if there are too few."""
     records = read_metrics(folder.metrics_file, ["step_time_s"])
     if not records:
-        raise BadInput(
-            f"RUN = {str(folder.path)!r}: no step was measured there (valid: the folder of a run of ahp train)"
-        )
+        why = "no step was measured there" if folder.path.is_dir() else "no such folder"
+        raise BadInput(f"RUN = {str(folder.path)!r}: {why} (valid: the folder of a run of ahp train)")
     planned = records[-1].get("predicted_step_time_s")
     same: list[float] = []
     for record in reversed(records):
