@@ -17,8 +17,9 @@ CLUSTER_SCHEMA_VERSION = 1
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=1)]
-Watts = Annotated[float, Field(ge=1)]
 """A rate per second. Less than 1 is no real hardware, and the reciprocal of nearly 0 is no usable time."""
+Watts = Annotated[float, Field(ge=1)]
+"""Power; less than 1 is no real hardware either."""
 
 
 class Device(Record):
