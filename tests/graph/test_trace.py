@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import ahp
 import ahp.graph.trace as trace
 from ahp.errors import BadInput
 from ahp.graph.export import from_plain, to_plain
@@ -397,8 +398,21 @@ def test_rotary_positions_have_no_end() -> None:
 
 
 def test_a_module_that_gives_no_logits() -> None:
-    with pytest.raises(BadInput, match="logits"):
+    with pytest.raises(BadInput, match=r"model = '_Scalar': its forward returned \[\]; logits"):
         analyze(_Scalar(), JOB)
+
+
+def test_what_trains_nothing_and_what_has_no_shape_yet_is_told() -> None:
+    frozen = Custom().requires_grad_(False)
+    with pytest.raises(BadInput, match=r"model = 'Custom': none of its parameters has requires_grad"):
+        analyze(frozen, JOB)
+    lazy = Custom()
+    lazy.out = nn.LazyLinear(VOCABULARY)  # type: ignore[assignment]
+    for of in (lambda: analyze(lazy, JOB), lambda: ahp.slicing(lazy, 2)):
+        with pytest.raises(
+            BadInput, match=r"model = 'out.weight': has no shape before its lazy module ran \(valid: call"
+        ):
+            of()
 
 
 class _Scalar(Plain):

@@ -215,6 +215,10 @@ class _Tracer:
             why = f"cannot be traced without data: what it does next depends on the values of a tensor, as with .item() or if ({says})"
         elif isinstance(error, RuntimeError) and is_of_two_types(error):
             why = f"it mixes an fp32 tensor with weights in 16 bits (valid: cast the tensor with .to(x.dtype); or job.precision fp32): {says}"
+        elif isinstance(error, BadInput):
+            why = says.removeprefix("model: ")
+        elif not any(p.requires_grad for p in self._module.parameters()):
+            why = "none of its parameters has requires_grad, so a step would train nothing"
         else:
             why = f"cannot be traced in {self._job.precision}: {type(error).__name__}: {says}"
             if not hasattr(self._module, "config"):
