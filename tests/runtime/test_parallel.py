@@ -194,6 +194,43 @@ def bad_parts(rank: int, world: int) -> list[str]:
     return messages
 
 
+def bad_arguments(rank: int, world: int) -> list[str]:
+    from ahp.errors import BadInput
+    from ahp.runtime.parallel import parallelize
+
+    plan: Any = {"job": JOB, "parallelism": {}}
+    parallel: Any = parallelize(MODELS["llama"](), plan)
+    found = []
+    for call in (
+        lambda: parallel.skip_to(-1),
+        lambda: parallel.skip_to("3"),
+        lambda: parallel.rows(None),
+        lambda: parallel.rows(-1),
+        lambda: parallel.export_hf("exported", dtype=torch.int8),
+        lambda: parallel.export_hf("exported", dtype="bf16"),
+        lambda: parallelize(MODELS["llama"](), plan, device="gpu"),
+    ):
+        with pytest.raises(BadInput) as refused:
+            call()
+        found.append(str(refused.value))
+    return found
+
+
+def test_arguments_that_break_a_rule_are_named(pool: Pool) -> None:
+    """Weights written as int8 were all 0."""
+    [told] = pool.run(bad_arguments, 1)
+    assert told[:4] == [
+        "step = -1: must be a whole number, at least 0",
+        "step = '3': must be a whole number, at least 0",
+        "num_rows = None: must be a whole number, at least 0",
+        "num_rows = -1: must be a whole number, at least 0",
+    ]
+    valid = "(valid: torch.float32, torch.bfloat16, torch.float16, torch.float64)"
+    for text, dtype in zip(told[4:6], ("torch.int8", "'bf16'"), strict=True):
+        assert text == f"dtype = {dtype}: weights are written as floating-point numbers of 16 bits or more {valid}"
+    assert told[6] == "device = 'gpu': is no device of torch (valid: null, cpu, cuda)"
+
+
 def test_bad_parts_are_named(pool: Pool) -> None:
     missing, uneven, bare = pool.run(bad_parts, 1)[0]
     assert "part = 'Tensor': must be a dict of input_ids and labels" in bare

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ahp.errors import BadInput
+from ahp.errors import BadInput, whole_number
 from ahp.graph.document_mask import documents_apart
 from ahp.graph.host_numbers import Generators
 from ahp.graph.lora import base_alone, with_adapters
@@ -312,7 +312,7 @@ class Parallel:
     def rows(self, num_rows: int) -> range:
         """This rank's rows of a global batch of ``num_rows``, for a reader that reads no others. Each replica has consecutive rows,
         in proportion to its micro-batches, and each of its shards an equal run of them."""
-        return self.rows_of_ranks.of(num_rows)
+        return self.rows_of_ranks.of(whole_number("num_rows", num_rows, 0))
 
     def step(self, part: dict[str, torch.Tensor]) -> StepResult:
         """Forward, backward, clip, update. Collective. If loss or gradient norm is not finite, or no token is scored, no weight or buffer changes.
@@ -448,7 +448,7 @@ class Parallel:
 
     def skip_to(self, step: int) -> None:
         """Count the steps before ``step`` (from 0) as done: it comes next, with its learning rate and random numbers."""
-        self.state.num_steps_done = step
+        self.state.num_steps_done = whole_number("step", step, 0)
 
     @cached_property
     def in_files(self) -> dict[str, InFiles]:

@@ -123,12 +123,22 @@ def joined(
             dist.destroy_process_group()
 
 
+def _device_named(wanted: torch.device | str | None) -> torch.device | None:
+    """The device that a user has named. Raises BadInput for what is no device."""
+    if wanted is None or isinstance(wanted, torch.device):
+        return wanted
+    try:
+        return torch.device(str(wanted))
+    except RuntimeError:
+        raise bad_input("device", wanted, "is no device of torch", [None, *BACKENDS]) from None
+
+
 def rank_device(plan: Plan, wanted: torch.device | str | None = None) -> torch.device:
     """The device of this rank; a GPU becomes the current device. Joins the other ranks if the program has not.
 
     ``wanted``: the user's own choice. Collective. Warns on stderr, once per node, if the CPU computes while GPUs are idle.
     """
-    given = torch.device(wanted) if wanted is not None else None
+    given = _device_named(wanted)
     if dist.is_initialized():
         device, why = device_of_group(given)
     else:

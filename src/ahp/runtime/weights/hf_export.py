@@ -17,12 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ahp.errors import bad_input
 from ahp.graph.lora import Adapted, adapted_weights, base_name, is_adapter
 from ahp.runtime.files import refuse_file
 from ahp.runtime.training_state import TrainingState
 from ahp.runtime.weights.hub_names import InFiles, Piece, kept_buffers, piece_of
 
 FILE_BYTES = 5 * 10**9
+DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
+"""Types that weights are written in: in another type a file would not hold their values."""
 """The most bytes of one file, except for a larger tensor; transformers' default up to its version 4."""
 
 
@@ -66,6 +69,8 @@ def export_hf(
     mesh = state.layout.mesh
     adapted = {one.weight: one for stage in state.stages.values() for one in adapted_weights(stage.model)}
     pp, column = mesh.rank("pp"), mesh.places[mesh.rank("pp")].flatten().tolist()
+    if dtype not in DTYPES:
+        raise bad_input("dtype", dtype, "weights are written as floating-point numbers of 16 bits or more", DTYPES)
     refuse_file(folder)
     folder.mkdir(parents=True, exist_ok=True)
     buffers = {name: buffer for stage in state.stages.values() for name, buffer in kept_buffers(stage.model)}
