@@ -378,6 +378,8 @@ def within_modes(rank: int, world: int, layout: dict[str, Any]) -> list[float]:
     part = parallel.shard(batch(0))
     with torch.inference_mode():
         losses = [parallel.evaluate([part])]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert parallel.evaluate([part]) == losses[0]
     for mode, told in (
         (torch.no_grad(), "step: gradients are disabled"),
         (torch.inference_mode(), "step: gradients are disabled"),
@@ -388,6 +390,11 @@ def within_modes(rank: int, world: int, layout: dict[str, Any]) -> list[float]:
     losses.append(parallel.step(part).loss)
     with pytest.raises(BadInput, match=r"module = .Custom.: ahp\.parallelize has changed it in place already"):
         parallelize(module, {"job": JOB, "parallelism": layout})
+    with torch.device("meta"):
+        another = BUILDERS["llama"]()
+    with torch.inference_mode():
+        parallel = parallelize(another, {"job": JOB, "parallelism": layout})
+    assert not parallel.step(part).skipped
     return losses
 
 

@@ -113,13 +113,13 @@ def parallelize(
 
 
 def rehearse(module: nn.Module, plan: Plan, device: torch.device, *, initialize: bool = True) -> Parallel:
-    """``parallelize`` on a rank that has joined. CPU cores can stand in for devices with 8-bit products: the same products, very
-    slowly."""
+    """``parallelize`` on a rank that has joined. CPU cores can stand in for devices with 8-bit products, very slowly."""
     refuse_plan(plan, device)
     mesh = build_mesh(plan.parallelism, device)
     check_device(plan, dist.get_rank(), mesh.device)
     hosts = preflight(mesh)
-    return Parallel(module, plan, mesh, hosts, initialize=initialize)
+    with torch.inference_mode(False):  # no step could train what it makes
+        return Parallel(module, plan, mesh, hosts, initialize=initialize)
 
 
 class Parallel:

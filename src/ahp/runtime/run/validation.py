@@ -34,7 +34,8 @@ def evaluate(
     total, tokens = 0.0, 0
     try:
         # FSDP2 would keep what inference mode, around this, makes of the weights.
-        with torch.inference_mode(False), torch.no_grad(), without_backward(stages):
+        without_autocast = torch.autocast(mesh.device.type, enabled=False)  # the loss is the job's, in its precision
+        with torch.inference_mode(False), without_autocast, torch.no_grad(), without_backward(stages):
             for number, part in enumerate(parts):
                 with numbers_of_step(mesh, seed, number, generators):
                     mean, count = _batch(runner, mesh, of_ranks, *part)
