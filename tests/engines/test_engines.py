@@ -49,6 +49,23 @@ def test_refused_by_the_users_own_key(name, layout, job, choice, key):
     assert reason.startswith(f"{key}: {name} cannot run this{in_pipeline} (valid: ")
 
 
+@pytest.mark.parametrize("name", ["ahp", "torchtitan", "megatron", "deepspeed", "accelerate"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pipeline_parallel_schedule": "GPipe"},
+        {"pipeline_parallel_schedule": "ZBVZeroBubble", "tensor_parallel_degree": 2},
+    ],
+)
+def test_a_schedule_without_a_pipeline_is_refused(name, layout):
+    reason = get(name).refuses(Job(), Parallelism(**layout), EngineChoice(name=name))
+    schedule = layout["pipeline_parallel_schedule"]
+    assert (
+        reason
+        == f"pipeline_parallel_schedule = '{schedule}': needs a pipeline_parallel_degree above 1 (valid: 1F1B, the default)"
+    )
+
+
 @pytest.mark.parametrize(
     ("layout", "version", "valid"),
     [

@@ -11,7 +11,7 @@ from ahp.engines import fsdp2, releases
 from ahp.engines.engine import Engine
 from ahp.engines.fp8 import EAGER_TORCHAO_FP8, EAGER_TORCHAO_OPERATORS, FUSED_TORCHAO_FP8, FUSED_TORCHAO_OPERATORS
 from ahp.engines.host import host
-from ahp.engines.support import refuses_dispatch
+from ahp.engines.support import refuses_dispatch, refuses_schedule_without_stages
 from ahp.engines.traits import (
     WHOLE_DOCUMENTS,
     ContextTraits,
@@ -30,7 +30,7 @@ from ahp.engines.traits import (
 from ahp.job import Job
 from ahp.plan import EngineChoice, Parallelism
 from ahp.schedule.orders import splits_backward
-from ahp.schedule.registry import PLAIN, SCHEDULES
+from ahp.schedule.registry import SCHEDULES
 
 BLOCK_OF_8_BITS = 256
 """Elements of an 8-bit moment that share one scale: torchao's own size (torchao 0.18, optim/adam.py)."""
@@ -83,9 +83,8 @@ class AhpEngine(Engine):
             return reason
         if p.enable_sequence_parallel and all(tensor == 1 for _, tensor in p.widths):
             return "enable_sequence_parallel = True: needs a tensor_parallel_degree above 1 (valid: False)"
-        if p.num_stages == 1 and p.pipeline_parallel_schedule != PLAIN:
-            rule = f"needs a pipeline_parallel_degree above 1 (valid: {PLAIN}, the default)"
-            return f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule}"
+        if reason := refuses_schedule_without_stages(p):
+            return reason
         if job.precision not in PRECISIONS:
             return f"precision = {job.precision!r}: {cannot} (valid: {', '.join(PRECISIONS)})"
         if job.precision == "fp8" and job.lora is not None:

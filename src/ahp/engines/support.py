@@ -10,6 +10,15 @@ from ahp.engines import releases
 from ahp.errors import listed
 from ahp.job import Job
 from ahp.plan import AXES, Axis, EngineChoice, Parallelism
+from ahp.schedule.registry import PLAIN
+
+
+def refuses_schedule_without_stages(p: Parallelism) -> str | None:
+    """The reason against a pipeline schedule where there is no pipeline, which would not be used; else None."""
+    if p.num_stages > 1 or p.pipeline_parallel_schedule == PLAIN:
+        return None
+    rule = f"needs a pipeline_parallel_degree above 1 (valid: {PLAIN}, the default)"
+    return f"pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r}: {rule}"
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,8 @@ class Support:
             return _cannot(engine, "enable_sequence_parallel", True, [False])
         if p.pipeline_parallel_degree > 1 and p.pipeline_parallel_schedule not in self.schedules:
             return _cannot(engine, "pipeline_parallel_schedule", p.pipeline_parallel_schedule, self.schedules)
+        if reason := refuses_schedule_without_stages(p):
+            return reason
         if p.weight_shards > 1 and p.zero_stage not in self.zero_stages:
             return _cannot(engine, "zero_stage", p.zero_stage, self.zero_stages)
         piped = self.zero_stages_in_pipeline if p.pipeline_parallel_degree > 1 else None
