@@ -301,7 +301,7 @@ def test_an_edited_plan_is_explained_and_drawn_as_it_is_now(
     assert main(["explain", str(plan_file), "--json"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["forecast"] == today
-    assert "the file's own forecast, " in said.err
+    assert "note: the plan stores a forecast of " in said.err
     assert main(["report", str(plan_file)]) == 0
     page = plan_file.with_suffix(".html").read_text()
     assert f"step time, predicted</b><strong>{seconds(today['step_time_s'])}</strong>" in page

@@ -68,7 +68,7 @@ def run(argv: list[str]) -> int:
     alternatives = None if arguments.why_not is None else constraints_of(arguments.why_not)
     subject = _subject(plan)
     forecast = subject.price(plan.parallelism)
-    _tell_of_older(plan.forecast, forecast)
+    _note_older_forecast(plan.forecast, forecast)
     plan = plan.model_copy(update={"forecast": forecast, "cluster": subject.cluster.plain()})
     with waiting("searching for the other layout"):
         other = None if alternatives is None else why_not(subject, plan, alternatives)
@@ -89,13 +89,13 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _tell_of_older(kept: Forecast | None, today: Forecast) -> None:
+def _note_older_forecast(kept: Forecast | None, today: Forecast) -> None:
     """Say on stderr that a plan's own forecast is not that of its keys: they were edited, or AHP forecasts otherwise since."""
     if kept is None or math.isclose(kept.step_time_s, today.step_time_s, rel_tol=1e-6):
         return
     then, now = seconds(kept.step_time_s), seconds(today.step_time_s)
-    older = f"the file's own forecast, {then}, is not that of its keys, {now}: they were changed, or AHP was"
-    print(f"{older}; its reasons are of then", file=sys.stderr)
+    older = f"note: the plan stores a forecast of {then} a step, its keys are forecast at {now} now: the file was edited, or AHP is another version"
+    print(f"{older}; the reasons below are the stored ones", file=sys.stderr)
 
 
 def _subject(plan: Plan) -> Problem:

@@ -17,9 +17,8 @@ def json_alone() -> Iterator[None]:
     """Inside the block stdout is stderr, also for processes that are started there; ``print_alone`` prints to what was stdout before."""
     with ExitStack() as ends:
         stdout = sys.stdout
-        if (
-            stdout is sys.__stdout__ and sys.stderr is sys.__stderr__
-        ):  # else another program has its own, and starts no process
+        # Where a program has replaced one of them, as a test does, only what Python prints is moved.
+        if stdout is sys.__stdout__ and sys.stderr is sys.__stderr__:
             stdout = ends.enter_context(_moved(stdout, sys.stderr))
         ends.callback(_KEPT.reset, _KEPT.set(stdout))
         ends.enter_context(redirect_stdout(sys.stderr))

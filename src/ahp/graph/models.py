@@ -104,7 +104,7 @@ def build_model(
     from torch import nn
 
     if isinstance(model, nn.Module):
-        return _with_shapes(model)
+        return with_shapes(model)
     if attention not in ATTENTION:
         raise bad_input("attention", attention, "unknown kernel", ATTENTION)
     dtype = dtype or torch.float32
@@ -364,14 +364,18 @@ def _from_factory(model: Any, dtype: torch.dtype, device: Any) -> nn.Module:
         raise BadInput(f"model = {model!r}: the factory raised {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise BadInput(f"model = {model!r}: the factory returned {type(module).__name__}, not an nn.Module")
-    return _with_shapes(module).to(dtype)
+    return with_shapes(module).to(dtype)
 
 
-def _with_shapes(module: nn.Module) -> nn.Module:
-    """The module. Raises BadInput if a parameter has no shape yet (``nn.LazyLinear``)."""
+NOTHING_TRAINED = "none of its parameters has requires_grad, so a step would train nothing"
+"""Why a module is refused whose parameters are all frozen."""
+
+
+def with_shapes(module: nn.Module, key: str = "model") -> nn.Module:
+    """The module, an argument named ``key``. Raises BadInput if a parameter has no shape yet (``nn.LazyLinear``)."""
     from torch.nn.parameter import UninitializedParameter
 
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
-            raise bad_input("model", name, "has no shape before its lazy module ran", ["call the module once before"])
+            raise bad_input(key, name, "has no shape before its lazy module ran", ["call the module once before"])
     return module

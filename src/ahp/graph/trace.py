@@ -28,6 +28,7 @@ from ahp.graph.lora import adapted_copy, with_adapters
 from ahp.graph.models import (
     ATTENTION,
     ENGINE,
+    NOTHING_TRAINED,
     build_model,
     describe,
     is_masked,
@@ -218,7 +219,7 @@ class _Tracer:
         elif isinstance(error, BadInput):
             why = says.removeprefix("model: ")
         elif not any(p.requires_grad for p in self._module.parameters()):
-            why = "none of its parameters has requires_grad, so a step would train nothing"
+            why = NOTHING_TRAINED
         else:
             why = f"cannot be traced in {self._job.precision}: {type(error).__name__}: {says}"
             if not hasattr(self._module, "config"):

@@ -312,7 +312,7 @@ class Parallel:
     def rows(self, num_rows: int) -> range:
         """This rank's rows of a global batch of ``num_rows``, for a reader that reads no others. Each replica has consecutive rows,
         in proportion to its micro-batches, and each of its shards an equal run of them."""
-        return self.rows_of_ranks.of(whole_number("num_rows", num_rows, 0))
+        return self.rows_of_ranks.of(num_rows)
 
     def step(self, part: dict[str, torch.Tensor]) -> StepResult:
         """Forward, backward, clip, update. Collective. If loss or gradient norm is not finite, or no token is scored, no weight or buffer changes.

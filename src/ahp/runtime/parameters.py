@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedParameter
 
 from ahp.errors import bad_input
 from ahp.graph.call import model_arguments
+from ahp.graph.models import with_shapes
 
 WRAPPERS = {
     "DistributedDataParallel": "its .module",
@@ -93,10 +93,9 @@ def refuse_parameters(module: nn.Module) -> None:
     if (wide := next((n for n, p in module.named_parameters() if p.dtype is torch.float64), None)) is not None:
         rule = "is torch.float64, and weights are held and trained in fp32 at most"
         raise bad_input("module", wide, rule, ["module.float() before ahp.parallelize"])
+    with_shapes(module, "module")
     end, before = 0, ""
     for name, p in sorted(module.named_parameters(), key=lambda named: _span(named[1])[0]):
-        if isinstance(p, UninitializedParameter):
-            raise bad_input("module", name, "has no shape before its lazy module ran", ["call the module once before"])
         if isinstance(p, DTensor):
             raise bad_input(
                 "module", name, "is a DTensor, and ahp.parallelize splits modules itself", ["a whole module"]
@@ -131,7 +130,7 @@ def _refuse_forward(module: nn.Module) -> None:
 
 def _span(parameter: nn.Parameter) -> tuple[int, int]:
     """Addresses of the first byte of a parameter and of that behind its last; zeros where it has no memory."""
-    if isinstance(parameter, (UninitializedParameter, DTensor)) or parameter.is_meta or parameter.numel() == 0:
+    if isinstance(parameter, DTensor) or parameter.is_meta or parameter.numel() == 0:
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
     return parameter.data_ptr(), parameter.data_ptr() + (last + 1) * parameter.element_size()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ahp.errors import bad_input
+from ahp.errors import bad_input, whole_number
 from ahp.job import Job
 from ahp.plan import Parallelism
 from ahp.runtime.compute.loss import PendingCount
@@ -70,6 +70,7 @@ class RowsOfRanks:
 
     def of(self, num_rows: int) -> range:
         """This rank's rows of a global batch of ``num_rows``. Raises BadInput if the ranks cannot share them."""
+        num_rows = whole_number("num_rows", num_rows, 0)
         p, replica = self.layout, self.replica
         shards = p.data_parallel_shard_degree
         share = sum(self.counts) * shards

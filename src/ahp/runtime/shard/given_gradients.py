@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ahp.errors import BadInput
+from ahp.graph.models import NOTHING_TRAINED
 from ahp.runtime.shard.ownership import LocalParameters
 
 
@@ -63,4 +64,4 @@ class GivenGradients:
 
 
 def nothing_trained() -> BadInput:
-    return BadInput("module: none of its parameters has requires_grad, so a step would train nothing")
+    return BadInput(f"module: {NOTHING_TRAINED}")
